@@ -1,0 +1,145 @@
+"""From the frozen config to the collaborators of the loop. Config objects stop here: constructors take plain values."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import nn
+
+from ddp_train import tuning
+from ddp_train.config.resolve import process_count
+from ddp_train.config.schema import Config
+from ddp_train.data.keyed import StepSeed, mix
+from ddp_train.data.loader import Loader
+from ddp_train.data.plan import Plan, evaluation_shares
+from ddp_train.data.sources import Source
+from ddp_train.distributed.world import World
+from ddp_train.errors import ConfigError
+from ddp_train.health import Position
+from ddp_train.loop import Evaluation, Job
+from ddp_train.metrics import RunningLoss, Scorer
+from ddp_train.models import build_model
+from ddp_train.optim import Stepper, build_optimizer, build_schedule
+from ddp_train.strategy import ModelWithLoss, build_strategy
+
+
+def build_module(config: Config, source: Source, device: str) -> ModelWithLoss:
+    """The model with its loss, placed and tuned; the same weights on every process."""
+    inputs, targets = source.fetch(np.array([0]), None)
+    regression = config.train.loss == "mse" or (config.train.loss == "auto" and targets.is_floating_point())
+    if regression != targets.is_floating_point():
+        kind = "numbers" if targets.is_floating_point() else "class labels"
+        raise ConfigError(
+            [f"train.loss={config.train.loss}: the targets of data={config.data.name} are {kind}; use train.loss=auto"]
+        )
+    smoothing = config.train.label_smoothing
+    loss = (
+        nn.MSELoss(reduction="sum") if regression else nn.CrossEntropyLoss(reduction="sum", label_smoothing=smoothing)
+    )
+    torch.manual_seed(mix(config.seed, "model"))
+    custom = config.model.name == "custom"
+    model = build_model(config.model, () if custom else inputs.shape[1:], 0 if custom else source.outputs)
+    module = ModelWithLoss(model, loss, device, tuning.AUTOCAST[config.tuning.precision])
+    module = build_strategy(config.strategy, device).place(module)
+    module.model = tuning.shape_model(module.model, config.tuning)
+    return module
+
+
+def build_evaluation(
+    config: Config, world: World, device: str, module: ModelWithLoss, source: Source, position: Position
+) -> Evaluation:
+    """What `evaluate` needs."""
+    batch_size = config.train.evaluate_batch_size
+    shares = evaluation_shares(len(source), batch_size, world.rank, world.size)
+    return Evaluation(
+        module=module,
+        strategy=build_strategy(config.strategy, device),
+        batches=Loader(source, shares, config.tuning, device, position),
+        new_scorer=lambda: Scorer(-(-len(source) // batch_size), device),
+    )
+
+
+def build_plan(config: Config, world: World, samples: int) -> Plan:
+    """Who computes what, in numbers."""
+    per_epoch = -(-samples // config.train.global_batch_size)
+    steps = config.train.epochs * per_epoch
+    return Plan(
+        samples=samples,
+        global_batch_size=config.train.global_batch_size,
+        accumulation_steps=config.train.accumulation_steps,
+        steps=min(steps, config.train.max_steps or steps),
+        seed=config.seed,
+        rank=world.rank,
+        world_size=world.size,
+    )
+
+
+def build_job(
+    config: Config,
+    world: World,
+    device: str,
+    module: ModelWithLoss,
+    sources: tuple[Source, Source],
+    position: Position,
+    first_step: int,
+) -> Job:
+    """What `fit` needs, `first_step` optimizer steps being done. The weights are those of `module` on rank 0."""
+    train_source, test_source = sources
+    plan = build_plan(config, world, len(train_source))
+    strategy = build_strategy(config.strategy, device)
+    scaler = torch.amp.GradScaler(torch.device(device).type, enabled=config.tuning.precision == "fp16")
+    stepper = Stepper(
+        build_optimizer(module.model.parameters(), config.optimizer, config.tuning.optimizer),
+        build_schedule(config.schedule, plan.steps),
+        config.train.max_grad_norm,
+        scaler,
+        position,
+        any_may_lack=getattr(config.strategy, "find_unused_parameters", False),
+    )
+    return Job(
+        plan=plan,
+        module=module,
+        wrapped=strategy.wrap(module),
+        strategy=strategy,
+        stepper=stepper,
+        batches=Loader(train_source, _Shares(plan, first_step), config.tuning, device, position),
+        evaluation=build_evaluation(config, world, device, module, test_source, position),
+        seed_step=StepSeed(config.seed, world.rank, device),
+        losses=RunningLoss(),
+        step=first_step,
+    )
+
+
+class _Shares:
+    """The shares of a plan, to be iterated more than once as DataLoader's samplers are."""
+
+    def __init__(self, plan: Plan, first_step: int) -> None:
+        self.plan, self.first_step = plan, first_step
+
+    def __iter__(self):
+        return self.plan.shares(self.first_step)
+
+
+def plan_rows(config: Config, job: Job) -> dict[str, str]:
+    """What is about to happen, for the user's eyes."""
+    plan, processes = job.plan, process_count(config)
+    parameters = sum(parameter.numel() for parameter in job.module.model.parameters())
+    resumed = f", from step {job.step:,}" if job.step else ""
+    on = f"{processes} on {config.launch.nnodes} hosts" if config.launch.nnodes > 1 else str(processes)
+    back_end = config.launch.backend if config.strategy.name == "ddp" else "no process group"
+    tips = {name: value for name, value in vars(config.tuning).items() if name not in ("name", "prefetch_factor")}
+    shown = [name if value is True else f"{name} {value}" for name, value in tips.items() if value not in (False, 0)]
+    model = getattr(config.model, "arch", None) or getattr(config.model, "target", None) or config.model.name
+    return {
+        "processes": f"{on} x {config.device}, {back_end}, {config.strategy.name}",
+        "model": f"{model}, {parameters:,} parameters",
+        "data": f"{config.data.name}, {plan.samples:,} samples to train on",
+        "global batch": f"{plan.global_batch_size} = {plan.micro_batch_size} per process x {processes} "
+        f"{'process' if processes == 1 else 'processes'} x {plan.accumulation_steps} accumulation",
+        "steps": f"{plan.steps:,} = {plan.steps_per_epoch:,} per epoch, {config.train.epochs} epochs"
+        f"{f', at most {config.train.max_steps:,}' if config.train.max_steps else ''}{resumed}",
+        "optimizer": f"{config.optimizer.name}, lr {job.stepper.full_rates[0]:g}, {config.schedule.name} schedule, "
+        f"warm-up {config.schedule.warmup_steps} steps",
+        "tuning": f"{config.tuning.name}: {', '.join(shown)}",
+        "run directory": str(config.run_dir),
+    }

@@ -1,0 +1,1 @@
+"""The configuration: composed once, validated whole, frozen to the run directory. Nothing here imports torch."""

@@ -1,0 +1,240 @@
+"""What can be known to be wrong before anything starts. Every problem is one line: key=value, the rule, the remedy."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import shutil
+from typing import Any
+
+from ddp_train.config.compose import did_you_mean, shown
+from ddp_train.config.machine import Machine
+from ddp_train.config.resolve import FUSED, IN_MEMORY, process_count
+from ddp_train.config.schema import OPTIONS, SECTIONS, Config
+from ddp_train.distributed.world import World
+
+
+def check(asked: Config, config: Config, machine: Machine, world: World | None) -> list[str]:
+    """All problems of a config. `asked` is what the user wrote, `config` the same after `resolve`."""
+    problems = check_rules(asked)
+    if problems:  # arithmetic on numbers that are out of range would only add noise
+        return problems
+    for one_check in (_processes, _batch, _strategy, _precision, _numbers, *outside.CHECKS):
+        problems += one_check(asked, config, machine, world)
+    return problems
+
+
+def check_rules(config: Config) -> list[str]:
+    """The rules that stand beside each field of the schema."""
+    problems = _section_rules(config, "")
+    for section in (*SECTIONS, *OPTIONS):
+        problems += _section_rules(getattr(config, section), section + ".")
+    return problems
+
+
+def _section_rules(section: Any, prefix: str) -> list[str]:
+    problems = []
+    for f in dataclasses.fields(section):
+        value = getattr(section, f.name)
+        for item in value if isinstance(value, list) and f.name.endswith("_mb_list") else [value]:
+            rule = _broken_rule(item, f.metadata)
+            if rule:
+                problems.append(f"{prefix}{f.name}={shown(value)}: {rule}")
+    return problems
+
+
+def _broken_rule(value: Any, rules: Any) -> str:
+    if isinstance(value, str):
+        allowed = rules.get("choices", ())
+        if allowed and value not in allowed:
+            return f"must be one of {', '.join(allowed)}{did_you_mean(value, list(allowed))}"
+        if "words" in rules and value not in rules["words"]:
+            kind = "a whole number" if "at_least" in rules else "true, false"
+            return f"must be {kind} or {' or '.join(rules['words'])}"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return ""
+    if not math.isfinite(value):
+        return "must be a finite number"
+    bounds = (
+        ("at_least", "at least", lambda bound: value >= bound),
+        ("above", "above", lambda bound: value > bound),
+        ("at_most", "at most", lambda bound: value <= bound),
+        ("below", "below", lambda bound: value < bound),
+    )
+    broken = [f"{words} {rules[name]}" for name, words, holds in bounds if name in rules and not holds(rules[name])]
+    return f"must be {' and '.join(broken)}" if broken else ""
+
+
+def _processes(asked: Config, config: Config, machine: Machine, world: World | None) -> list[str]:
+    problems, launch, wanted = [], asked.launch, int(config.launch.nproc_per_node)
+    if config.device == "cuda" and not machine.gpus:
+        problems.append("device=cuda: no GPU is visible on this host; use device=cpu")
+    elif config.device == "cuda" and wanted > machine.gpus:
+        problems.append(
+            f"launch.nproc_per_node={wanted}: {_count(machine.gpus, 'GPU')} visible on this host, one per "
+            f"process is needed; use launch.nproc_per_node={machine.gpus} or device=cpu"
+        )
+    if config.launch.backend == "nccl" and config.device == "cpu":
+        why = "no GPU is visible on this host" if not machine.gpus else "device=cpu"
+        problems.append(f"launch.backend=nccl: NCCL connects GPUs and {why}; use launch.backend=gloo")
+    if world:
+        for name, actual in (("nproc_per_node", world.local_size), ("nnodes", world.hosts)):
+            if getattr(launch, name) not in ("auto", 1, actual):
+                problems.append(
+                    f"launch.{name}={getattr(launch, name)}: torchrun started {actual}; leave it out, or "
+                    f"use torchrun --{name}={getattr(launch, name)}"
+                )
+        if launch.max_restarts:
+            problems.append(
+                f"launch.max_restarts={launch.max_restarts}: under torchrun it is torchrun that restarts; "
+                f"use torchrun --max-restarts={launch.max_restarts}"
+            )
+        if world.hosts > 1 and not asked.run_dir and world.run_id in ("", "none"):
+            problems.append(
+                "run_dir=null: several hosts need one name for the run; add run_dir=PATH on a shared file "
+                "system, or torchrun --rdzv-id=NAME"
+            )
+    elif launch.nnodes > 1 and not launch.rdzv_endpoint:
+        problems.append(
+            f"launch.nnodes={launch.nnodes}: hosts need a place to meet; add launch.rdzv_endpoint=HOST:PORT"
+        )
+    elif launch.nnodes == 1 and launch.rdzv_endpoint:
+        problems.append(
+            f"launch.rdzv_endpoint={launch.rdzv_endpoint}: one host needs none; add launch.nnodes=2, or leave it out"
+        )
+    if launch.rdzv_endpoint and not re.fullmatch(r"[^\s:]+:\d{1,5}", launch.rdzv_endpoint):
+        problems.append(f"launch.rdzv_endpoint={launch.rdzv_endpoint}: must be HOST:PORT")
+    if config.strategy.name != "ddp" and process_count(config) > 1:
+        problems.append(
+            f"strategy={config.strategy.name}: runs in one process, {process_count(config)} were asked "
+            "for; use strategy=ddp, or launch.nproc_per_node=1 launch.nnodes=1"
+        )
+    return problems
+
+
+def _batch(asked: Config, config: Config, machine: Machine, world: World | None) -> list[str]:
+    batch, accumulation, processes = (
+        config.train.global_batch_size,
+        config.train.accumulation_steps,
+        process_count(config),
+    )
+    unit = processes * accumulation
+    if not unit or batch % unit == 0:
+        return []
+    lower, upper = batch // unit * unit, -(-batch // unit) * unit
+    use = f"{lower} or {upper}" if lower else f"{upper}"
+    return [
+        f"train.global_batch_size={batch}: cannot be split over {_count(processes, 'process')} x "
+        f"{_count(accumulation, 'accumulation step')}; use train.global_batch_size={use}"
+    ]
+
+
+def _strategy(asked: Config, config: Config, machine: Machine, world: World | None) -> list[str]:
+    strategy, problems = config.strategy, []
+    if strategy.name != "ddp":
+        return []
+    if strategy.sync_bn and config.device == "cpu":
+        problems.append(
+            "strategy.sync_bn=true: torch's SyncBatchNorm refuses CPU tensors; use GPUs, "
+            "strategy.sync_bn=false, or a model without batch norm (model.norm=group)"
+        )
+    if strategy.bucket_cap_mb is not None and strategy.bucket_cap_mb_list is not None:
+        problems.append(
+            f"strategy.bucket_cap_mb_list={shown(strategy.bucket_cap_mb_list)}: contradicts "
+            f"strategy.bucket_cap_mb={strategy.bucket_cap_mb}; give one of them"
+        )
+    if strategy.skip_all_reduce_unused_params and not strategy.find_unused_parameters:
+        problems.append("strategy.skip_all_reduce_unused_params=true: needs strategy.find_unused_parameters=true")
+    if strategy.static_graph and strategy.find_unused_parameters:
+        problems.append(
+            "strategy.find_unused_parameters=true: strategy.static_graph=true finds them once by itself; "
+            "give one of them"
+        )
+    if strategy.comm_hook != "powersgd" and strategy.powersgd_rank != 1:
+        problems.append(
+            f"strategy.powersgd_rank={strategy.powersgd_rank}: has an effect only with strategy.comm_hook=powersgd"
+        )
+    if strategy.comm_hook == "powersgd" and strategy.static_graph:
+        problems.append(
+            "strategy.comm_hook=powersgd: cannot follow strategy.static_graph=true, whose buckets it sees "
+            "rebuilt; use strategy.static_graph=false"
+        )
+    if strategy.comm_hook != "none" and config.tuning.precision == "fp64":
+        problems.append(f"strategy.comm_hook={strategy.comm_hook}: would undo tuning.precision=fp64; drop one of them")
+    return problems
+
+
+def _precision(asked: Config, config: Config, machine: Machine, world: World | None) -> list[str]:
+    tuning, problems = config.tuning, []
+    if tuning.precision == "fp16" and config.device == "cpu":
+        problems.append("tuning.precision=fp16: needs a GPU; use tuning.precision=bf16 or fp32 on CPU")
+    if tuning.precision == "bf16" and config.device == "cuda" and (0, 0) < machine.compute_capability < (8, 0):
+        problems.append(f"tuning.precision=bf16: {machine.gpu_name} has no bfloat16 units; use tuning.precision=fp16")
+    if config.deterministic and tuning.cudnn_benchmark:
+        problems.append(
+            "tuning.cudnn_benchmark=true: picks algorithms by timing, which deterministic=true forbids; "
+            "drop one of them"
+        )
+    if tuning.optimizer == "fused" and config.optimizer.name not in FUSED:
+        problems.append(
+            f"tuning.optimizer=fused: torch has no fused {config.optimizer.name}; use tuning.optimizer=foreach"
+        )
+    if not asked.tuning.persistent_workers and tuning.num_workers == 0 and asked.tuning.num_workers != "auto":
+        problems.append("tuning.persistent_workers=false: there are no loader processes with tuning.num_workers=0")
+    if (tuning.compile or getattr(config.model, "fused", False)) and config.device == "cpu" and not shutil.which("g++"):
+        key = "tuning.compile" if tuning.compile else "model.fused"
+        problems.append(f"{key}=true: torch.compile needs a C++ compiler on CPU and there is no g++; install one")
+    return problems
+
+
+def _numbers(asked: Config, config: Config, machine: Machine, world: World | None) -> list[str]:
+    problems = []
+    if getattr(config.optimizer, "nesterov", False) and not config.optimizer.momentum:
+        problems.append("optimizer.nesterov=true: needs optimizer.momentum above 0")
+    steps, warmup = config.train.max_steps, config.schedule.warmup_steps
+    if steps is not None and warmup >= steps:
+        problems.append(
+            f"schedule.warmup_steps={warmup}: the run ends before, train.max_steps={steps}; use less than {steps}"
+        )
+    regression = config.data.name == "linear_regression"
+    if regression and config.train.loss == "cross_entropy":
+        problems.append("train.loss=cross_entropy: data=linear_regression has numbers for targets; use train.loss=mse")
+    if not regression and config.data.name in IN_MEMORY and config.train.loss == "mse":
+        problems.append(
+            f"train.loss=mse: data={config.data.name} has class labels for targets; use train.loss=cross_entropy"
+        )
+    if config.train.label_smoothing and (regression or config.train.loss == "mse"):
+        problems.append(f"train.label_smoothing={config.train.label_smoothing}: belongs to the cross entropy; use 0")
+    if regression and asked.objective == "test.accuracy":
+        problems.append("objective=test.accuracy: data=linear_regression has no classes; use objective=test.loss")
+    return problems
+
+
+def notices(asked: Config, config: Config) -> list[str]:
+    """Switches that the user set and that have no effect here. Not errors: the same command runs elsewhere."""
+    found = []
+    on_gpus_only = ("pin_memory", "non_blocking", "cudnn_benchmark", "tf32")
+    if config.device == "cpu":
+        found += [
+            f"tuning.{name}=true has no effect on CPU" for name in on_gpus_only if getattr(asked.tuning, name) is True
+        ]
+    if config.tuning.num_workers == 0 and asked.tuning.prefetch_factor != type(asked.tuning)().prefetch_factor:
+        found.append(
+            f"tuning.prefetch_factor={asked.tuning.prefetch_factor} has no effect without loader processes "
+            "(tuning.num_workers=0)"
+        )
+    if config.strategy.name == "dp" and config.device == "cpu":
+        found.append("strategy=dp has no GPUs to spread over: DataParallel runs the model once, on the CPU")
+    if getattr(config.strategy, "sync_bn", False) and getattr(config.model, "norm", "batch") != "batch":
+        found.append(
+            f"strategy.sync_bn=true has no effect: model={config.model.name} has no batch norm here (model.norm=batch)"
+        )
+    if config.launch.backend == "gloo" and config.device == "cuda":
+        found.append("launch.backend=gloo sends gradients of GPUs through host memory: expect it to be slow")
+    return found
+
+
+def _count(number: int, noun: str) -> str:
+    plural = noun + ("es" if noun.endswith("s") else "s")
+    return f"{number} {noun if number == 1 else plural}"

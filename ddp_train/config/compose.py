@@ -1,0 +1,233 @@
+"""From command-line words and the files in conf/ to one Config, with every problem found on the way.
+
+Hydra composes; OmegaConf converts the types. Both stop at their first complaint, so values are forced past Hydra
+(`++key=value`) and bound to the schema one by one here: a user sees all mistakes at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import typing
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from ddp_train.config.schema import OPTIONS, SECTIONS, Config, CustomConfig, schema_of
+
+MAY_BE_NULL = ("experiment", "debug")
+_TYPE_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+
+
+@dataclasses.dataclass
+class Overrides:
+    """The words of a command line, made ready for Hydra, and what is wrong with them."""
+
+    words: list[str]
+    given: dict[str, Any]
+    """Value overrides: the dotted key and the value that was given."""
+    choices: dict[str, str]
+    """Group overrides: the group and the option that was chosen."""
+    problems: list[str]
+    swept: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    """Sweeps: the key or group and its values as typed; none for an interval, which a sweeper draws from."""
+
+
+def shown(value: Any) -> str:
+    """A value as one would type it in an override."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return "[" + ",".join(shown(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{k}:{shown(v)}" for k, v in value.items()) + "}"
+    return str(value)
+
+
+def read_overrides(conf: Path, words: list[str], sweep: bool = False) -> Overrides:
+    """Checks the words of a command line (those without a dash) one by one; several values only in a `sweep`."""
+    read = Overrides([], {}, {}, [])
+    for word in words:
+        try:
+            override = OverridesParser.create().parse_override(word)
+        except HydraException:
+            read.problems.append(f"{word}: not of the form key=value" + ("" if "=" in word else ", '=' is missing"))
+            continue
+        _read_override(conf, override, sweep, read)
+    for section in OPTIONS:
+        if f"{section}._target_" in read.given and section not in read.choices:
+            read.words.insert(0, f"{section}=custom")
+    return read
+
+
+def _read_override(conf: Path, override: Override, sweep: bool, read: Overrides) -> None:
+    word, name = override.input_line or "", override.key_or_group
+    if name.split(".")[0].split("/")[0] == "hydra" or override.is_delete():
+        read.words.append(word)
+    elif override.is_sweep_override():
+        countable = override.is_choice_sweep() or override.is_range_sweep()
+        read.swept[name] = list(override.sweep_string_iterator()) if countable else []
+        read.words.append(word)
+        if not sweep:
+            read.problems.append(f"{word}: several values; add -m to sweep over them, or quote them: {name}='...'")
+    elif (conf / name).is_dir():
+        options, option = sorted(path.stem for path in (conf / name).glob("*.yaml")), override.value()
+        if str(option) in options or (option is None and name in MAY_BE_NULL):
+            read.words.append(word)
+            read.choices[name] = str(option)
+        else:
+            guess = did_you_mean(str(option), options)
+            read.problems.append(f"{name}={shown(option)}: must be one of {', '.join(options)}{guess}")
+    else:
+        read.given[name] = override.value()
+        read.words.append("++" + word.lstrip("+"))
+
+
+def compose(conf: Path, overrides: Overrides) -> dict[str, Any]:
+    """The composed configuration as plain data.
+
+    Raises HydraException or OmegaConfBaseException where a file under conf/ cannot be composed.
+    """
+    with initialize_config_dir(str(conf), version_base="1.3"):
+        composed = hydra_compose("config", overrides.words)
+    values = OmegaConf.to_container(composed, resolve=True)
+    assert isinstance(values, dict)
+    return typing.cast("dict[str, Any]", values)
+
+
+def read_config(conf: Path, overrides: Overrides, adopted: dict[str, Any] | None = None) -> tuple[Config, list[str]]:
+    """Composes and binds. Returns the config (its defaults where a value was wrong) and all problems.
+
+    `adopted` holds sections that replace the composed ones, unless the command line chose their option: an evaluation
+    adopts the model and the data of its checkpoint.
+    """
+    try:
+        values = compose(conf, overrides)
+    except (HydraException, OmegaConfBaseException) as error:
+        cause = f": {error.__cause__}" if error.__cause__ else ""
+        return Config(), [*overrides.problems, f"{error}{cause}"]
+    for section, content in (adopted or {}).items():
+        if section not in overrides.choices:
+            values[section] = content
+    for dotted, value in overrides.given.items() if adopted else ():
+        section, _, name = dotted.partition(".")
+        if name and section in (adopted or {}):
+            values[section][name] = value
+    config, problems = bind(values)
+    located = [problem + _origin(conf, overrides, problem.split("=")[0]) for problem in problems]
+    return config, overrides.problems + located
+
+
+def bind(values: dict[str, Any]) -> tuple[Config, list[str]]:
+    """Binds plain nested values to the schema: every unknown key and every wrong type is one problem."""
+    problems: list[str] = []
+    sections = {name: value for name, value in values.items() if name in SECTIONS or name in OPTIONS}
+    scalars = {name: value for name, value in values.items() if name not in sections}
+    config = _bind_fields(Config, "", scalars, problems)
+    for section, content in sections.items():
+        if not isinstance(content, dict):
+            problems.append(f"{section}={shown(content)}: holds keys of its own, for example {_example(section)}")
+            continue
+        content = _custom(content)
+        schema = schema_of(section, str(content.get("name")))
+        if schema is None:
+            options = list(OPTIONS[section])
+            guess = did_you_mean(str(content.get("name")), options)
+            problems.append(f"{section}={shown(content.get('name'))}: must be one of {', '.join(options)}{guess}")
+            continue
+        setattr(config, section, _bind_fields(schema, section + ".", content, problems))
+    return config, problems
+
+
+def _custom(content: dict[str, Any]) -> dict[str, Any]:
+    """`_target_` and the arguments beside it, as the fields of CustomConfig."""
+    if "_target_" not in content:
+        return content
+    beside = {name: value for name, value in content.items() if name not in ("name", "_target_")}
+    return {"name": CustomConfig.name, "target": content["_target_"], "arguments": beside}
+
+
+def _bind_fields(schema: type, prefix: str, content: dict[str, Any], problems: list[str]) -> Any:
+    typed = OmegaConf.structured(schema)
+    hints = typing.get_type_hints(schema)
+    for name, value in content.items():
+        if name not in hints or (prefix == "" and (name in SECTIONS or name in OPTIONS)):
+            problems.append(_unknown_key(prefix, name, value, schema))
+            continue
+        try:
+            OmegaConf.update(typed, name, value, merge=False)
+        except OmegaConfBaseException:
+            problems.append(f"{prefix}{name}={shown(value)}: must be {_expected(schema, name, hints[name])}")
+    return OmegaConf.to_object(typed)
+
+
+def _expected(schema: type, name: str, hint: Any) -> str:
+    words = next(f.metadata.get("words", ()) for f in dataclasses.fields(schema) if f.name == name)
+    kinds = [kind for kind in typing.get_args(hint) if not (kind is str and words)] or [hint]
+    return " or ".join([_TYPE_WORDS.get(kind, "a list") for kind in kinds] + list(words))
+
+
+def _unknown_key(prefix: str, name: str, value: Any, schema: type) -> str:
+    found = f"{prefix}{name}={shown(value)}: no such key"
+    section = prefix.rstrip(".")
+    owners = [option for option, other in OPTIONS.get(section, {}).items() if name in typing.get_type_hints(other)]
+    if owners:
+        own = [f.name for f in dataclasses.fields(schema) if f.name != "name"]
+        return (
+            f"{found} in {section}={schema().name}; {section}={' and '.join(owners)} "
+            f"{'has' if len(owners) == 1 else 'have'} it" + (f". Here: {', '.join(own)}" if own else "")
+        )
+    nearby = {prefix + f.name: f.name for f in dataclasses.fields(schema) if f.name != "name"}
+    everywhere = {path: path.rpartition(".")[2] for path in all_keys()}
+    for names in (nearby, everywhere):
+        close = difflib.get_close_matches(name, list(names.values()), n=1, cutoff=0.6)
+        if close:
+            return f"{found}; did you mean {next(path for path, last in names.items() if last == close[0])}?"
+    return found
+
+
+def all_keys() -> list[str]:
+    """Every dotted key of the schema."""
+    keys = [f.name for f in dataclasses.fields(Config) if f.name not in SECTIONS and f.name not in OPTIONS]
+    groups = {
+        **{name: [schema] for name, schema in SECTIONS.items()},
+        **{n: list(o.values()) for n, o in OPTIONS.items()},
+    }
+    for section, schemas in groups.items():
+        keys += dict.fromkeys(f"{section}.{f.name}" for schema in schemas for f in dataclasses.fields(schema))
+    return keys
+
+
+def did_you_mean(word: str, candidates: list[str]) -> str:
+    """'; did you mean X?', or nothing."""
+    close = difflib.get_close_matches(word, candidates, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _example(section: str) -> str:
+    return next(key for key in all_keys() if key.startswith(section + "."))
+
+
+def _origin(conf: Path, overrides: Overrides, dotted: str) -> str:
+    """The file under conf/ that gave a key its value, where the command line did not."""
+    if dotted in overrides.given or dotted in overrides.choices:
+        return ""
+    section, _, name = dotted.rpartition(".")
+    for path in sorted(conf.rglob("*.yaml")):
+        content = yaml.safe_load(path.read_text()) or {}
+        here = path.parent.relative_to(conf).as_posix() == section
+        inside = content if here else content.get(section) if section else content
+        chosen = overrides.choices.get(path.parent.name, path.stem) == path.stem
+        if chosen and isinstance(inside, dict) and name in inside:
+            return f" (in {path.relative_to(conf.parent)})"
+    return ""

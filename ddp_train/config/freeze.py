@@ -1,0 +1,47 @@
+"""The frozen config: plain data in run_dir/config.yaml, which every process of a run reads."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ddp_train.config.compose import bind
+from ddp_train.config.outside import unwritable
+from ddp_train.config.schema import Config
+from ddp_train.errors import ConfigError
+
+FILE = "config.yaml"
+
+
+def freeze(config: Config) -> str:
+    """Writes the config into its run directory, atomically, and returns the text.
+
+    Raises ConfigError if the directory cannot be written.
+    """
+    text = yaml.safe_dump(to_values(config), sort_keys=False)
+    run_dir = Path(str(config.run_dir))
+    try:
+        (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        part = run_dir / (FILE + ".part")
+        part.write_text(text)
+        part.replace(run_dir / FILE)
+    except OSError as error:
+        raise ConfigError([unwritable(config.run_dir, error.strerror or str(error))]) from None
+    return text
+
+
+def to_values(config: Config) -> dict[str, Any]:
+    """The config as plain nested values."""
+    return dataclasses.asdict(config)
+
+
+def thaw(text: str) -> Config:
+    """The config from the text that `freeze` wrote. Raises ConfigError if somebody spoilt it."""
+    values = yaml.safe_load(text)
+    config, problems = bind(values) if isinstance(values, dict) else (Config(), [f"{FILE}: not a mapping"])
+    if problems:
+        raise ConfigError([f"{FILE}: {problem}" for problem in problems])
+    return config

@@ -1,0 +1,126 @@
+"""What a config names outside itself: data, checkpoints, code, the run directory. Nothing is imported or written."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from pathlib import Path
+
+from ddp_train.config.compose import did_you_mean, shown
+from ddp_train.config.machine import Machine
+from ddp_train.config.schema import Config, CustomConfig
+from ddp_train.distributed.world import World
+
+TRUSTED_MODULES = ("ddp_train", "torch.nn", "torch.optim", "torchvision")
+
+TORCHVISION_FILES = {
+    "mnist": [
+        f"MNIST/raw/{split}-ubyte"
+        for split in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
+    ],
+    "fashion_mnist": [
+        f"FashionMNIST/raw/{split}-ubyte"
+        for split in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
+    ],
+    "cifar10": [
+        f"cifar-10-batches-py/{name}"
+        for name in ("data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5", "test_batch")
+    ],
+}
+"""The files that torchvision looks for, under data.root."""
+
+
+def _model(asked: Config, config: Config, machine: Machine, world: World | None) -> list[str]:
+    model = config.model
+    if config.data.name == "linear_regression" and model.name in ("cnn", "torchvision"):
+        return [
+            f"model={model.name}: needs images, data=linear_regression is a table; use model=linear_regression or mlp"
+        ]
+    if model.name == "torchvision":
+        names = torchvision_classifiers()
+        if model.arch not in names:
+            return [
+                f"model.arch={model.arch}: torchvision has no classifier of that name{did_you_mean(model.arch, names)}"
+            ]
+    return []
+
+
+def torchvision_classifiers() -> list[str]:
+    """The classifiers of the installed torchvision, read from its source files: importing it takes over a second."""
+    spec = importlib.util.find_spec("torchvision")
+    if spec is None or not spec.submodule_search_locations:
+        return []
+    sources = Path(spec.submodule_search_locations[0], "models").glob("*.py")
+    found = (re.findall(r"^@register_model\(.*?\)\n(?:@.*\n)*def (\w+)\(", path.read_text(), re.M) for path in sources)
+    return sorted(name for names in found for name in names)
+
+
+def _data(asked: Config, config: Config, machine: Machine, world: World | None) -> list[str]:
+    data = config.data
+    if data.name in TORCHVISION_FILES and not data.download:
+        missing = [path for path in TORCHVISION_FILES[data.name] if not Path(data.root, path).is_file()]
+        if missing:
+            packed = Path(data.root, missing[0] + ".gz")
+            remedy = f"unpack it: gunzip -k {packed.parent}/*.gz" if packed.is_file() else "add data.download=true"
+            return [
+                f"data.root={data.root}: {Path(data.root, missing[0])} is missing; {remedy}, or name the folder that "
+                f"holds {data.name}"
+            ]
+    if data.name == "image_folder":
+        for split in ("train", "val"):
+            folder = Path(data.root, split)
+            if not folder.is_dir() or not any(entry.is_dir() for entry in folder.iterdir()):
+                return [f"data.root={data.root}: {folder} must be a folder with one sub-folder per class"]
+    return []
+
+
+def _checkpoint(asked: Config, config: Config, machine: Machine, world: World | None) -> list[str]:
+    resume = config.checkpoint.resume
+    if resume not in ("auto", "never") and not Path(resume).is_dir():
+        return [f"checkpoint.resume={resume}: no such folder; use auto, never, or the path of a run or a checkpoint"]
+    if config.mode == "evaluate" and (resume == "never" or (resume == "auto" and not asked.run_dir)):
+        return [f"mode=evaluate: needs a checkpoint, checkpoint.resume={resume} names none; add checkpoint.resume=PATH"]
+    return []
+
+
+def _code(asked: Config, config: Config, machine: Machine, world: World | None) -> list[str]:
+    """Which code `_target_` may load. Nothing is imported to find out."""
+    problems = []
+    for section in ("model", "data", "optimizer"):
+        custom = getattr(config, section)
+        if not isinstance(custom, CustomConfig):
+            continue
+        found, target = f"{section}._target_={shown(custom.target or None)}", custom.target
+        if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", target):
+            problems.append(f"{found}: must be a dotted path, package.Name")
+        elif not any(target.startswith(module + ".") for module in (*TRUSTED_MODULES, *config.trusted_modules)):
+            package = target.partition(".")[0]
+            problems.append(
+                f"{found}: loads code from outside {', '.join(TRUSTED_MODULES)}; if you trust it, add "
+                f"trusted_modules=[{package}]"
+            )
+        elif importlib.util.find_spec(target.partition(".")[0]) is None:
+            problems.append(f"{found}: there is no module {target.partition('.')[0]} beside launch.py or installed")
+    return problems
+
+
+def _run_dir(asked: Config, config: Config, machine: Machine, world: World | None) -> list[str]:
+    """Asks without writing; `freeze` tries, and fails with the same words."""
+    if not re.fullmatch(r"[\w][\w .+=-]*", config.name):
+        return [f"name={config.name}: must be usable as a folder's name: letters, digits, and . _ + = -"]
+    run_dir = Path(str(config.run_dir)).absolute()
+    existing = next(path for path in (run_dir, *run_dir.parents) if path.exists())
+    if not existing.is_dir():
+        return [unwritable(config.run_dir, f"{existing} is not a folder")]
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return [unwritable(config.run_dir, f"no permission to write in {existing}")]
+    return []
+
+
+def unwritable(run_dir: str | None, reason: str) -> str:
+    """The message of a run directory that cannot be written."""
+    return f"run_dir={run_dir}: cannot be written ({reason}); name a folder that can"
+
+
+CHECKS = (_model, _data, _checkpoint, _code, _run_dir)

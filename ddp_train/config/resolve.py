@@ -1,0 +1,71 @@
+"""From what the user asked for to what this machine will do: every `auto` gets its value, before anything is frozen."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ddp_train.config.machine import Machine
+from ddp_train.config.schema import Config
+from ddp_train.distributed.world import World, new_run_id
+
+IN_MEMORY = ("digits", "mnist", "fashion_mnist", "cifar10", "synthetic", "linear_regression")
+"""Data sets that are held in memory: a batch is one indexing operation, which no loader process makes faster."""
+FUSED = ("sgd", "adam", "adamw")
+"""Optimizers with a fused implementation in torch 2.11 to 2.15 (adadelta and rmsprop have none)."""
+IMAGE_MODELS = ("cnn", "torchvision")
+
+
+def resolve(config: Config, machine: Machine, world: World | None) -> Config:
+    """A copy of `config` without `auto`. What contradicts the machine is left for `check` to name."""
+    device = config.device if config.device != "auto" else "cuda" if machine.gpus else "cpu"
+    launch = dataclasses.replace(config.launch)
+    if world:
+        launch.nproc_per_node, launch.nnodes = world.local_size, world.hosts
+    elif launch.nproc_per_node == "auto":
+        alone = config.strategy.name != "ddp"
+        launch.nproc_per_node = 1 if alone else machine.gpus if device == "cuda" else 2
+    if launch.backend == "auto":
+        launch.backend = "nccl" if device == "cuda" else "gloo"
+    processes_here = max(1, int(launch.nproc_per_node))
+    if launch.threads_per_process == "auto":
+        launch.threads_per_process = max(1, machine.cpus // processes_here)
+    deterministic = device == "cpu" if config.deterministic == "auto" else config.deterministic
+    return dataclasses.replace(
+        config,
+        device=device,
+        deterministic=deterministic,
+        launch=launch,
+        tuning=_tuning(config, device, bool(deterministic), machine, processes_here),
+        run_dir=config.run_dir or f"runs/{config.name}/{new_run_id(world)}",
+    )
+
+
+def _tuning(config: Config, device: str, deterministic: bool, machine: Machine, processes_here: int):
+    tuning = dataclasses.replace(config.tuning)
+    gpu = device == "cuda"
+    regression = config.data.name == "linear_regression"
+    chosen = {
+        "precision": "bf16" if gpu and machine.compute_capability >= (8, 0) and not regression else "fp32",
+        "num_workers": 0 if config.data.name in IN_MEMORY else min(8, machine.cpus // processes_here),
+        "pin_memory": gpu,
+        "non_blocking": gpu,
+        "channels_last": gpu and config.model.name in IMAGE_MODELS,
+        # DataParallel's replicas autotune in one thread each: ResNet-50 had not finished its first steps after 150 s.
+        "cudnn_benchmark": gpu and not deterministic and config.strategy.name != "dp",
+        "tf32": gpu,
+        "optimizer": "fused" if gpu and config.optimizer.name in FUSED else "foreach",
+    }
+    for name, value in chosen.items():
+        if getattr(tuning, name) == "auto":
+            setattr(tuning, name, value)
+    return tuning
+
+
+def process_count(config: Config) -> int:
+    """Processes of a resolved config, over all hosts."""
+    return int(config.launch.nproc_per_node) * config.launch.nnodes
+
+
+def micro_batch_size(config: Config) -> int:
+    """Samples of one forward pass on one process."""
+    return config.train.global_batch_size // (process_count(config) * config.train.accumulation_steps)

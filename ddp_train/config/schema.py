@@ -1,0 +1,423 @@
+"""Every key that exists, with its type, its default, its rule and its meaning. The reference of the config.
+
+A group with several options (`model=cnn|mlp|...`) has one dataclass per option; its `name` says which one it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Union
+
+
+def key(default: Any, meaning: str, **rules: Any) -> Any:
+    """A field with its meaning and its rules.
+
+    Rules: `at_least`, `above`, `at_most`, `below` (numbers), `choices` (all that is allowed), `words` (strings allowed
+    beside numbers or booleans, "auto" for example).
+    """
+    metadata = {"meaning": meaning, **rules}
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: default.copy(), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass
+class LaunchConfig:
+    nproc_per_node: Union[int, str] = key(
+        "auto", "processes per host; auto: one per GPU, 2 without", at_least=1, words=("auto",)
+    )
+    nnodes: int = key(1, "hosts", at_least=1)
+    rdzv_endpoint: str | None = key(None, "host:port where several hosts meet")
+    max_restarts: int = key(0, "how often a failed run is started again by itself", at_least=0)
+    backend: str = key("auto", "auto: nccl on GPUs, gloo on CPU", choices=("auto", "nccl", "gloo"))
+    timeout_seconds: float = key(600.0, "the longest a collective may wait for the other processes", above=0)
+    grace_seconds: float = key(30.0, "from the request to stop (SIGTERM) to SIGKILL", at_least=0)
+    threads_per_process: Union[int, str] = key(
+        "auto", "CPU threads of torch; auto: cores / processes", at_least=1, words=("auto",)
+    )
+
+
+@dataclass
+class TrainConfig:
+    global_batch_size: int = key(96, "samples per optimizer step, over all processes", at_least=1)
+    accumulation_steps: int = key(1, "micro-batches per optimizer step on each process", at_least=1)
+    epochs: int = key(30, "passes over the training set", at_least=1)
+    max_steps: int | None = key(None, "stop after so many optimizer steps", at_least=1)
+    max_grad_norm: float | None = key(None, "clip the global gradient norm to this", above=0)
+    loss: str = key(
+        "auto", "auto: cross_entropy for class labels, mse for numbers", choices=("auto", "cross_entropy", "mse")
+    )
+    label_smoothing: float = key(0.0, "of the cross entropy", at_least=0, below=1)
+    log_every_steps: int = key(50, "optimizer steps between two lines of metrics.jsonl", at_least=1)
+    evaluate_every_epochs: int = key(1, "epochs between two evaluations; the last is always evaluated", at_least=1)
+    evaluate_batch_size: int = key(200, "samples per forward pass in evaluation, on one process", at_least=1)
+
+
+@dataclass
+class CheckpointConfig:
+    every_steps: int | None = key(None, "optimizer steps between two checkpoints; null: one per epoch", at_least=1)
+    keep: int = key(2, "how many of the newest checkpoints stay", at_least=1)
+    resume: str = key("auto", "auto: the newest valid one in run_dir; never; or the path of a checkpoint or a run")
+
+
+@dataclass
+class TuningConfig:
+    """Performance tips, each one switch. `auto` is resolved for the device, and printed."""
+
+    name: str = "recommended"
+    precision: str = key(
+        "auto",
+        "fp32, bf16 or fp16 (autocast), fp64; auto: bf16 on GPUs that have it, else fp32",
+        choices=("auto", "fp32", "bf16", "fp16", "fp64"),
+    )
+    num_workers: Union[int, str] = key(
+        "auto", "loader processes per rank; auto: 0 for data held in memory", at_least=0, words=("auto",)
+    )
+    prefetch_factor: int = key(2, "batches each loader process prepares ahead", at_least=1)
+    persistent_workers: bool = key(True, "keep the loader processes of an evaluation for the next one")
+    pin_memory: Union[bool, str] = key("auto", "page-locked batches; auto: on GPUs", words=("auto",))
+    non_blocking: Union[bool, str] = key(
+        "auto", "copy to the GPU while it computes; auto: with pin_memory", words=("auto",)
+    )
+    channels_last: Union[bool, str] = key("auto", "NHWC memory format; auto: on GPUs", words=("auto",))
+    cudnn_benchmark: Union[bool, str] = key(
+        "auto", "let cuDNN time its algorithms; auto: on one GPU per process", words=("auto",)
+    )
+    tf32: Union[bool, str] = key("auto", "TensorFloat-32 for float32 matrix products; auto: on GPUs", words=("auto",))
+    compile: bool = key(False, "torch.compile the model")
+    optimizer: str = key(
+        "auto",
+        "torch's implementation: loop, foreach, fused; auto: fused where it exists on GPUs",
+        choices=("auto", "loop", "foreach", "fused"),
+    )
+
+
+# --- strategy -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class SingleConfig:
+    """One process, one device."""
+
+    name: str = "single"
+
+
+@dataclass
+class DpConfig:
+    """torch.nn.DataParallel: one process, all visible GPUs."""
+
+    name: str = "dp"
+
+
+@dataclass
+class DdpConfig:
+    """DistributedDataParallel: one process per GPU. Options that bear torch's name mean what they mean in torch."""
+
+    name: str = "ddp"
+    sync_bn: bool = key(False, "batch norm over the global batch (GPUs only)")
+    bucket_cap_mb: float | None = key(None, "size of a gradient bucket in MiB; null: torch's default", above=0)
+    bucket_cap_mb_list: list[float] | None = key(None, "sizes of the gradient buckets in MiB, one by one")
+    gradient_as_bucket_view: bool = key(False, "gradients are views into the buckets: one copy less")
+    static_graph: bool = key(False, "the graph is the same in every iteration")
+    broadcast_buffers: bool = key(True, "rank 0's buffers go to all ranks at every forward pass")
+    find_unused_parameters: bool = key(False, "some parameters get no gradient in some iterations")
+    skip_all_reduce_unused_params: bool = key(False, "do not reduce parameters that no rank used")
+    init_sync: bool = key(True, "verify shapes and send rank 0's weights when DDP is built")
+    comm_hook: str = key("none", "compress gradients on the wire", choices=("none", "fp16", "bf16", "powersgd"))
+    powersgd_rank: int = key(1, "rank of the approximation of comm_hook=powersgd", at_least=1)
+
+
+# --- model ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class CnnConfig:
+    """Two convolutions per scale, then one linear layer."""
+
+    name: str = "cnn"
+    channels: int = key(32, "of the first scale; each further scale doubles them", at_least=1)
+    norm: str = key("group", "after each convolution", choices=("none", "batch", "group"))
+    dropout: float = key(0.0, "before the last layer", at_least=0, below=1)
+
+
+@dataclass
+class MlpConfig:
+    """Linear layers with ReLU."""
+
+    name: str = "mlp"
+    hidden: int = key(128, "features of each hidden layer", at_least=1)
+    layers: int = key(2, "hidden layers", at_least=1)
+    dropout: float = key(0.0, "after each hidden layer", at_least=0, below=1)
+
+
+@dataclass
+class LinearRegressionConfig:
+    """One linear layer."""
+
+    name: str = "linear_regression"
+
+
+@dataclass
+class GeluMlpConfig:
+    """Linear layers with the hand-written GELU of the PyTorch tuning guide, a chain of pointwise operations."""
+
+    name: str = "gelu_mlp"
+    hidden: int = key(1024, "features of each hidden layer", at_least=1)
+    layers: int = key(2, "hidden layers", at_least=1)
+    fused: bool = key(False, "fuse the pointwise operations with torch.compile")
+
+
+@dataclass
+class TorchvisionConfig:
+    """Any classifier of torchvision, trained from scratch."""
+
+    name: str = "torchvision"
+    arch: str = key("resnet18", "its name in torchvision.models")
+
+
+@dataclass
+class CustomConfig:
+    """Anyone's own class or function: `_target_=package.Name`, and its arguments beside it."""
+
+    name: str = "custom"
+    target: str = key("", "dotted path; outside torch and torchvision its package must be in trusted_modules")
+    arguments: dict[str, Any] = key({}, "keyword arguments, plain values")
+
+
+# --- data -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class DataConfig:
+    name: str = "digits"
+    limit: int | None = key(None, "use only so many samples of each split", at_least=1)
+
+
+@dataclass
+class DigitsConfig(DataConfig):
+    """1,797 handwritten digits, 8x8, that scikit-learn ships; 1,433 to train, 364 to test, no download."""
+
+    name: str = "digits"
+    augment: bool = key(True, "shift each image by up to one pixel")
+
+
+@dataclass
+class TorchvisionDataConfig(DataConfig):
+    root: str = key("data", "the folder that holds it")
+    download: bool = key(False, "fetch it if it is missing; one process per host fetches, the others wait")
+    augment: bool = key(False, "random shift, and flip for photographs and clothes")
+
+
+@dataclass
+class MnistConfig(TorchvisionDataConfig):
+    """60,000 + 10,000 handwritten digits, 28x28."""
+
+    name: str = "mnist"
+
+
+@dataclass
+class FashionMnistConfig(TorchvisionDataConfig):
+    """60,000 + 10,000 pieces of clothing, 28x28."""
+
+    name: str = "fashion_mnist"
+
+
+@dataclass
+class Cifar10Config(TorchvisionDataConfig):
+    """50,000 + 10,000 colour photographs, 32x32."""
+
+    name: str = "cifar10"
+
+
+@dataclass
+class ImageFolderConfig(DataConfig):
+    """A folder per class under ROOT/train and ROOT/val: the layout of ImageNet."""
+
+    name: str = "image_folder"
+    root: str = key("data/imagenet", "the folder that holds train/ and val/")
+    image_size: int = key(224, "height and width after the crop, in pixels", at_least=1)
+    augment: bool = key(True, "random resized crop and horizontal flip")
+
+
+@dataclass
+class SyntheticConfig(DataConfig):
+    """Random images with a class-dependent pattern, made on the fly: for benchmarks."""
+
+    name: str = "synthetic"
+    samples: int = key(4096, "in the training set", at_least=1)
+    test_samples: int = key(1024, "in the test set", at_least=1)
+    channels: int = key(3, "of an image", at_least=1)
+    image_size: int = key(32, "height and width in pixels", at_least=1)
+    classes: int = key(10, "number of classes", at_least=2)
+
+
+@dataclass
+class LinearRegressionDataConfig(DataConfig):
+    """A generated table: y = w x + b + noise."""
+
+    name: str = "linear_regression"
+    samples: int = key(2048, "in the training set", at_least=1)
+    test_samples: int = key(512, "in the test set", at_least=1)
+    features: int = key(20, "columns of the table", at_least=1)
+    noise: float = key(0.1, "standard deviation of the noise", at_least=0)
+
+
+# --- optimizer and schedule -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class OptimizerConfig:
+    name: str = "sgd"
+    lr: float = key(0.05, "learning rate after warm-up", above=0)
+    weight_decay: float = key(0.0, "as torch's optimizer defines it", at_least=0)
+
+
+@dataclass
+class SgdConfig(OptimizerConfig):
+    name: str = "sgd"
+    momentum: float = key(0.9, "of the gradient", at_least=0, below=1)
+    nesterov: bool = key(False, "Nesterov momentum")
+
+
+@dataclass
+class AdamConfig(OptimizerConfig):
+    name: str = "adam"
+    lr: float = key(1e-3, "learning rate after warm-up", above=0)
+    beta1: float = key(0.9, "decay of the first moment", at_least=0, below=1)
+    beta2: float = key(0.999, "decay of the second moment", at_least=0, below=1)
+    eps: float = key(1e-8, "added to the denominator", above=0)
+
+
+@dataclass
+class AdamWConfig(AdamConfig):
+    name: str = "adamw"
+    weight_decay: float = key(0.01, "decoupled from the gradient", at_least=0)
+
+
+@dataclass
+class AdadeltaConfig(OptimizerConfig):
+    name: str = "adadelta"
+    lr: float = key(1.0, "learning rate after warm-up", above=0)
+    rho: float = key(0.9, "decay of the averages", at_least=0, below=1)
+    eps: float = key(1e-6, "added to the denominator", above=0)
+
+
+@dataclass
+class RmspropConfig(OptimizerConfig):
+    name: str = "rmsprop"
+    lr: float = key(1e-3, "learning rate after warm-up", above=0)
+    alpha: float = key(0.99, "decay of the average", at_least=0, below=1)
+    momentum: float = key(0.0, "of the update", at_least=0, below=1)
+    eps: float = key(1e-8, "added to the denominator", above=0)
+
+
+@dataclass
+class ScheduleConfig:
+    """Learning rates are functions of the optimizer step, never of a rank's own count."""
+
+    name: str = "constant"
+    warmup_steps: int = key(0, "optimizer steps of linear warm-up from 0", at_least=0)
+
+
+@dataclass
+class ConstantConfig(ScheduleConfig):
+    name: str = "constant"
+
+
+@dataclass
+class StepConfig(ScheduleConfig):
+    name: str = "step"
+    step_size: int = key(1000, "optimizer steps between two decays", at_least=1)
+    gamma: float = key(0.1, "factor of each decay", above=0, at_most=1)
+
+
+@dataclass
+class CosineConfig(ScheduleConfig):
+    name: str = "cosine"
+    final_factor: float = key(0.0, "of the learning rate, at the last step", at_least=0, at_most=1)
+
+
+@dataclass
+class PolynomialConfig(ScheduleConfig):
+    name: str = "polynomial"
+    power: float = key(2.0, "exponent of the decay", above=0)
+    final_factor: float = key(0.0, "of the learning rate, at the last step", at_least=0, at_most=1)
+
+
+@dataclass
+class OneCycleConfig(ScheduleConfig):
+    """Leslie Smith's 1cycle (arXiv:1708.07120): up to lr, then down to almost nothing."""
+
+    name: str = "one_cycle"
+    pct_start: float = key(0.3, "share of the steps spent going up", above=0, below=1)
+    div_factor: float = key(25.0, "lr over the first learning rate", at_least=1)
+    final_div_factor: float = key(1e4, "first over last learning rate", at_least=1)
+
+
+@dataclass
+class Config:
+    """One whole run."""
+
+    mode: str = key("train", "what to do", choices=("train", "evaluate"))
+    name: str = key("default", "a name; the run lives in runs/NAME/... unless run_dir is given")
+    run_dir: str | None = key(None, "where this run lives; given again it is the same run, and goes on")
+    seed: int = key(0, "the one seed", at_least=0, below=2**63)
+    device: str = key("auto", "auto: cuda where there is a GPU", choices=("auto", "cuda", "cpu"))
+    deterministic: Union[bool, str] = key("auto", "bit for bit repeatable; auto: on CPU, not on GPUs", words=("auto",))
+    objective: str = key(
+        "test.loss",
+        "the number of summary.json that a sweep optimizes",
+        choices=("test.loss", "test.accuracy", "samples_per_second", "seconds"),
+    )
+    trusted_modules: list[str] = key([], "packages that _target_ may load code from")
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    strategy: Any = field(default_factory=DdpConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    model: Any = field(default_factory=CnnConfig)
+    data: Any = field(default_factory=DigitsConfig)
+    optimizer: Any = field(default_factory=SgdConfig)
+    schedule: Any = field(default_factory=CosineConfig)
+    tuning: TuningConfig = field(default_factory=TuningConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+
+def _by_name(*schemas: type) -> dict[str, type]:
+    return {schema().name: schema for schema in schemas}
+
+
+OPTIONS: dict[str, dict[str, type]] = {
+    "strategy": _by_name(SingleConfig, DpConfig, DdpConfig),
+    "model": _by_name(CnnConfig, MlpConfig, LinearRegressionConfig, GeluMlpConfig, TorchvisionConfig, CustomConfig),
+    "data": _by_name(
+        DigitsConfig,
+        MnistConfig,
+        FashionMnistConfig,
+        Cifar10Config,
+        ImageFolderConfig,
+        SyntheticConfig,
+        LinearRegressionDataConfig,
+        CustomConfig,
+    ),
+    "optimizer": _by_name(SgdConfig, AdamConfig, AdamWConfig, AdadeltaConfig, RmspropConfig, CustomConfig),
+    "schedule": _by_name(ConstantConfig, StepConfig, CosineConfig, PolynomialConfig, OneCycleConfig),
+}
+"""For each group with several options: the schema of each option, by its `name`."""
+
+SECTIONS: dict[str, type] = {
+    "launch": LaunchConfig,
+    "train": TrainConfig,
+    "tuning": TuningConfig,
+    "checkpoint": CheckpointConfig,
+}
+"""The sections that have one schema."""
+
+
+def schema_of(section: str, name: str) -> type | None:
+    """The dataclass of a section, or None if `name` is not an option of it."""
+    return SECTIONS.get(section) or OPTIONS[section].get(name)
+
+
+def rules_of(schema: type) -> dict[str, dict[str, Any]]:
+    """The rules of each field of a schema."""
+    return {f.name: dict(f.metadata) for f in dataclasses.fields(schema)}

@@ -1,0 +1,1 @@
+"""Data sets, the order of their samples, augmentation and loading."""

@@ -1,0 +1,69 @@
+"""Randomness that is keyed, never streamed: a draw is a hash of what it is for (seed, epoch, sample ...).
+
+So it does not depend on how many draws were made before, by which process or by which loader worker. The hash is
+SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), in integer arithmetic that is exact on CPU and GPU.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_MASK = (1 << 64) - 1
+_GAMMA, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def mix(*parts: int | str) -> int:
+    """One 63-bit key from several numbers or words; the order matters."""
+    state = 0
+    for part in parts:
+        number = int.from_bytes(part.encode(), "little") if isinstance(part, str) else part
+        state = (state ^ (number & _MASK)) + _GAMMA & _MASK
+        state = (state ^ state >> 30) * _MIX_1 & _MASK
+        state = (state ^ state >> 27) * _MIX_2 & _MASK
+        state ^= state >> 31
+    return state >> 1
+
+
+def bits(key: int, numbers: Tensor) -> Tensor:
+    """A random non-negative int64 for each number (an int64 tensor of any shape), on the same device."""
+    state = numbers * _signed(_GAMMA) + _signed(mix(key))
+    state = (state ^ _shift(state, 30)) * _signed(_MIX_1)
+    state = (state ^ _shift(state, 27)) * _signed(_MIX_2)
+    return (state ^ _shift(state, 31)) & (1 << 63) - 1
+
+
+def uniform(key: int, numbers: Tensor, draws: int) -> Tensor:
+    """Numbers in [0, 1): shape [len(numbers), draws], float64. Row i depends on `key` and numbers[i] alone."""
+    each = numbers[:, None] * draws + torch.arange(draws, device=numbers.device)
+    return _shift(bits(key, each), 10).double() * 2.0**-53
+
+
+def order(key: int, count: int) -> Tensor:
+    """A permutation of range(count), int64."""
+    return bits(key, torch.arange(count)).argsort(stable=True)
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64) if number >= 1 << 63 else number
+
+
+def _shift(state: Tensor, count: int) -> Tensor:
+    """Logical shift to the right: torch's is arithmetic."""
+    return state >> count & (1 << 64 - count) - 1
+
+
+class StepSeed:
+    """Seeds torch's own generators, from which dropout draws, for each step: by seed, rank and step."""
+
+    def __init__(self, seed: int, rank: int, device: str) -> None:
+        self.key = mix(seed, "step", rank)
+        self.generators = [torch.default_generator]
+        if device.startswith("cuda"):
+            torch.cuda.init()
+            self.generators.append(torch.cuda.default_generators[torch.device(device).index])
+
+    def __call__(self, step: int) -> None:
+        key = mix(self.key, step)
+        for generator in self.generators:
+            generator.manual_seed(key)

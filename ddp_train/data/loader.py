@@ -1,0 +1,90 @@
+"""From shares to batches on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from ddp_train.config.schema import TuningConfig
+from ddp_train.data.plan import Share
+from ddp_train.data.sources import Source
+from ddp_train.health import Position
+
+
+@dataclass(slots=True)
+class Batch:
+    """The samples of one share. inputs: a tensor [n, ...], or a list, tuple or dict of them; targets: [n]."""
+
+    inputs: Any
+    targets: Tensor
+    share: Share
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        return Batch(_map(change, self.inputs), change(self.targets), self.share)
+
+    def pin_memory(self) -> Batch:
+        """Called by the DataLoader's pin_memory thread."""
+        return self.map(Tensor.pin_memory)
+
+
+def _map(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: _map(change, item) for key, item in value.items()}
+    return type(value)(_map(change, item) for item in value)
+
+
+class _Batches(Dataset):
+    """A dataset whose index is a share: the DataLoader's worker processes need no epoch and keep no state."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+
+    def __getitem__(self, share: Share) -> Batch:
+        return Batch(*self.source.fetch(share.ids, share.epoch), share)
+
+
+class Loader:
+    """Batches of the given shares in order: on the device, in the run's precision and memory format.
+
+    Iterated again it starts over. Training makes one pass over the shares of the whole run, so that its loader
+    processes live through all epochs and fetch across their borders.
+    """
+
+    def __init__(
+        self, source: Source, shares: Iterable[Share], tuning: TuningConfig, device: str, position: Position
+    ) -> None:
+        self.device, self.tuning, self.position = torch.device(device), tuning, position
+        self.dtype = torch.float64 if tuning.precision == "fp64" else None
+        workers = int(tuning.num_workers)
+        self.on_host = DataLoader(
+            _Batches(source),
+            batch_size=None,  # an item is a batch already
+            sampler=shares,
+            num_workers=workers,
+            prefetch_factor=tuning.prefetch_factor if workers else None,
+            persistent_workers=tuning.persistent_workers and workers > 0,
+            pin_memory=bool(tuning.pin_memory) and self.device.type == "cuda",
+        )
+
+    def __iter__(self) -> Iterator[Batch]:
+        self.position.phase = "data"
+        for batch in self.on_host:
+            placed = batch.map(self._place)
+            self.position.phase = "forward"
+            yield placed
+            self.position.phase = "data"
+
+    def _place(self, tensor: Tensor) -> Tensor:
+        placed = tensor.to(self.device, non_blocking=bool(self.tuning.non_blocking))
+        if self.dtype and placed.is_floating_point():
+            placed = placed.to(self.dtype)
+        if self.tuning.channels_last and placed.ndim == 4:
+            placed = placed.contiguous(memory_format=torch.channels_last)
+        return placed

@@ -1,0 +1,275 @@
+"""The data sets. A source answers one question: which inputs and targets are these samples, in this epoch?"""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ddp_train.data import augment
+from ddp_train.data.keyed import mix, uniform
+from ddp_train.errors import ConfigError, DataError
+
+Augmentation = Callable[[Tensor, Tensor], Tensor]
+"""(images [n, c, h, w], draws [n, 3] uniform in [0, 1)) -> images."""
+
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+class Source(Protocol):
+    """One split of a data set."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def outputs(self) -> int:
+        """What a model must produce for one sample: a number per class, or 1 for a regression."""
+        ...
+
+    def fetch(self, ids: np.ndarray, epoch: int | None) -> tuple[Any, Tensor]:
+        """The inputs and targets of these samples as batches. Augmented as in `epoch`, or not at all if it is None."""
+        ...
+
+
+class ArraySource:
+    """A split that is held in memory.
+
+    inputs: [n, ...], uint8 images (scaled to [0, 1], then normalised with mean and std per channel) or float32 as they
+    are. targets: [n] int64 class labels, or float32 numbers.
+    """
+
+    def __init__(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        mean: tuple[float, ...] = (),
+        std: tuple[float, ...] = (),
+        augmentation: Augmentation | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.inputs, self.targets, self.augmentation, self.seed = inputs, targets, augmentation, seed
+        # (x / 255 - mean) / std as one multiplication and one addition
+        self.factor = (1 / (255 * torch.tensor(std))).view(-1, 1, 1) if std else None
+        self.offset = (-torch.tensor(mean) / torch.tensor(std)).view(-1, 1, 1) if std else None
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    @property
+    def outputs(self) -> int:
+        return 1 if self.targets.is_floating_point() else int(self.targets.max()) + 1
+
+    def fetch(self, ids: np.ndarray, epoch: int | None) -> tuple[Tensor, Tensor]:
+        index = torch.from_numpy(ids)
+        inputs = self.inputs[index]
+        if self.factor is not None and self.offset is not None:
+            inputs = inputs.float().mul_(self.factor).add_(self.offset)
+        if self.augmentation and epoch is not None:
+            inputs = self.augmentation(inputs, uniform(mix(self.seed, "augment", epoch), index, 3))
+        return inputs, self.targets[index]
+
+
+class FolderSource:
+    """Images in a folder per class, decoded when they are asked for."""
+
+    def __init__(self, folder: Path, image_size: int, augmented: bool, seed: int) -> None:
+        from torchvision.datasets import ImageFolder
+
+        self.images = ImageFolder(str(folder))
+        self.image_size, self.augmented, self.seed = image_size, augmented, seed
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    @property
+    def outputs(self) -> int:
+        return len(self.images.classes)
+
+    def fetch(self, ids: np.ndarray, epoch: int | None) -> tuple[Tensor, Tensor]:
+        draws = uniform(mix(self.seed, "augment", epoch), torch.from_numpy(ids), 5) if epoch is not None else None
+        images = [self._image(int(number), None if draws is None else draws[row]) for row, number in enumerate(ids)]
+        return torch.stack(images), torch.tensor([self.images.targets[number] for number in ids])
+
+    def _image(self, number: int, draws: Tensor | None) -> Tensor:
+        from torchvision.transforms.v2 import functional
+
+        path, _ = self.images.samples[number]
+        try:
+            image = self.images.loader(path)
+        except (OSError, ValueError, SyntaxError) as error:  # what PIL raises for files that are no image
+            raise DataError(
+                f"{path} (sample {number}) cannot be decoded: {error}", "repair or remove the file"
+            ) from error
+        size = [self.image_size, self.image_size]
+        if draws is not None and self.augmented:
+            box = augment.crop_box(image.width, image.height, draws[:4])
+            image = functional.resized_crop(image, *box, size=size, antialias=True)
+            image = functional.horizontal_flip(image) if draws[4] < 0.5 else image
+        else:  # the usual evaluation crop: the middle of an image whose short side is 8/7 of the crop
+            image = functional.resize(image, [round(self.image_size * 8 / 7)], antialias=True)
+            image = functional.center_crop(image, size)
+        tensor = functional.to_dtype(functional.to_image(image), torch.float32, scale=True)
+        return functional.normalize(tensor, list(IMAGENET_MEAN), list(IMAGENET_STD))
+
+
+class ForeignSource:
+    """Anyone's own map-style dataset. Its random draws (torch's and Python's) are keyed by seed, epoch and sample."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.dataset, self.seed = dataset, seed
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    @property
+    def outputs(self) -> int:
+        if isinstance(self.dataset[0][1], float):
+            return 1
+        if not hasattr(self.dataset, "classes"):
+            name = type(self.dataset).__name__
+            raise ConfigError([f"data._target_: {name} needs an attribute `classes`, the list of the classes' names"])
+        return len(self.dataset.classes)
+
+    def fetch(self, ids: np.ndarray, epoch: int | None) -> tuple[Any, Tensor]:
+        from torch.utils.data import default_collate
+
+        samples, state = [], random.getstate()
+        with torch.random.fork_rng(devices=[]):
+            for number in ids.tolist():
+                key = mix(self.seed, "augment", -1 if epoch is None else epoch, number)
+                torch.manual_seed(key)
+                random.seed(key)
+                samples.append(self.dataset[number])
+        random.setstate(state)
+        return default_collate(samples)
+
+
+class LimitedSource:
+    """The first samples of another source."""
+
+    def __init__(self, source: Source, limit: int) -> None:
+        self.fetch, self.outputs = source.fetch, source.outputs
+        self.count = min(limit, len(source))
+
+    def __len__(self) -> int:
+        return self.count
+
+
+def build_sources(data: Any, seed: int) -> tuple[Source, Source]:
+    """The training and the test split of a data section of the config.
+
+    Raises DataError if files are missing or spoilt.
+    """
+    train, test = _BUILDERS[data.name](data, seed)
+    limit = getattr(data, "limit", None)
+    return (LimitedSource(train, limit), LimitedSource(test, limit)) if limit else (train, test)
+
+
+def _digits(data: Any, seed: int) -> tuple[Source, Source]:
+    """scikit-learn's digits, from the file it ships: importing sklearn takes a second in every process."""
+    spec = importlib.util.find_spec("sklearn")
+    if spec is None or not spec.submodule_search_locations:
+        raise DataError("data=digits: scikit-learn ships the images and is not installed", "pip install scikit-learn")
+    table = np.loadtxt(Path(spec.submodule_search_locations[0], "datasets/data/digits.csv.gz"), delimiter=",")
+    images = torch.from_numpy(table[:, :64]).float().view(-1, 1, 8, 8) / 8 - 1  # 0 ... 16 to -1 ... 1
+    labels = torch.from_numpy(table[:, 64]).long()
+    # Every fifth image of a class tests, so that each class has its share; the same split for every seed.
+    test = torch.zeros(len(labels), dtype=torch.bool)
+    for label in range(10):
+        test[(labels == label).nonzero().flatten()[::5]] = True
+    moved = (lambda images, draws: augment.shift(images, draws[:, :2], by=1)) if data.augment else None
+    return ArraySource(images[~test], labels[~test], augmentation=moved, seed=seed), ArraySource(
+        images[test], labels[test]
+    )
+
+
+def _torchvision(data: Any, seed: int) -> tuple[Source, Source]:
+    from torchvision import datasets
+
+    cls, mean, std, flips, pixels = {
+        "mnist": (datasets.MNIST, (0.1307,), (0.3081,), False, 2),
+        "fashion_mnist": (datasets.FashionMNIST, (0.2860,), (0.3530,), True, 2),
+        "cifar10": (datasets.CIFAR10, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616), True, 4),
+    }[data.name]
+
+    def move(images: Tensor, draws: Tensor) -> Tensor:
+        images = augment.flip(images, draws[:, 2]) if flips else images
+        return augment.shift(images, draws[:, :2], by=pixels)
+
+    splits = []
+    for train in (True, False):
+        try:
+            split = cls(data.root, train=train, download=data.download)
+        except (RuntimeError, OSError, ValueError) as error:
+            raise DataError(
+                f"data={data.name} in data.root={data.root}: {error}", "check data.root, or add data.download=true"
+            ) from error
+        images = torch.as_tensor(split.data)
+        images = images[:, None] if images.ndim == 3 else images.permute(0, 3, 1, 2).contiguous()
+        moved = move if data.augment and train else None
+        splits.append(ArraySource(images, torch.as_tensor(split.targets), mean, std, moved, seed))
+    return splits[0], splits[1]
+
+
+def _image_folder(data: Any, seed: int) -> tuple[Source, Source]:
+    train = FolderSource(Path(data.root, "train"), data.image_size, data.augment, seed)
+    test = FolderSource(Path(data.root, "val"), data.image_size, False, seed)
+    if train.images.classes != test.images.classes:
+        odd = sorted(set(train.images.classes) ^ set(test.images.classes))
+        raise DataError(
+            f"data.root={data.root}: train/ and val/ differ in classes: {', '.join(odd[:5])}", "complete them"
+        )
+    return train, test
+
+
+def _synthetic(data: Any, seed: int) -> tuple[Source, Source]:
+    count = data.samples + data.test_samples
+    shape = (data.channels, data.image_size, data.image_size)
+    numbers = torch.arange(count)
+    labels = numbers % data.classes
+    generator = torch.Generator().manual_seed(mix(seed, "synthetic"))
+    patterns = torch.randint(0, 128, (data.classes, *shape), dtype=torch.uint8, generator=generator)
+    noise = torch.randint(0, 128, (count, *shape), dtype=torch.uint8, generator=generator)
+    images = patterns[labels] + noise
+    half = (0.5,) * data.channels
+    return (
+        ArraySource(images[: data.samples], labels[: data.samples], half, half),
+        ArraySource(images[data.samples :], labels[data.samples :], half, half),
+    )
+
+
+def _linear_regression(data: Any, seed: int) -> tuple[Source, Source]:
+    generator = torch.Generator().manual_seed(mix(seed, "linear_regression"))
+    weights = torch.randn(data.features, generator=generator)
+    table = torch.randn(data.samples + data.test_samples, data.features, generator=generator)
+    noise = torch.randn(len(table), generator=generator) * data.noise
+    targets = table @ weights + 0.5 + noise
+    return (
+        ArraySource(table[: data.samples], targets[: data.samples]),
+        ArraySource(table[data.samples :], targets[data.samples :]),
+    )
+
+
+def _custom(data: Any, seed: int) -> tuple[Source, Source]:
+    from ddp_train.custom import call
+
+    train, test = (call("data", data, train=train) for train in (True, False))
+    return ForeignSource(train, seed), ForeignSource(test, seed)
+
+
+_BUILDERS: dict[str, Callable[[Any, int], tuple[Source, Source]]] = {
+    "digits": _digits,
+    "mnist": _torchvision,
+    "fashion_mnist": _torchvision,
+    "cifar10": _torchvision,
+    "image_folder": _image_folder,
+    "synthetic": _synthetic,
+    "linear_regression": _linear_regression,
+    "custom": _custom,
+}

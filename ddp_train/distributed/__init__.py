@@ -1,0 +1,1 @@
+"""All knowledge of ranks, worlds, their environment, back ends and collectives. No other module asks who it is."""

@@ -1,0 +1,135 @@
+"""Who am I among the processes of this run. Read once from the environment, then passed on as one frozen value.
+
+Torch-free, so that the entry can ask before it imports torch. The variables are torchrun's own.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+LISTEN_SOCKET = "DDP_TRAIN_LISTEN_FD"
+"""File descriptor of the listening socket of the store, inherited by rank 0 from our own launcher."""
+LAUNCHER_PID = "DDP_TRAIN_LAUNCHER_PID"
+"""Process id of our own launcher; absent under torchrun."""
+
+
+@dataclass(frozen=True)
+class World:
+    """One process among `size`. `rank` is always global; `local_rank` counts on this host."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    attempt: int = 0
+    run_id: str = ""
+
+    @property
+    def is_leader(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_local_leader(self) -> bool:
+        return self.local_rank == 0
+
+    @property
+    def hosts(self) -> int:
+        return self.size // self.local_size
+
+    def device(self, kind: str) -> str:
+        """The device of this process: `cpu`, or `cuda:` and the local rank."""
+        return f"cuda:{self.local_rank}" if kind == "cuda" else kind
+
+
+def world_from_environment() -> World | None:
+    """The world that an agent (torchrun, or our launcher) put this process into; None outside of one."""
+    env = os.environ
+    if "RANK" not in env or "WORLD_SIZE" not in env:
+        return None
+    return World(
+        rank=int(env["RANK"]),
+        size=int(env["WORLD_SIZE"]),
+        local_rank=int(env.get("LOCAL_RANK", env["RANK"])),
+        local_size=int(env.get("LOCAL_WORLD_SIZE", env["WORLD_SIZE"])),
+        attempt=int(env.get("TORCHELASTIC_RESTART_COUNT", 0)),
+        run_id=env.get("TORCHELASTIC_RUN_ID", ""),
+    )
+
+
+def worker_environment(world: World, port: int, listen_fd: int, threads: int, import_path: Path) -> dict[str, str]:
+    """The environment of one worker that our own launcher starts on this host."""
+    path = os.environ.get("PYTHONPATH")
+    env = {
+        **os.environ,
+        "RANK": str(world.rank),
+        "WORLD_SIZE": str(world.size),
+        "LOCAL_RANK": str(world.local_rank),
+        "LOCAL_WORLD_SIZE": str(world.local_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RESTART_COUNT": str(world.attempt),
+        "OMP_NUM_THREADS": str(threads),
+        "PYTHONPATH": str(import_path) + (os.pathsep + path if path else ""),
+        LAUNCHER_PID: str(os.getpid()),
+    }
+    # One host needs no other interface: nothing listens beyond loopback, and a host name that resolves to nothing
+    # cannot stop the run.
+    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    if loopback:
+        env.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        env.setdefault("NCCL_SOCKET_IFNAME", loopback)
+    if world.is_leader:
+        env[LISTEN_SOCKET] = str(listen_fd)
+    return env
+
+
+def agent_environment() -> dict[str, str]:
+    """The environment of a torchrun agent that we start."""
+    # Without it restarted workers read the addresses of their dead predecessors (pytorch#135712).
+    return {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+
+def launcher_pid() -> int | None:
+    """The process id of our own launcher, if it started this process."""
+    pid = os.environ.get(LAUNCHER_PID)
+    return int(pid) if pid else None
+
+
+def visible_devices() -> str | None:
+    """CUDA_VISIBLE_DEVICES as the user set it."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def set_cublas_workspace() -> None:
+    """Deterministic cuBLAS needs a workspace of fixed size, set before CUDA starts (cuBLAS manual, reproducibility)."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def new_run_id(world: World | None) -> str:
+    """A name for this run: when its launcher started, and that process's id.
+
+    Under torchrun the launcher is the agent, which outlives its restarts: a restarted rank 0 finds the same name. A
+    name that a person gave (`--rdzv-id`) is kept; torchrun's own is a uuid, or `none`.
+    """
+    if world and world.run_id not in ("", "none") and not _is_uuid(world.run_id):
+        return world.run_id
+    pid = os.getppid() if world else os.getpid()
+    return time.strftime("%Y-%m-%d_%H-%M-%S", time.localtime(_started(pid))) + f"_{pid}"
+
+
+def _is_uuid(text: str) -> bool:
+    return len(text) == 36 and text.count("-") == 4
+
+
+def _started(pid: int) -> float:
+    """When a process started, in seconds since the epoch; now, where there is no /proc."""
+    try:
+        ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+        boot = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime"))
+    except OSError:
+        return time.time()
+    return int(boot.split()[1]) + ticks / os.sysconf("SC_CLK_TCK")

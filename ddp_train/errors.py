@@ -1,0 +1,59 @@
+"""The few errors a user sees. Each knows its exit code, its kind (the word in failure.json) and may carry a remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class LaunchError(Exception):
+    """A failure that we can explain. `str(error)` says what happened, `remedy` what to do about it."""
+
+    exit_code = 70
+    kind = "error"
+
+    def __init__(self, detail: str, remedy: str = "") -> None:
+        super().__init__(detail)
+        self.remedy = remedy
+
+
+class ConfigError(LaunchError):
+    """The configuration cannot be run. Carries every problem that was found, one message each."""
+
+    exit_code = 2
+    kind = "config"
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = list(problems)
+        super().__init__("\n".join(self.problems), "correct the keys named above")
+
+    def __str__(self) -> str:
+        count = len(self.problems)
+        heading = "1 problem" if count == 1 else f"{count} problems"
+        return f"{heading} in the configuration:\n" + "\n".join(f"  - {problem}" for problem in self.problems)
+
+
+class DataError(LaunchError):
+    """The data, or a checkpoint, cannot be used."""
+
+    exit_code = 65
+    kind = "data"
+
+
+class PeerError(LaunchError):
+    """Another process, host or port cannot be reached."""
+
+    exit_code = 69
+    kind = "peer"
+
+
+class NonFiniteLossError(LaunchError):
+    """The loss of a step is NaN or infinite on some rank; raised on all ranks before the optimizer step."""
+
+    kind = "non_finite_loss"
+
+
+class WriteError(LaunchError):
+    """The run directory cannot be written."""
+
+    exit_code = 73
+    kind = "write"

@@ -1,0 +1,111 @@
+"""What a person watches: the plan, the progress bar, a line per epoch, the summary. Only rank 0 speaks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from ddp_train.metrics import Score
+
+REFRESH_SECONDS = 0.25
+"""Drawing the bar takes some milliseconds of the training thread: rich's own ten times a second are too many."""
+log = logging.getLogger(__name__)
+
+
+def start_logging(log_file: Path, rank: int, to_terminal: bool) -> None:
+    """Sends this process's log to its own file, and what it prints too, unless it may use the terminal."""
+    log_file.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(log_file)
+    handler.setFormatter(logging.Formatter(f"%(asctime)s rank {rank} %(levelname)s %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    logging.captureWarnings(True)
+    if not to_terminal:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        file = os.open(log_file, os.O_WRONLY | os.O_APPEND)
+        for stream in (1, 2):  # below Python: C libraries print too
+            os.dup2(file, stream)
+
+
+class Display:
+    """The terminal of rank 0; on all other ranks it does nothing. The same lines go to the log."""
+
+    def __init__(self, active: bool) -> None:
+        self.active = active
+        self.console = Console(highlight=False, soft_wrap=True)
+        self.bar: Progress | None = None
+        self.drawn = 0.0
+        self.numbers = ""
+
+    def plan(self, rows: dict[str, str]) -> None:
+        """What is about to happen."""
+        if self.active:
+            table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+            for name, value in rows.items():
+                table.add_row(f"[bold]{name}", value)
+                log.info("%s: %s", name, value)
+            self.console.print(table)
+
+    def start(self, done: int, steps: int) -> None:
+        """Shows the progress bar, where there is a terminal to show it on."""
+        if self.active and self.console.is_terminal:
+            columns = (
+                TextColumn("[bold]{task.description}"),
+                BarColumn(None),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[numbers]}"),
+                TimeRemainingColumn(),
+            )
+            self.bar = Progress(*columns, console=self.console, auto_refresh=False, transient=True, expand=True)
+            self.task = self.bar.add_task("training", total=steps, completed=done, numbers="")
+            self.bar.start()
+
+    def advance(self, step: int, numbers: str = "") -> None:
+        """Every step; draws a few times a second."""
+        if self.bar and (numbers or time.monotonic() - self.drawn > REFRESH_SECONDS):
+            self.drawn = time.monotonic()
+            self.numbers = numbers or self.numbers
+            self.bar.update(self.task, completed=step, numbers=self.numbers)
+            self.bar.refresh()
+
+    def line(self, text: str) -> None:
+        """A line that stays."""
+        if self.active:
+            self.console.print(text, markup=False)
+            log.info("%s", text)
+
+    def stop(self) -> None:
+        """Takes the bar away."""
+        if self.bar:
+            self.bar.stop()
+            self.bar = None
+
+    def summary(self, summary: dict[str, Any], run_dir: Path) -> None:
+        """The end of a run."""
+        test = summary["test"]
+        if test["accuracy"] is not None:
+            self.line(
+                f"test accuracy {test['accuracy']:.2%} ({test['correct']}/{test['samples']}), loss {test['loss']:.4f}"
+            )
+        else:
+            self.line(f"test loss {test['loss']:.6f} over {test['samples']} samples")
+        if speed := summary.get("samples_per_second"):
+            self.line(f"{speed:,.0f} samples/s, {summary['steps']:,} steps, {summary['seconds']:.1f} s")
+        self.line(f"run directory {run_dir}")
+
+
+def epoch_line(epoch: int, epochs: int, loss: float | None, score: Score | None, seconds: float, samples: int) -> str:
+    """`epoch 3/20  loss 0.1234  test 97.50 %  1.2 s  1,234 samples/s`"""
+    parts = [f"epoch {epoch}/{epochs}"]
+    parts += [f"loss {loss:.4f}"] if loss is not None else []
+    if score:
+        parts.append(f"test {score.accuracy:.2%}" if score.accuracy is not None else f"test loss {score.loss:.4f}")
+    return "  ".join([*parts, f"{seconds:.1f} s", f"{samples / seconds:,.0f} samples/s"])

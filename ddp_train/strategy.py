@@ -1,0 +1,156 @@
+"""single, DataParallel and DDP behind one short protocol, so that the loop never asks which one it has."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ddp_train.config.schema import DdpConfig
+from ddp_train.distributed.session import average_buffers
+
+
+class ModelWithLoss(nn.Module):
+    """The model and its loss in one forward pass, as DDP and DataParallel wrap it.
+
+    Autocast is entered in here: entered outside, bfloat16 becomes float16 in the replicas of DataParallel. `forward`
+    returns the sum of the sample losses, shape [1] (DataParallel gathers: [replicas]); `score` also the number of
+    samples whose class was predicted.
+    """
+
+    def __init__(self, model: nn.Module, loss: nn.Module, device: str, autocast: torch.dtype | None) -> None:
+        super().__init__()
+        self.model, self.loss = model, loss
+        self.device_type, self.autocast = torch.device(device).type, autocast
+
+    def forward(self, inputs: Any, targets: Tensor) -> Tensor:
+        if self.autocast is None:
+            return self.loss(self._outputs(inputs, targets), targets).view(1)
+        with torch.autocast(self.device_type, self.autocast):
+            return self.loss(self._outputs(inputs, targets), targets).view(1)
+
+    def score(self, inputs: Any, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The sum of the sample losses and, for class labels, the number of right predictions (int64)."""
+        with torch.autocast(self.device_type, self.autocast or torch.bfloat16, enabled=self.autocast is not None):
+            outputs = self._outputs(inputs, targets)
+            loss = self.loss(outputs, targets).view(1)
+        correct = None if targets.is_floating_point() else (outputs.argmax(-1) == targets).sum()
+        return loss, correct
+
+    def _outputs(self, inputs: Any, targets: Tensor) -> Tensor:
+        outputs = self.model(inputs)
+        return outputs.view_as(targets) if targets.is_floating_point() else outputs
+
+
+class Strategy(Protocol):
+    """What the rest of the package asks of a strategy."""
+
+    def place(self, module: ModelWithLoss) -> ModelWithLoss:
+        """The module on its device, converted as the strategy wants it. Before the optimizer is built."""
+        ...
+
+    def wrap(self, module: ModelWithLoss) -> nn.Module:
+        """What the training step calls. Evaluation and checkpoints use the module itself: it has the plain names."""
+        ...
+
+    def sync_gradients(self, wrapped: nn.Module, now: bool) -> AbstractContextManager[Any]:
+        """Gradients are exchanged in backward passes inside, if `now`; else they only add up on this process."""
+        ...
+
+    def agree(self, module: ModelWithLoss) -> None:
+        """Makes buffers equal on all processes. Before an evaluation and before a checkpoint."""
+        ...
+
+
+class Single:
+    """One process, one device."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+
+    def place(self, module: ModelWithLoss) -> ModelWithLoss:
+        return module.to(self.device)
+
+    def wrap(self, module: ModelWithLoss) -> nn.Module:
+        return module
+
+    def sync_gradients(self, wrapped: nn.Module, now: bool) -> AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def agree(self, module: ModelWithLoss) -> None:
+        pass
+
+
+class DataParallel(Single):
+    """One process, all visible GPUs: inputs are scattered, the model replicated, losses gathered in every step."""
+
+    def wrap(self, module: ModelWithLoss) -> nn.Module:
+        return nn.DataParallel(module)
+
+
+class DistributedDataParallel:
+    """One process per device, gradients averaged while the backward pass still runs."""
+
+    def __init__(self, device: str, config: DdpConfig) -> None:
+        self.device, self.config = device, config
+
+    def place(self, module: ModelWithLoss) -> ModelWithLoss:
+        if self.config.sync_bn:
+            module.model = nn.SyncBatchNorm.convert_sync_batchnorm(module.model)
+        return module.to(self.device)
+
+    def wrap(self, module: ModelWithLoss) -> nn.Module:
+        wrapped = nn.parallel.DistributedDataParallel(module, **ddp_arguments(self.config, self.device))
+        _register_comm_hook(wrapped, self.config)
+        return wrapped
+
+    def sync_gradients(self, wrapped: nn.Module, now: bool) -> AbstractContextManager[Any]:
+        assert isinstance(wrapped, nn.parallel.DistributedDataParallel)
+        return contextlib.nullcontext() if now else wrapped.no_sync()
+
+    def agree(self, module: ModelWithLoss) -> None:
+        average_buffers(module)
+
+
+def ddp_arguments(config: DdpConfig, device: str) -> dict[str, Any]:
+    """The arguments of torch's DDP, under the names that the installed torch has for them."""
+    known = inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
+    buffers = (
+        "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    )  # renamed in torch 2.13
+    arguments = {
+        "device_ids": [torch.device(device)] if device.startswith("cuda") else None,
+        "bucket_cap_mb": config.bucket_cap_mb,
+        "gradient_as_bucket_view": config.gradient_as_bucket_view,
+        "static_graph": config.static_graph,
+        buffers: config.broadcast_buffers,
+        "find_unused_parameters": config.find_unused_parameters,
+        "skip_all_reduce_unused_params": config.skip_all_reduce_unused_params,
+        "init_sync": config.init_sync,
+    }
+    if config.bucket_cap_mb_list is not None:
+        arguments["bucket_cap_mb_list"] = config.bucket_cap_mb_list
+    return arguments
+
+
+def _register_comm_hook(wrapped: nn.parallel.DistributedDataParallel, config: DdpConfig) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    if config.comm_hook == "fp16":
+        wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    elif config.comm_hook == "bf16":
+        wrapped.register_comm_hook(None, default_hooks.bf16_compress_hook)
+    elif config.comm_hook == "powersgd":  # arXiv:1905.13727; plain all-reduce in the first 10 steps
+        state = powerSGD_hook.PowerSGDState(None, config.powersgd_rank, start_powerSGD_iter=10)
+        wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+
+def build_strategy(config: Any, device: str) -> Strategy:
+    """The strategy of a strategy section of the config."""
+    if config.name == "ddp":
+        return DistributedDataParallel(device, config)
+    return DataParallel(device) if config.name == "dp" else Single(device)

@@ -1,0 +1,34 @@
+"""Performance tips, each one switch that acts in one place. docs/tuning.md lists them all; the loop knows none."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ddp_train.config.schema import Config, TuningConfig
+from ddp_train.distributed.world import set_cublas_workspace
+
+AUTOCAST = {"fp32": None, "fp64": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def set_process_flags(config: Config) -> None:
+    """The switches that torch keeps for the whole process. Before the model is built."""
+    torch.set_num_threads(int(config.launch.threads_per_process))
+    torch.backends.cudnn.benchmark = bool(config.tuning.cudnn_benchmark)
+    torch.backends.cuda.matmul.allow_tf32 = bool(config.tuning.tf32)
+    torch.backends.cudnn.allow_tf32 = bool(config.tuning.tf32)
+    if config.deterministic:
+        set_cublas_workspace()
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.deterministic = True
+
+
+def shape_model(model: nn.Module, tuning: TuningConfig) -> nn.Module:
+    """Memory format, number type and compilation of the model, on its device."""
+    if tuning.precision == "fp64":
+        model = model.double()
+    if tuning.channels_last:
+        model = model.to(memory_format=torch.channels_last)
+    if tuning.compile:
+        model.compile()  # in place: torch.compile(model) would prefix the names in checkpoints
+    return model

@@ -1,0 +1,211 @@
+"""What one process does: open the session, train or evaluate, sum up, leave with the right exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from ddp_train import checkpoint, health, progress, tuning
+from ddp_train.build import build_evaluation, build_job, build_module, plan_rows
+from ddp_train.config.freeze import FILE, thaw, to_values
+from ddp_train.config.schema import Config
+from ddp_train.data.sources import Source, build_sources
+from ddp_train.distributed.session import Store, local_leader_first, open_store, session, share_config
+from ddp_train.distributed.world import World, launcher_pid, world_from_environment
+from ddp_train.errors import LaunchError, PeerError
+from ddp_train.hooks import Record, Save
+from ddp_train.loop import evaluate, fit
+from ddp_train.metrics import MetricsFile, Score, write_summary
+
+ECHO_PATIENCE_SECONDS = 3.0
+"""How long a worker that lost its peers waits for the guilty one to report before it reports itself."""
+log = logging.getLogger(__name__)
+
+
+def main() -> NoReturn:
+    """A worker of our own launcher, `python -m ddp_train.worker RUN_DIR`: the config is frozen already."""
+    die_with_parent()
+    world = world_from_environment()
+    assert world, "the launcher sets the environment of its workers"
+    config = thaw(Path(sys.argv[1], FILE).read_text())
+    leave(run(config, world, lambda: open_store(world, config.launch.timeout_seconds)))
+
+
+def join(world: World, text: str | None, timeout_seconds: float = 600.0) -> NoReturn:
+    """A worker of torchrun. Rank 0 brings the frozen config; the others wait for it, and leave if there is none."""
+    die_with_parent()
+    try:
+        store = open_store(world, timeout_seconds)
+        text = share_config(store, world, text)
+    except PeerError as error:
+        print(f"FATAL peer (rank {world.rank}): {error}\n  remedy: {error.remedy}", file=sys.stderr)
+        leave(error.exit_code)
+    leave(run(thaw(text), world, lambda: store) if text else 2)
+
+
+def run(config: Config, world: World, get_store: Callable[[], Store]) -> int:
+    """Trains or evaluates. Returns the exit code; reports what went wrong."""
+    run_dir, position = Path(str(config.run_dir)), health.Position()
+    terminal = os.fdopen(os.dup(2), "w")  # where the user reads: standard error may become this rank's log file
+    log_file = run_dir / "logs" / f"rank_{world.rank}.log"
+    try:
+        progress.start_logging(log_file, world.rank, to_terminal=world.is_leader)
+        device = world.device(config.device)
+        if config.device == "cuda":
+            torch.cuda.set_device(device)
+        grouped = config.strategy.name == "ddp"
+        timeout, backend = config.launch.timeout_seconds, config.launch.backend
+        with session(world, device, backend, get_store(), timeout) if grouped else contextlib.nullcontext():
+            _work(config, world, device, run_dir, position)
+        return 0
+    except BaseException as error:
+        log.error("failed in step %d, %s", position.step, position.phase, exc_info=error)
+        if health.is_echo(error) and health.wait_for_report(run_dir, ECHO_PATIENCE_SECONDS):
+            return LaunchError.exit_code
+        failure = health.failure_from(error, world.rank, position, log_file)
+        health.report(run_dir, failure, error, terminal)
+        return failure.exit_code
+
+
+def _work(config: Config, world: World, device: str, run_dir: Path, position: health.Position) -> None:
+    """Everything between the opening of the session and its end. What it builds is gone when it returns."""
+    tuning.set_process_flags(config)
+    display = progress.Display(active=world.is_leader)
+    position.phase = "data set"
+    with local_leader_first(world, device) if getattr(config.data, "download", False) else contextlib.nullcontext():
+        sources = build_sources(config.data, config.seed)
+    position.phase = "build"
+    found = checkpoint.find(config.checkpoint.resume, run_dir)
+    if config.mode == "evaluate":
+        assert found, "config.check asks for a checkpoint, and find raises if it is not valid"
+        summary = _evaluate(config, world, device, position, sources, found)
+        display.line(f"checkpoint {found}")
+    else:
+        summary = _train(config, world, device, run_dir, position, display, sources, found)
+    if world.is_leader:
+        write_summary(run_dir, summary)
+        display.summary(summary, run_dir)
+
+
+def _train(
+    config: Config,
+    world: World,
+    device: str,
+    run_dir: Path,
+    position: health.Position,
+    display: progress.Display,
+    sources: tuple[Source, Source],
+    found: Path | None,
+) -> dict[str, Any]:
+    module = build_module(config, sources[0], device)
+    first_step = 0
+    if found:
+        checkpoint.load_model(found, module.model)
+        first_step = int(checkpoint.read_manifest(found)["step"])
+    job = build_job(config, world, device, module, sources, position, first_step)
+    if found:
+        training = checkpoint.load_training(found)
+        job.stepper.optimizer.load_state_dict(training["optimizer"])
+        job.stepper.scaler.load_state_dict(training["scaler"])
+    job.stepper.continue_from(first_step)
+    record = Record(
+        display,
+        MetricsFile(run_dir, world.is_leader),
+        device,
+        config.train.epochs,
+        config.train.log_every_steps,
+        config.train.evaluate_every_epochs,
+    )
+    save = Save(
+        run_dir, to_values(config), config.checkpoint.every_steps, config.checkpoint.keep, world.is_leader, position
+    )
+    job.hooks = [record, save]
+    display.plan(plan_rows(config, job))
+    display.start(job.step, job.plan.steps)
+    began = time.perf_counter()
+    record.begin(job.step)
+    try:
+        fit(job)
+    finally:
+        display.stop()
+    seconds = time.perf_counter() - began
+    score = record.score or evaluate(job.evaluation)  # nothing was left to train: the run was complete already
+    return _summary(
+        config,
+        world,
+        device,
+        score,
+        steps=job.step,
+        seconds=seconds,
+        samples_seen=job.plan.samples_seen(job.step),
+        epoch_seconds=record.epoch_seconds,
+        samples_per_second=record.samples_here / sum(record.epoch_seconds or [1]),
+    )
+
+
+def _evaluate(
+    config: Config, world: World, device: str, position: health.Position, sources: tuple[Source, Source], found: Path
+) -> dict[str, Any]:
+    module = build_module(config, sources[0], device)
+    checkpoint.load_model(found, module.model)
+    evaluation = build_evaluation(config, world, device, module, sources[1], position)
+    began = time.perf_counter()
+    score = evaluate(evaluation)
+    return _summary(
+        config, world, device, score, steps=checkpoint.read_manifest(found)["step"], seconds=time.perf_counter() - began
+    )
+
+
+def _summary(config: Config, world: World, device: str, score: Score, **numbers: Any) -> dict[str, Any]:
+    name = torch.cuda.get_device_name(device) if config.device == "cuda" else "cpu"
+    return {
+        "status": "completed",
+        "mode": config.mode,
+        "strategy": config.strategy.name,
+        "world_size": world.size,
+        "device": config.device,
+        "device_name": name,
+        "backend": config.launch.backend,
+        "global_batch_size": config.train.global_batch_size,
+        "epochs": config.train.epochs,
+        "seed": config.seed,
+        "torch": torch.__version__,
+        **numbers,
+        "test": score.as_dict(),
+    }
+
+
+def die_with_parent() -> None:
+    """Linux ends this process when the one that started it dies, even by SIGKILL: no worker is left behind."""
+    expected = launcher_pid()
+    if sys.platform == "linux":
+        PR_SET_PDEATHSIG = 1  # linux/prctl.h
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if expected is not None and os.getppid() != expected:  # it died before we could ask
+        os._exit(LaunchError.exit_code)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback per rank when torchrun hands Ctrl-C on
+
+
+def leave(code: int) -> NoReturn:
+    """Ends this process at once. After a failure a process group is still open, and tearing torch down takes 0.7 s."""
+    for child in multiprocessing.active_children():
+        child.kill()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""Trains a model on every GPU of this host, one process each; without GPUs, in two processes over gloo.
+
+python launch.py [key=value ...]                         train
+torchrun --nproc_per_node=N launch.py [key=value ...]    the same run under torchrun
+python launch.py mode=evaluate checkpoint.resume=PATH    score the test set with a checkpoint
+python launch.py -m optimizer.lr=0.1,0.2 [...]           a sweep: fresh processes for each trial, one table
+python launch.py --cfg job [key=value ...]               show the config, run nothing
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from ddp_train import launcher
+from ddp_train.config.prepare import prepare
+from ddp_train.distributed.world import World, world_from_environment
+from ddp_train.errors import ConfigError
+
+SCRIPT = Path(__file__).resolve()
+CONF = SCRIPT.parent / "conf"
+
+
+def main(words: list[str]) -> int:
+    """Composes, validates, hands over; returns the exit code."""
+    world = world_from_environment()
+    if world and not world.is_leader:  # rank 0 composes, prints and refuses for all
+        return follow(world, words)
+    try:
+        if any(word.startswith("-") or word.startswith("hydra") for word in words):
+            from ddp_train.cli import through_hydra
+
+            return through_hydra(__doc__ or "", SCRIPT, CONF, words, world)
+        prepared = prepare(CONF, words, world)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return refuse(world)
+    for notice in prepared.notices:
+        print(f"note: {notice}", file=sys.stderr)
+    if world:
+        from ddp_train.worker import join
+
+        join(world, prepared.text)
+    if prepared.config.launch.nnodes > 1:
+        return launcher.through_torchrun(prepared.config, SCRIPT, words)
+    return launcher.launch(prepared.config, SCRIPT.parent)
+
+
+def follow(world: World, words: list[str]) -> int:
+    """Every other rank of torchrun: nothing is composed here, the frozen config comes from rank 0."""
+    if any(word.startswith("-") for word in words):
+        return 0
+    from ddp_train.worker import join
+
+    return join(world, None)
+
+
+def refuse(world: World | None) -> int:
+    """Exit code 2. The ranks of this host are ended by torchrun; those of other hosts must be told."""
+    if world and world.hosts > 1:
+        from ddp_train.worker import join
+
+        join(world, "")
+    return ConfigError.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,111 @@
+"""The house keeps its shape: imports go down, the loop is a page, modules are small, nothing happens at import."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tokenize
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "ddp_train"
+
+LAYERS = [
+    "errors", "health", "distributed.world",
+    "config.schema", "config.machine", "config.resolve", "config.compose", "config.outside", "config.check", "config.freeze", "config.prepare",
+    "custom", "distributed.session", "data.keyed", "data.augment", "data.plan", "data.sources", "data.loader",
+    "models", "strategy", "tuning", "optim", "checkpoint", "metrics", "progress", "loop", "hooks", "build", "worker",
+    "launcher", "cli",
+]  # fmt: skip
+"""From the ground up: a module imports only what stands before it."""
+
+WITHOUT_TORCH = [
+    "errors",
+    "health",
+    "distributed.world",
+    "launcher",
+    "cli",
+    *[m for m in LAYERS if m.startswith("config.")],
+]
+
+
+def path_of(module: str) -> Path:
+    return PACKAGE / (module.replace(".", "/") + ".py")
+
+
+def imports_of(path: Path) -> set[str]:
+    """The modules of this package that a file imports, wherever in the file."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "ddp_train":
+            base = (node.module or "").removeprefix("ddp_train").lstrip(".")
+            found |= {f"{base}.{alias.name}".lstrip(".") if path_of(f"{base}.{alias.name}".lstrip(".")).exists() else base
+                      for alias in node.names}  # fmt: skip
+    return found
+
+
+def code_lines(path: Path) -> int:
+    """Lines that hold code: not blank, no comment, no docstring."""
+    lines: set[int] = set()
+    with path.open("rb") as file:
+        for token in tokenize.tokenize(file.readline):
+            if token.type in (tokenize.NAME, tokenize.OP, tokenize.NUMBER) or token.type == tokenize.STRING:
+                lines |= set(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            lines -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return len(lines)
+
+
+def test_every_module_has_its_layer() -> None:
+    modules = {path.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", ".")
+               for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"}  # fmt: skip
+    assert modules == set(LAYERS)
+
+
+@pytest.mark.parametrize("module", LAYERS)
+def test_imports_go_down(module: str) -> None:
+    below = set(LAYERS[: LAYERS.index(module)])
+    assert imports_of(path_of(module)) <= below
+
+
+@pytest.mark.parametrize("module", LAYERS)
+def test_no_module_is_too_long(module: str) -> None:
+    assert code_lines(path_of(module)) <= 300
+
+
+def test_the_main_path_can_be_read_in_an_hour() -> None:
+    assert sum(code_lines(path_of(module)) for module in LAYERS) + code_lines(ROOT / "launch.py") <= 3000
+
+
+def test_the_loop_is_a_page() -> None:
+    path = path_of("loop")
+    functions = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
+    assert {function.name for function in functions} == {"fit", "train_epoch", "evaluate"}
+    assert sum((function.end_lineno or 0) - function.lineno + 1 for function in functions) <= 60
+    text = path.read_text()
+    for stranger in ("rank", "config", "device", "dist.", "autocast", "isinstance"):
+        assert stranger not in text.split('"""', 2)[2].split("class Hook")[1].replace("collaborator", ""), stranger
+
+
+@pytest.mark.parametrize("module", WITHOUT_TORCH)
+def test_what_runs_before_the_config_is_valid_does_not_import_torch(module: str) -> None:
+    code = f"import sys, ddp_train.{module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
+
+
+def test_nothing_happens_at_import() -> None:
+    """No thread, no logging handler, no signal handler, no change of torch's global state."""
+    code = (
+        "import logging, signal, sys, threading, torch\n"
+        "state = lambda: (threading.active_count(), len(logging.root.handlers), signal.getsignal(signal.SIGTERM),\n"
+        "                 torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), torch.initial_seed(),\n"
+        "                 torch.distributed.is_initialized())\n"
+        "before = state()\n"
+        "import ddp_train.worker, ddp_train.cli\n"
+        "sys.exit(state() != before)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
