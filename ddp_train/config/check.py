@@ -8,6 +8,7 @@ import re
 import shutil
 from typing import Any
 
+from ddp_train.config import outside
 from ddp_train.config.compose import did_you_mean, shown
 from ddp_train.config.machine import Machine
 from ddp_train.config.resolve import FUSED, IN_MEMORY, process_count
