@@ -125,6 +125,8 @@ def plan_rows(config: Config, job: Job) -> dict[str, str]:
     plan, processes = job.plan, process_count(config)
     parameters = sum(parameter.numel() for parameter in job.module.model.parameters())
     resumed = f", from step {job.step:,}" if job.step else ""
+    whole = plan.steps_per_epoch * config.train.epochs
+    cut = f", cut to {plan.steps:,} by train.max_steps" if plan.steps < whole else ""
     on = f"{processes} on {config.launch.nnodes} hosts" if config.launch.nnodes > 1 else str(processes)
     back_end = config.launch.backend if config.strategy.name == "ddp" else "no process group"
     tips = {name: value for name, value in vars(config.tuning).items() if name not in ("name", "prefetch_factor")}
@@ -136,8 +138,7 @@ def plan_rows(config: Config, job: Job) -> dict[str, str]:
         "data": f"{config.data.name}, {plan.samples:,} samples to train on",
         "global batch": f"{plan.global_batch_size} = {plan.micro_batch_size} per process x {processes} "
         f"{'process' if processes == 1 else 'processes'} x {plan.accumulation_steps} accumulation",
-        "steps": f"{plan.steps:,} = {plan.steps_per_epoch:,} per epoch, {config.train.epochs} epochs"
-        f"{f', at most {config.train.max_steps:,}' if config.train.max_steps else ''}{resumed}",
+        "steps": f"{whole:,} = {config.train.epochs} epochs x {plan.steps_per_epoch:,}{cut}{resumed}",
         "optimizer": f"{config.optimizer.name}, lr {job.stepper.full_rates[0]:g}, {config.schedule.name} schedule, "
         f"warm-up {config.schedule.warmup_steps} steps",
         "tuning": f"{config.tuning.name}: {', '.join(shown)}",

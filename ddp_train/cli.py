@@ -133,7 +133,8 @@ def _failure(config: Config) -> dict[str, Any]:
 def _table(rows: list[dict[str, Any]]) -> Table:
     table = Table(title="trials")
     for heading in ("trial", "overrides", "status", "accuracy", "loss", "seconds", "samples/s"):
-        table.add_column(heading, justify="left" if heading in ("overrides", "status") else "right")
+        words = heading in ("overrides", "status")
+        table.add_column(heading, justify="left" if words else "right", overflow="fold", no_wrap=not words)
     for row in rows:
         formats = (("accuracy", ".2%"), ("loss", ".4f"), ("seconds", ".1f"), ("samples_per_second", ",.0f"))
         numbers = [format(row[name], spec) if row.get(name) is not None else "-" for name, spec in formats]

@@ -51,6 +51,11 @@ class NonFiniteLossError(LaunchError):
 
     kind = "non_finite_loss"
 
+    def __init__(self, detail: str, remedy: str, rank: int | None) -> None:
+        """rank: the first guilty one, None if it is no single rank's fault."""
+        super().__init__(detail, remedy)
+        self.rank = rank
+
 
 class WriteError(LaunchError):
     """The run directory cannot be written."""

@@ -181,4 +181,5 @@ class Stepper:
         raise NonFiniteLossError(
             f"step {self.steps_done}: {what}{mine}",
             f"lower optimizer.lr={self.full_rates[0]:g}, clip with train.max_grad_norm=1, or look at those samples",
+            rank=guilty[0] if guilty else None,
         )

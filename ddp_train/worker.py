@@ -29,7 +29,7 @@ from ddp_train.loop import evaluate, fit
 from ddp_train.metrics import MetricsFile, Score, write_summary
 
 ECHO_PATIENCE_SECONDS = 3.0
-"""How long a worker that lost its peers waits for the guilty one to report before it reports itself."""
+"""How long a worker that failed through another one waits for that one to report, before it reports itself."""
 log = logging.getLogger(__name__)
 
 
@@ -71,7 +71,8 @@ def run(config: Config, world: World, get_store: Callable[[], Store]) -> int:
         return 0
     except BaseException as error:
         log.error("failed in step %d, %s", position.step, position.phase, exc_info=error)
-        if health.is_echo(error) and health.wait_for_report(run_dir, ECHO_PATIENCE_SECONDS):
+        innocent = health.is_echo(error) or getattr(error, "rank", None) not in (None, world.rank)
+        if innocent and health.wait_for_report(run_dir, ECHO_PATIENCE_SECONDS):
             return LaunchError.exit_code
         failure = health.failure_from(error, world.rank, position, log_file)
         health.report(run_dir, failure, error, terminal)
@@ -176,7 +177,7 @@ def _summary(config: Config, world: World, device: str, score: Score, **numbers:
         "world_size": world.size,
         "device": config.device,
         "device_name": name,
-        "backend": config.launch.backend,
+        "backend": config.launch.backend if config.strategy.name == "ddp" else "none",
         "global_batch_size": config.train.global_batch_size,
         "epochs": config.train.epochs,
         "seed": config.seed,

@@ -29,6 +29,11 @@ def flip(images: Tensor, draws: Tensor) -> Tensor:
     return torch.where((draws < 0.5)[:, None, None, None], images.flip(-1), images)
 
 
+def move(images: Tensor, draws: Tensor, by: int, flips: bool) -> Tensor:
+    """`shift` and, for images whose mirror image means the same, `flip`. draws: [n, 3], uniform in [0, 1)."""
+    return shift(flip(images, draws[:, 2]) if flips else images, draws[:, :2], by)
+
+
 def crop_box(width: int, height: int, draws: Tensor) -> tuple[int, int, int, int]:
     """Top, left, height and width of a random crop: 8 to 100 % of the area, aspect ratio 3/4 to 4/3.
 

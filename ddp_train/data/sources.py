@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import random
 from collections.abc import Callable
@@ -183,7 +184,7 @@ def _digits(data: Any, seed: int) -> tuple[Source, Source]:
     test = torch.zeros(len(labels), dtype=torch.bool)
     for label in range(10):
         test[(labels == label).nonzero().flatten()[::5]] = True
-    moved = (lambda images, draws: augment.shift(images, draws[:, :2], by=1)) if data.augment else None
+    moved = functools.partial(augment.move, by=1, flips=False) if data.augment else None
     return ArraySource(images[~test], labels[~test], augmentation=moved, seed=seed), ArraySource(
         images[test], labels[test]
     )
@@ -198,10 +199,6 @@ def _torchvision(data: Any, seed: int) -> tuple[Source, Source]:
         "cifar10": (datasets.CIFAR10, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616), True, 4),
     }[data.name]
 
-    def move(images: Tensor, draws: Tensor) -> Tensor:
-        images = augment.flip(images, draws[:, 2]) if flips else images
-        return augment.shift(images, draws[:, :2], by=pixels)
-
     splits = []
     for train in (True, False):
         try:
@@ -212,7 +209,7 @@ def _torchvision(data: Any, seed: int) -> tuple[Source, Source]:
             ) from error
         images = torch.as_tensor(split.data)
         images = images[:, None] if images.ndim == 3 else images.permute(0, 3, 1, 2).contiguous()
-        moved = move if data.augment and train else None
+        moved = functools.partial(augment.move, by=pixels, flips=flips) if data.augment and train else None
         splits.append(ArraySource(images, torch.as_tensor(split.targets), mean, std, moved, seed))
     return splits[0], splits[1]
 

@@ -1,0 +1,60 @@
+"""Small training jobs for the tests, built as the worker builds them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ddp_train.build import build_job, build_module
+from ddp_train.config.compose import bind
+from ddp_train.config.machine import Machine
+from ddp_train.config.resolve import resolve
+from ddp_train.config.schema import Config
+from ddp_train.data.sources import ArraySource, Source, build_sources
+from ddp_train.distributed.world import World
+from ddp_train.health import Position
+from ddp_train.loop import Job, fit
+
+
+def config_of(world: World, **sections: dict[str, Any]) -> Config:
+    """A resolved config on a machine without GPUs. Sections not given have their defaults."""
+    config, problems = bind(copy.deepcopy(sections))
+    assert not problems, problems
+    return resolve(config, Machine(cpus=world.size), world)
+
+
+def table(samples: int, features: int = 6, classes: int = 3, seed: int = 1) -> ArraySource:
+    """A random classification table."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(samples, features, generator=generator)
+    labels = (inputs[:, :classes] + 0.3 * torch.randn(samples, classes, generator=generator)).argmax(1)
+    return ArraySource(inputs, labels)
+
+
+def job_of(config: Config, world: World, sources: tuple[Source, Source] | None = None) -> Job:
+    """A job as the worker builds it, on the CPU."""
+    sources = sources or build_sources(config.data, config.seed)
+    module = build_module(config, sources[0], "cpu")
+    return build_job(config, world, "cpu", module, sources, Position(), first_step=0)
+
+
+def trained(world: World, config: Config, sources: tuple[Source, Source] | None = None) -> dict[str, Tensor]:
+    """The weights after a whole run."""
+    job = job_of(config, world, sources)
+    fit(job)
+    return {name: tensor.clone() for name, tensor in job.module.model.state_dict().items()}
+
+
+def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """The largest absolute difference between two sets of weights."""
+    assert one.keys() == other.keys()
+    return max((one[name].double() - other[name].double()).abs().max().item() for name in one)
+
+
+def ids_of(job: Job) -> list[np.ndarray]:
+    """The samples of each share of this process, stand-ins left out."""
+    return [share.ids[: share.count] for share in job.plan.shares()]

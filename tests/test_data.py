@@ -1,0 +1,311 @@
+"""Data: the same order, the same augmented pixels, whoever loads them; and sources that read what they say."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from torch import Tensor
+
+from ddp_train.config.schema import (
+    Cifar10Config,
+    DigitsConfig,
+    ImageFolderConfig,
+    LinearRegressionDataConfig,
+    MnistConfig,
+    SyntheticConfig,
+    TuningConfig,
+)  # fmt: skip
+from ddp_train.data import augment, keyed
+from ddp_train.data.loader import Loader
+from ddp_train.data.plan import Plan, Share, evaluation_shares
+from ddp_train.data.sources import ForeignSource, Source, build_sources
+from ddp_train.distributed.world import World
+from ddp_train.errors import DataError
+from ddp_train.health import Position
+from tests.jobs import config_of, job_of
+from tests.ranks import on_ranks
+
+LOADER = {"pin_memory": False, "non_blocking": False, "channels_last": False}
+
+
+# --- keyed randomness -----------------------------------------------------------------------------------------------
+
+
+def test_a_draw_depends_on_its_key_and_number_alone() -> None:
+    numbers = torch.arange(1000)
+    together = keyed.uniform(5, numbers, 3)
+    alone = torch.cat([keyed.uniform(5, number[None], 3) for number in numbers[[17, 500, 999]]])
+    assert torch.equal(together[[17, 500, 999]], alone)
+    assert not torch.equal(together, keyed.uniform(6, numbers, 3))
+
+
+def test_bits_are_splitmix64() -> None:
+    """Against the reference generator (prng.di.unimi.it/splitmix64.c) in plain Python integers."""
+
+    def reference(state: int) -> int:
+        mask = (1 << 64) - 1
+        z = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & mask
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EB & mask
+        return z ^ (z >> 31)
+
+    start = keyed.mix(42)
+    expected = [reference((start + n * 0x9E3779B97F4A7C15) & (1 << 64) - 1) & (1 << 63) - 1 for n in range(50)]
+    assert keyed.bits(42, torch.arange(50)).tolist() == expected
+
+
+def test_uniform_numbers_are_uniform() -> None:
+    draws = keyed.uniform(1, torch.arange(100_000), 2)
+    assert draws.min() >= 0 and draws.max() < 1
+    # standard error of the mean: 0.29 / sqrt(200,000) = 0.00065
+    assert abs(draws.mean() - 0.5) < 0.004 and abs(draws.var() - 1 / 12) < 0.002
+    assert abs(torch.corrcoef(draws.T)[0, 1]) < 0.015
+
+
+def test_an_order_is_a_permutation_and_each_epoch_has_its_own() -> None:
+    orders = [keyed.order(keyed.mix(0, "order", epoch), 1433) for epoch in range(3)]
+    for order in orders:
+        assert torch.equal(order.sort().values, torch.arange(1433))
+    assert not torch.equal(orders[0], orders[1]) and not torch.equal(orders[1], orders[2])
+
+
+def test_keys_do_not_collide_by_adding_up() -> None:
+    keys = {keyed.mix(seed, "augment", epoch) for seed in range(50) for epoch in range(50)}
+    assert len(keys) == 2500
+    assert keyed.mix(1, 2) != keyed.mix(2, 1)
+
+
+# --- the plan -------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=150, deadline=None)
+@given(samples=st.integers(1, 200), per_pass=st.integers(1, 9), world=st.integers(1, 5), accumulation=st.integers(1, 4))
+def test_shares_hold_each_sample_once_and_every_rank_takes_part(
+    samples: int, per_pass: int, world: int, accumulation: int
+) -> None:
+    size = per_pass * world * accumulation
+    plans = [Plan(samples, size, accumulation, -(-samples // size) * 2, 3, rank, world) for rank in range(world)]
+    of_rank = [list(plan.shares()) for plan in plans]
+    assert len({len(shares) for shares in of_rank}) == 1, "every rank makes as many passes"
+    seen: dict[int, list[int]] = {0: [], 1: []}
+    for shares in zip(*of_rank, strict=True):
+        assert len({(share.step, share.last) for share in shares}) == 1, "ranks exchange gradients in the same passes"
+        for share in shares:
+            assert len(share.ids) >= 1 and share.count in (0, len(share.ids)) and len(share.ids) <= per_pass
+            assert (share.scale > 0) == (share.count > 0)
+            seen[share.epoch or 0] += share.ids[: share.count].tolist()
+    assert sorted(seen[0]) == sorted(seen[1]) == list(range(samples))
+    # the weights of all samples of a step add up to one, after DDP's division by the world
+    for step in range(plans[0].steps):
+        weight = sum(s.scale * s.count for shares in of_rank for s in shares if s.step == step) / world
+        assert abs(weight - 1) < 1e-12
+    assert plans[0].samples_seen(plans[0].steps) == 2 * samples
+
+
+def test_a_plan_continues_where_it_stopped() -> None:
+    plan = Plan(101, 24, 2, 20, 0, rank=1, world_size=3)
+    whole, rest = list(plan.shares()), list(plan.shares(7))
+    same = [share for share in whole if share.step >= 7]
+    assert [(s.step, s.ids.tolist(), s.scale, s.last) for s in same] == [
+        (s.step, s.ids.tolist(), s.scale, s.last) for s in rest
+    ]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 7])
+def test_evaluation_shares_hold_each_sample_once(world: int) -> None:
+    shares = [share for rank in range(world) for share in evaluation_shares(101, 10, rank, world)]
+    assert sorted(number for share in shares for number in share.ids.tolist()) == list(range(101))
+    assert sorted(share.step for share in shares) == list(range(11))
+
+
+# --- augmentation ---------------------------------------------------------------------------------------------------
+
+
+def augmented(world: World, workers: int, limit: int) -> dict[tuple[int, int], Tensor]:
+    """What samples 17, 40 and 99 become in epochs 0 to 3, as the loader of this rank hands them out."""
+    config = config_of(
+        world,
+        data={"name": "digits", "limit": limit, "augment": True},
+        train={"global_batch_size": 48, "epochs": 4},
+        tuning={"num_workers": workers},
+    )
+    seen = {}
+    for batch in job_of(config, world).batches:
+        for row, number in enumerate(batch.share.ids[: batch.share.count].tolist()):
+            if number in (17, 40, 99):
+                seen[batch.share.epoch, number] = batch.inputs[row].clone()
+    return seen
+
+
+def test_a_sample_becomes_the_same_tensor_on_any_rank_worker_count_and_world() -> None:
+    runs = []
+    for ranks, workers in ((1, 0), (1, 3), (3, 0), (3, 1), (4, 2)):
+        merged: dict[tuple[int, int], Tensor] = {}
+        for part in on_ranks(ranks, augmented, workers, 101):
+            assert not merged.keys() & part.keys()
+            merged |= part
+        runs.append(merged)
+    assert len(runs[0]) == 12
+    for run in runs[1:]:
+        assert run.keys() == runs[0].keys()
+        assert all(torch.equal(run[key], runs[0][key]) for key in run)
+    versions = {tuple(runs[0][epoch, 17].flatten().tolist()) for epoch in range(4)}
+    assert len(versions) > 1, "epochs draw anew"
+
+
+def test_shift_moves_and_fills_with_zeros() -> None:
+    images = torch.arange(1.0, 17).view(1, 1, 4, 4).repeat(3, 1, 1, 1)
+    draws = torch.tensor([[0.5, 0.5], [0.0, 0.0], [0.99, 0.5]])
+    moved = augment.shift(images, draws, by=1)
+    assert torch.equal(moved[0], images[0])
+    assert torch.equal(moved[1, 0, 1:, 1:], images[1, 0, :-1, :-1]) and moved[1, 0, 0].sum() == 0
+    assert torch.equal(moved[2, 0, :-1], images[2, 0, 1:]) and moved[2, 0, -1].sum() == 0
+
+
+def test_flip_mirrors_half() -> None:
+    images = torch.rand(2, 3, 4, 5)
+    flipped = augment.flip(images, torch.tensor([0.2, 0.7]))
+    assert torch.equal(flipped[0], images[0].flip(-1)) and torch.equal(flipped[1], images[1])
+
+
+@given(st.integers(1, 600), st.integers(1, 600), st.lists(st.floats(0, 0.999999), min_size=4, max_size=4))
+def test_a_crop_lies_inside_the_image(width: int, height: int, draws: list[float]) -> None:
+    top, left, crop_height, crop_width = augment.crop_box(width, height, torch.tensor(draws, dtype=torch.float64))
+    assert crop_height >= 1 and crop_width >= 1 and top >= 0 and left >= 0
+    assert top + crop_height <= height and left + crop_width <= width
+
+
+# --- sources --------------------------------------------------------------------------------------------------------
+
+
+def everything(source: Source) -> tuple[Tensor, Tensor]:
+    return source.fetch(np.arange(len(source)), None)
+
+
+def test_digits_are_those_of_scikit_learn() -> None:
+    from sklearn.datasets import load_digits
+
+    train, test = build_sources(DigitsConfig(), 0)
+    assert (len(train), len(test), train.outputs) == (1433, 364, 10)
+    images = torch.cat([everything(train)[0], everything(test)[0]]).view(-1, 64)
+    theirs = torch.from_numpy(load_digits().data).float() / 8 - 1
+    assert sorted(map(tuple, images.tolist())) == sorted(map(tuple, theirs.tolist()))
+    assert (
+        len(
+            set(map(tuple, everything(train)[0].flatten(1).tolist()))
+            & set(map(tuple, everything(test)[0].flatten(1).tolist()))
+        )
+        == 0
+    )
+    assert everything(test)[1].bincount().min() >= 34, "every class has its share"
+
+
+def write_idx(path: Path, array: np.ndarray) -> None:
+    """The format of MNIST (yann.lecun.com/exdb/mnist): magic number with type and dimensions, sizes, bytes."""
+    header = bytes([0, 0, 8, array.ndim]) + b"".join(size.to_bytes(4, "big") for size in array.shape)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(header + array.astype(np.uint8).tobytes())
+
+
+def test_mnist_files_are_read_and_normalised(tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    images, labels = generator.integers(0, 256, (30, 28, 28)), generator.integers(0, 10, 30)
+    raw = tmp_path / "MNIST" / "raw"
+    for split, part in (("train", slice(0, 20)), ("t10k", slice(20, 30))):
+        write_idx(raw / f"{split}-images-idx3-ubyte", images[part])
+        write_idx(raw / f"{split}-labels-idx1-ubyte", labels[part])
+    train, test = build_sources(MnistConfig(root=str(tmp_path)), 0)
+    inputs, targets = train.fetch(np.array([3, 7]), None)
+    expected = (torch.from_numpy(images[[3, 7]]).float()[:, None] / 255 - 0.1307) / 0.3081
+    torch.testing.assert_close(inputs, expected)
+    assert targets.tolist() == labels[[3, 7]].tolist() and len(test) == 10
+
+
+def test_cifar_without_files_names_the_option(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"data\.root="):
+        build_sources(Cifar10Config(root=str(tmp_path)), 0)
+
+
+def test_an_image_folder_is_read_and_a_spoilt_file_is_named(tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    for split in ("train", "val"):
+        for label in ("cat", "dog"):
+            for number in range(3):
+                path = tmp_path / split / label / f"{number}.png"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                Image.fromarray(generator.integers(0, 256, (40, 50, 3), dtype=np.uint8)).save(path)
+    train, test = build_sources(ImageFolderConfig(root=str(tmp_path), image_size=16), 0)
+    inputs, targets = train.fetch(np.array([0, 5]), 0)
+    assert inputs.shape == (2, 3, 16, 16) and targets.tolist() == [0, 1] and train.outputs == 2
+    assert torch.equal(train.fetch(np.array([5]), 0)[0][0], inputs[1])
+    assert not torch.equal(train.fetch(np.array([5]), 1)[0][0], inputs[1])
+    assert torch.equal(test.fetch(np.array([1]), 0)[0], test.fetch(np.array([1]), 1)[0]), (
+        "the test set is not augmented"
+    )
+    (tmp_path / "train" / "dog" / "2.png").write_bytes(gzip.compress(b"no image"))
+    with pytest.raises(DataError, match=r"2\.png \(sample 5\)"):
+        train.fetch(np.array([5]), 0)
+
+
+def test_generated_sets_are_the_same_each_time_and_depend_on_the_seed() -> None:
+    for config in (SyntheticConfig(samples=20, test_samples=5), LinearRegressionDataConfig(samples=20, test_samples=5)):
+        one, again, other = (everything(build_sources(config, seed)[0])[0] for seed in (0, 0, 1))
+        assert torch.equal(one, again) and not torch.equal(one, other)
+
+
+class Noisy(torch.utils.data.Dataset):
+    """A foreign dataset that draws from torch's and Python's global generators."""
+
+    classes = ("a", "b")
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, number: int) -> tuple[Tensor, int]:
+        import random
+
+        return torch.rand(2) + random.random(), number % 2
+
+
+def test_the_draws_of_a_foreign_dataset_are_keyed_and_disturb_nobody() -> None:
+    source = ForeignSource(Noisy(), seed=3)
+    torch.manual_seed(0)
+    expected_next = torch.rand(1)
+    torch.manual_seed(0)
+    together = source.fetch(np.array([1, 2, 3]), 0)[0]
+    assert torch.equal(torch.rand(1), expected_next)
+    assert torch.equal(source.fetch(np.array([2]), 0)[0][0], together[1])
+    assert not torch.equal(source.fetch(np.array([2]), 1)[0][0], together[1])
+    assert source.outputs == 2
+
+
+# --- the loader -----------------------------------------------------------------------------------------------------
+
+
+def test_a_loader_hands_out_its_shares_in_order_and_again() -> None:
+    train, _ = build_sources(DigitsConfig(limit=50), 0)
+    shares = evaluation_shares(50, 8, 0, 1)
+    loader = Loader(train, shares, TuningConfig(num_workers=2, **LOADER), "cpu", Position())
+    for _ in range(2):
+        assert [batch.share.ids.tolist() for batch in loader] == [share.ids.tolist() for share in shares]
+
+
+def test_nested_inputs_travel_through_the_loader() -> None:
+    class Nested:
+        outputs = 1
+
+        def __len__(self) -> int:
+            return 4
+
+        def fetch(self, ids: np.ndarray, epoch: int | None) -> tuple[dict, Tensor]:
+            return {"a": torch.ones(len(ids)), "b": [torch.zeros(len(ids), 2)]}, torch.zeros(len(ids))
+
+    tuning = TuningConfig(num_workers=0, precision="fp64", **LOADER)
+    (batch,) = Loader(Nested(), [Share(None, 0, np.arange(3), 3, 1.0, True)], tuning, "cpu", Position())
+    assert batch.inputs["a"].dtype == torch.float64 and batch.inputs["b"][0].shape == (3, 2)

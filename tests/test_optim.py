@@ -1,0 +1,180 @@
+"""Optimizers and schedules against torch's own; the optimizer step; what a NaN on one rank does to all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+from ddp_train.config.schema import (
+    AdadeltaConfig,
+    AdamConfig,
+    AdamWConfig,
+    ConstantConfig,
+    CosineConfig,
+    OneCycleConfig,
+    PolynomialConfig,
+    RmspropConfig,
+    SgdConfig,
+    StepConfig,
+)  # fmt: skip
+from ddp_train.data.sources import ArraySource
+from ddp_train.distributed.world import World
+from ddp_train.errors import NonFiniteLossError
+from ddp_train.loop import fit
+from ddp_train.optim import build_optimizer, build_schedule
+from tests.jobs import config_of, job_of, table
+from tests.ranks import on_ranks
+
+STEPS = 60
+
+
+@pytest.mark.parametrize(
+    ("config", "theirs"),
+    [
+        (ConstantConfig(), lambda o: lr_scheduler.ConstantLR(o, factor=1.0)),
+        (StepConfig(step_size=7, gamma=0.5), lambda o: lr_scheduler.StepLR(o, 7, 0.5)),
+        (CosineConfig(), lambda o: lr_scheduler.CosineAnnealingLR(o, STEPS)),
+        (CosineConfig(final_factor=0.1), lambda o: lr_scheduler.CosineAnnealingLR(o, STEPS, eta_min=0.1)),
+        (PolynomialConfig(power=2.0), lambda o: lr_scheduler.PolynomialLR(o, STEPS, 2.0)),
+        (OneCycleConfig(), lambda o: lr_scheduler.OneCycleLR(o, 1.0, STEPS)),
+        (OneCycleConfig(pct_start=0.5, div_factor=5, final_div_factor=10),
+         lambda o: lr_scheduler.OneCycleLR(o, 1.0, STEPS, pct_start=0.5, div_factor=5, final_div_factor=10)),
+    ],
+)  # fmt: skip
+def test_a_schedule_is_torchs_own(config: Any, theirs: Callable[[Any], Any]) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler, ours = theirs(optimizer), build_schedule(config, STEPS)
+    for step in range(STEPS):
+        assert ours(step) == pytest.approx(optimizer.param_groups[0]["lr"], abs=1e-9), step
+        optimizer.step()
+        scheduler.step()
+
+
+@pytest.mark.parametrize(
+    "config", [c(warmup_steps=10) for c in (ConstantConfig, StepConfig, CosineConfig, PolynomialConfig, OneCycleConfig)]
+)
+def test_warm_up_is_linear_and_the_schedule_runs_after_it(config: Any) -> None:
+    ours = build_schedule(config, STEPS)
+    assert [ours(step) for step in range(10)] == pytest.approx([(step + 1) / 11 for step in range(10)])
+    without = build_schedule(type(config)(), STEPS - 10)
+    assert [ours(step) for step in range(10, STEPS)] == [without(step) for step in range(STEPS - 10)]
+
+
+@pytest.mark.parametrize("implementation", ["loop", "foreach", "fused"])
+@pytest.mark.parametrize("config", [SgdConfig(nesterov=True, weight_decay=0.1), AdamConfig(), AdamWConfig(),
+                                    AdadeltaConfig(), RmspropConfig(momentum=0.5)])  # fmt: skip
+def test_optimizers_update_as_torchs_plain_loops_do(config: Any, implementation: str) -> None:
+    if implementation == "fused" and config.name in ("adadelta", "rmsprop"):
+        pytest.skip(f"torch has no fused {config.name}; config.check refuses it")
+    weights = {}
+    for kind in ("loop", implementation):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 2))
+        optimizer = build_optimizer(model.parameters(), config, kind)
+        for step in range(5):
+            model(torch.full((3, 5), step + 1.0)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        weights[kind] = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    torch.testing.assert_close(weights["loop"], weights[implementation], rtol=1e-5, atol=1e-6)
+    assert optimizer.defaults["fused" if implementation == "fused" else "foreach"] == (implementation != "loop")
+
+
+def poisoned_run(world: World, kind: str, accumulation: int, extra: dict[str, Any]) -> tuple[Any, ...]:
+    """Trains on a table where one sample spoils the loss. Returns the error, the step, and whether weights moved."""
+    good = table(96)
+    bad = good.inputs.clone()
+    poisoned = 40
+    bad[poisoned] = {"nan": math.nan, "inf": math.inf}[kind]
+    source = ArraySource(bad, good.targets)
+    train = {"global_batch_size": 24, "accumulation_steps": accumulation, "epochs": 1}
+    config = config_of(world, model={"name": "mlp", "hidden": 4}, train=train | extra)
+    job = job_of(config, world, (source, good))
+    before: list[torch.Tensor] = []
+
+    class Watch:
+        def after_step(self, job: Any) -> None:
+            before[:] = [parameter.detach().clone() for parameter in job.module.parameters()]
+
+        def after_epoch(self, job: Any) -> None: ...
+
+    Watch().after_step(job)
+    job.hooks = [Watch()]
+    try:
+        fit(job)
+    except NonFiniteLossError as error:
+        moved = any(not torch.equal(a, b) for a, b in zip(before, job.module.parameters(), strict=True))
+        step = next(s for s in range(4) if poisoned in job.plan.global_batch(s))
+        guilty = None
+        for rank in range(world.size):
+            shares = [p for p in type(job.plan)(**{**vars_of(job.plan), "rank": rank}).shares() if p.step == step]
+            guilty = rank if any(poisoned in share.ids[: share.count] for share in shares) else guilty
+        return str(error), error.rank, job.step, moved, step, guilty
+    return ("no error",)
+
+
+def vars_of(plan: Any) -> dict[str, Any]:
+    return {name: getattr(plan, name) for name in plan.__dataclass_fields__}
+
+
+@pytest.mark.parametrize(("kind", "accumulation", "extra"), [
+    ("nan", 1, {}), ("nan", 4, {}), ("inf", 1, {}), ("nan", 2, {"max_grad_norm": 1.0}),
+])  # fmt: skip
+def test_a_bad_loss_on_one_rank_stops_all_before_the_step_and_names_it(
+    kind: str, accumulation: int, extra: dict
+) -> None:
+    for ranks in (1, 3):
+        for result in on_ranks(ranks, poisoned_run, kind, accumulation, extra):
+            message, rank, steps_done, moved, step, guilty = result
+            assert rank == guilty and steps_done == step and not moved
+            assert f"step {step}: the loss is not finite on rank {guilty}" in message
+
+
+def test_a_loss_that_is_not_finite_without_a_bad_gradient_is_seen_too() -> None:
+    """x + nan has the gradient of x: the loss itself must poison the exchange."""
+    world = World()
+    config = config_of(world, strategy={"name": "single"}, model={"name": "mlp"}, train={"global_batch_size": 8})
+    job = job_of(config, world, (table(16), table(16)))
+    job.module.loss.forward = lambda outputs, targets: outputs.sum() + math.nan  # type: ignore[method-assign]
+    with pytest.raises(NonFiniteLossError):
+        fit(job)
+
+
+def test_clipping_comes_after_accumulation_and_is_torchs() -> None:
+    world = World()
+    sources = (table(48), table(10))
+    results = []
+    for accumulation in (1, 4):
+        train = {"global_batch_size": 48, "accumulation_steps": accumulation, "epochs": 1, "max_grad_norm": 0.01}
+        config = config_of(world, strategy={"name": "single"}, model={"name": "mlp"}, train=train,
+                           optimizer={"name": "sgd", "momentum": 0.0, "lr": 1.0}, tuning={"precision": "fp64"})  # fmt: skip
+        job = job_of(config, world, sources)
+        start = torch.cat([parameter.detach().flatten().clone() for parameter in job.module.parameters()])
+        fit(job)
+        moved = torch.cat([parameter.detach().flatten() for parameter in job.module.parameters()]) - start
+        results.append(moved)
+        assert moved.norm().item() == pytest.approx(0.01, rel=1e-3), "lr 1 moves by the clipped norm"
+    torch.testing.assert_close(results[0], results[1], rtol=1e-9, atol=1e-12)
+
+
+def test_dropout_is_keyed_by_seed_step_and_rank() -> None:
+    def drawn(rank: int, seed: int) -> list[np.ndarray]:
+        from ddp_train.data.keyed import StepSeed
+
+        seed_step = StepSeed(seed, rank, "cpu")
+        draws = []
+        for step in (0, 1, 0):
+            seed_step(step)
+            draws.append(torch.rand(8).numpy())
+        return draws
+
+    a = drawn(0, 0)
+    assert (a[0] == a[2]).all() and (a[0] != a[1]).any()
+    assert (a[0] != drawn(1, 0)[0]).any() and (a[0] != drawn(0, 1)[0]).any()

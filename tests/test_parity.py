@@ -1,0 +1,171 @@
+"""The parity ladder: the same run on 1, 2, 3 and 4 processes, with and without accumulation, and in plain PyTorch."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ddp_train.distributed.world import World
+from ddp_train.loop import evaluate, train_epoch
+from tests.jobs import config_of, job_of, largest_difference, table, trained
+from tests.ranks import on_ranks
+
+STEPS = 20
+SAMPLES = 101  # a prime: 48 + 48 + 5, and the last batch splits unevenly over 2, 3 and 4 processes
+
+
+def ladder_run(world: World, precision: str, accumulation: int, model: str = "cnn") -> dict[str, Tensor]:
+    config = config_of(
+        world,
+        model={"name": model},
+        data={"name": "digits", "limit": SAMPLES},
+        train={"global_batch_size": 48, "accumulation_steps": accumulation, "epochs": 7, "max_steps": STEPS,
+               "max_grad_norm": 1.0},
+        optimizer={"name": "sgd", "lr": 0.02},
+        schedule={"name": "cosine", "warmup_steps": 3},
+        tuning={"precision": precision},
+    )  # fmt: skip
+    return trained(world, config)
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp64", 1e-10), ("fp32", 1e-5)])
+def test_weights_agree_on_1_2_3_and_4_ranks_with_and_without_accumulation(precision: str, tolerance: float) -> None:
+    (reference,) = on_ranks(1, ladder_run, precision, 1)
+    assert largest_difference(reference, ladder_run_untrained()) > 1e-3, (
+        "nothing was learnt: the comparison would be idle"
+    )
+    for ranks, accumulation in itertools.product((1, 2, 3, 4), (1, 4)):
+        results = on_ranks(ranks, ladder_run, precision, accumulation)
+        for result in results[1:]:
+            assert largest_difference(results[0], result) == 0, "ranks of one run differ"
+        assert largest_difference(reference, results[0]) < tolerance, (ranks, accumulation)
+
+
+def ladder_run_untrained() -> dict[str, Tensor]:
+    world = World()
+    config = config_of(
+        world, model={"name": "cnn"}, data={"name": "digits", "limit": SAMPLES}, strategy={"name": "single"}
+    )
+    return dict(job_of(config, world).module.model.state_dict())
+
+
+def tail_run(world: World, samples: int, accumulation: int) -> dict[str, Tensor]:
+    """Batches of 12 whose last one holds fewer samples than there are processes."""
+    sources = (table(samples), table(30, seed=2))
+    train = {"global_batch_size": 12, "accumulation_steps": accumulation, "epochs": 5}
+    config = config_of(world, model={"name": "mlp", "hidden": 8}, train=train, tuning={"precision": "fp64"})
+    return trained(world, config, sources)
+
+
+@pytest.mark.parametrize("samples", [25, 26, 27, 12, 5, 2])
+def test_a_last_batch_smaller_than_the_world_is_weighted_not_padded(samples: int) -> None:
+    (reference,) = on_ranks(1, tail_run, samples, 1)
+    for accumulation in (1, 4):
+        result = on_ranks(3, tail_run, samples, accumulation)[0]
+        assert largest_difference(reference, result) < 1e-10
+
+
+def shares_of(world: World, accumulation: int) -> list[tuple[int, list[int]]]:
+    train = {"global_batch_size": 48, "accumulation_steps": accumulation, "epochs": 4}
+    config = config_of(world, data={"name": "digits", "limit": SAMPLES}, train=train)
+    plan = job_of(config, world).plan
+    return [(share.step, share.ids[: share.count].tolist()) for share in plan.shares()]
+
+
+def test_the_sequence_of_global_batches_is_the_same_for_every_world() -> None:
+    sequences = []
+    for ranks, accumulation in itertools.product((1, 2, 3, 4), (1, 4)):
+        of_rank = on_ranks(ranks, shares_of, accumulation)
+        steps = max(step for shares in of_rank for step, _ in shares) + 1
+        batches = [
+            sorted(number for shares in of_rank for s, ids in shares if s == step for number in ids)
+            for step in range(steps)
+        ]
+        sequences.append(batches)
+        for epoch in range(4):
+            seen = sorted(number for batch in batches[epoch * 3 : epoch * 3 + 3] for number in batch)
+            assert seen == list(range(SAMPLES)), "each sample once per epoch"
+    assert all(sequence == sequences[0] for sequence in sequences)
+    first_batches = [tuple(sequences[0][epoch * 3]) for epoch in range(4)]
+    assert len(set(first_batches)) == 4, "epochs differ from each other"
+
+
+def by_hand(world: World, steps: int) -> dict[str, Tensor]:
+    """DDP as the PyTorch tutorial writes it: mean loss, backward, step. Only the samples are ours."""
+    config = config_of(world, **BY_HAND)
+    job = job_of(config, world)
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(job.module.model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for batch in itertools.islice(iter(job.batches), steps):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(batch.inputs), batch.targets).backward()
+        optimizer.step()
+    return {name: tensor.clone() for name, tensor in model.module.state_dict().items()}
+
+
+BY_HAND = {
+    "data": {"name": "digits", "limit": 480},
+    "train": {"global_batch_size": 96, "epochs": 5, "max_steps": STEPS},
+    "schedule": {"name": "constant"},
+}
+
+
+def by_us(world: World) -> dict[str, Tensor]:
+    return trained(world, config_of(world, **BY_HAND))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_bit_for_bit_what_hand_written_ddp_computes(ranks: int) -> None:
+    assert largest_difference(on_ranks(ranks, by_us)[0], on_ranks(ranks, by_hand, STEPS)[0]) == 0
+
+
+def score_of(world: World, limit: int, batch_size: int) -> dict:
+    config = config_of(
+        world,
+        model={"name": "cnn", "norm": "batch"},
+        data={"name": "digits", "limit": limit},
+        train={"evaluate_batch_size": batch_size},
+    )
+    return evaluate(job_of(config, world).evaluation).as_dict()
+
+
+@pytest.mark.parametrize(("limit", "batch_size"), [(364, 50), (101, 7), (1, 200)])
+def test_evaluation_is_the_same_to_the_last_bit_on_any_number_of_ranks(limit: int, batch_size: int) -> None:
+    (reference,) = on_ranks(1, score_of, limit, batch_size)
+    assert reference["samples"] == limit
+    for ranks in (2, 3, 4):
+        for result in on_ranks(ranks, score_of, limit, batch_size):
+            assert result == reference
+
+
+def buffers_after_training(world: World, broadcast_buffers: bool) -> tuple[dict, dict]:
+    config = config_of(
+        world,
+        model={"name": "cnn", "norm": "batch"},
+        data={"name": "digits", "limit": SAMPLES},
+        train={"epochs": 1},
+        strategy={"name": "ddp", "broadcast_buffers": broadcast_buffers},
+    )
+    job = job_of(config, world)
+    train_epoch(job, iter(job.batches))
+    before = {name: buffer.clone() for name, buffer in job.module.model.named_buffers()}
+    score = evaluate(job.evaluation)
+    assert score.samples == SAMPLES
+    return before, {name: buffer.clone() for name, buffer in job.module.model.named_buffers()}
+
+
+@pytest.mark.parametrize("broadcast_buffers", [True, False])
+def test_batch_norm_statistics_are_averaged_before_an_evaluation(broadcast_buffers: bool) -> None:
+    results = on_ranks(3, buffers_after_training, broadcast_buffers)
+    for name in results[0][1]:
+        local = torch.stack([before[name].double() for before, _ in results])
+        for _, after in results:
+            if name.endswith("num_batches_tracked"):
+                assert after[name] == local[0]
+            else:
+                assert local.std(0).max() > 0, "ranks saw different samples"
+                torch.testing.assert_close(after[name].double(), local.mean(0), rtol=1e-6, atol=1e-7)
