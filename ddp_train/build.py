@@ -86,6 +86,10 @@ def build_job(
     """What `fit` needs, `first_step` optimizer steps being done. The weights are those of `module` on rank 0."""
     train_source, test_source = sources
     plan = build_plan(config, world, len(train_source))
+    warmup = config.schedule.warmup_steps
+    if warmup >= plan.steps:
+        rule = f"the run ends before, after {plan.steps} steps; use less than {plan.steps}"
+        raise ConfigError([f"schedule.warmup_steps={warmup}: {rule}"])
     strategy = build_strategy(config.strategy, device)
     scaler = torch.amp.GradScaler(torch.device(device).type, enabled=config.tuning.precision == "fp16")
     stepper = Stepper(

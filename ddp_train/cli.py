@@ -17,14 +17,14 @@ from rich.table import Table
 
 from ddp_train import launcher
 from ddp_train.config.compose import bind, read_config, read_overrides, shown
-from ddp_train.config.prepare import problems_of, settle
+from ddp_train.config.prepare import examine, settle
 from ddp_train.config.schema import OPTIONS, SECTIONS, Config
 from ddp_train.distributed.world import World, new_run_id
 from ddp_train.errors import ConfigError
 from ddp_train.health import FILE as FAILURE
+from ddp_train.health import SUMMARY
 
 RESULTS = "results.jsonl"
-SUMMARY = "summary.json"
 
 
 def through_hydra(usage: str, script: Path, conf: Path, words: list[str], world: World | None) -> int:
@@ -35,34 +35,36 @@ def through_hydra(usage: str, script: Path, conf: Path, words: list[str], world:
         return 0
     sweep = bool({"-m", "--multirun"} & set(flags)) or "hydra.mode=MULTIRUN" in words
     if world and sweep:
-        raise ConfigError(
-            [
-                "-m: torchrun would start one sweep per rank; use: python launch.py "
-                + " ".join(words)
-                + f" launch.nproc_per_node={world.local_size}"
-            ]
-        )
-    values, sweep_dir = [word for word in words if not word.startswith("-")], None
-    if sweep:
-        values, sweep_dir = _ready_for_sweep(conf, values)
+        instead = f"python launch.py {' '.join(words)} launch.nproc_per_node={world.local_size}"
+        raise ConfigError([f"-m: torchrun would start one sweep per rank; use: {instead}"])
+    sweep_dir = None
+    if {"-sc", "--shell-completion", "--hydra-help", "--version"}.isdisjoint(flags):
+        words, sweep_dir = _checked(conf, words, sweep)
     trials = Trials(script, sweep_dir)
-    sys.argv = [str(script), *flags, *values]
+    sys.argv = [str(script), *words]
     hydra.main(config_path=str(conf), config_name="config", version_base="1.3")(trials.run)()
     return trials.finish()
 
 
-def _ready_for_sweep(conf: Path, words: list[str]) -> tuple[list[str], Path]:
-    """Checks every swept value by itself, before any trial starts. Returns Hydra's words and the directory."""
-    read = read_overrides(conf, words, sweep=True)
+def _checked(conf: Path, words: list[str], sweep: bool) -> tuple[list[str], Path | None]:
+    """Checks the overrides among the words before Hydra sees them; in a sweep, every swept value by itself.
+
+    Returns the words for Hydra and, for a sweep, its directory.
+    """
+    overrides = [word for word in words if "=" in word and not word.startswith("-")]
+    read = read_overrides(conf, overrides, sweep)
     problems, config = list(read.problems), Config()
-    fixed = [word for word in words if word.split("=")[0].lstrip("+") not in read.swept]
+    fixed = [word for word in overrides if word.split("=")[0].lstrip("+") not in read.swept]
     for one in [[], *([f"{key}={value}"] for key, values in read.swept.items() for value in values)]:
         config, found = read_config(conf, read_overrides(conf, fixed + one))
-        problems += found or problems_of(config, None)
+        problems += found or (examine(config, None)[1] if sweep else [])
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
+    ready = [word for word in words if word not in overrides] + read.words
+    if not sweep:
+        return ready, None
     sweep_dir = Path(config.run_dir or f"runs/{config.name}/sweep_{new_run_id(None)}")
-    return [*read.words, f"hydra.sweep.dir='{sweep_dir}'"], sweep_dir
+    return [*ready, f"hydra.sweep.dir='{sweep_dir}'"], sweep_dir
 
 
 class Trials:

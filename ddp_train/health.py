@@ -12,10 +12,11 @@ import time
 import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, TextIO
 
 from ddp_train.errors import LaunchError
 
-FILE = "failure.json"
+FILE, SUMMARY = "failure.json", "summary.json"
 log = logging.getLogger(__name__)
 
 _ECHOES = (
@@ -96,15 +97,23 @@ def failure_from_exit(returncode: int, rank: int, log_file: Path) -> Failure:
     return Failure("died", rank, socket.gethostname(), None, "unknown", detail, remedy, str(log_file), 70)
 
 
-def report(run_dir: Path, failure: Failure, error: BaseException | None = None, stream=None) -> bool:
+def report(
+    run_dir: Path,
+    failure: Failure,
+    described: dict[str, Any],
+    error: BaseException | None = None,
+    stream: TextIO | None = None,
+) -> bool:
     """Writes failure.json and tells the user, unless another process did so before. Returns whether it did.
 
-    stream: where the user reads; standard error, unless that was redirected into a log file.
+    described: what summary.json says of the run beside its failure. stream: where the user reads, standard error
+    unless that was redirected into a log file.
     """
     part = run_dir / f"{FILE}.part-{os.getpid()}"
     try:
         part.write_text(json.dumps(asdict(failure), indent=1) + "\n")
         os.link(part, run_dir / FILE)  # link fails if the file exists: the first failure is the one
+        write_json(run_dir / SUMMARY, {"status": "failed", **described, "steps": failure.step})
     except FileExistsError:
         return False
     except OSError as cannot:  # the disk is full, or the directory gone: the user must be told all the same
@@ -117,6 +126,13 @@ def report(run_dir: Path, failure: Failure, error: BaseException | None = None, 
     out.write(headline(failure) + "\n")
     out.flush()
     return True
+
+
+def write_json(path: Path, values: dict[str, Any]) -> None:
+    """Whole or not at all."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(values, indent=1) + "\n")
+    part.replace(path)
 
 
 def headline(failure: Failure) -> str:

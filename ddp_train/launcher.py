@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ddp_train import health
+from ddp_train.config.resolve import described
 from ddp_train.config.schema import Config
 from ddp_train.distributed.world import World, agent_environment, worker_environment
 from ddp_train.errors import ConfigError, DataError, LaunchError, WriteError
@@ -54,7 +55,10 @@ def launch(config: Config, import_path: Path) -> int:
         for attempt in range(config.launch.max_restarts + 1):
             code = _attempt(config, import_path, attempt, stop)
             if stop.received:
-                print(f"stopped by {signal.Signals(stop.received[0]).name}", file=sys.stderr)
+                if sys.stdout.isatty():
+                    sys.stdout.write("\x1b[?25h")  # rank 0 hid the cursor behind its progress bar
+                name = signal.Signals(stop.received[0]).name
+                print(f"stopped by {name}; run_dir={config.run_dir} goes on from its last checkpoint", file=sys.stderr)
                 return stop.exit_code
             if code in (0, *FINAL) or attempt == config.launch.max_restarts:
                 return code
@@ -72,7 +76,7 @@ def _attempt(config: Config, import_path: Path, attempt: int, stop: Stop) -> int
             codes = [worker.poll() for worker in workers]
             failed = [rank for rank, code in enumerate(codes) if code]
             if failed:
-                return _blame(run_dir, workers, failed)
+                return _blame(config, run_dir, workers, failed)
             if not any(code is None for code in codes):
                 return 0
             time.sleep(POLL_SECONDS)
@@ -98,13 +102,14 @@ def _start(config: Config, import_path: Path, attempt: int, workers: list[subpro
             workers.append(subprocess.Popen(command, env=env, pass_fds=fds, start_new_session=True))
 
 
-def _blame(run_dir: Path, workers: list[subprocess.Popen[bytes]], failed: list[int]) -> int:
+def _blame(config: Config, run_dir: Path, workers: list[subprocess.Popen[bytes]], failed: list[int]) -> int:
     """The exit code of a failed attempt. A worker that could not speak for itself is reported here."""
     silent = [rank for rank in failed if workers[rank].returncode < 0 or workers[rank].returncode not in _SPOKEN]
     if silent:
         rank = silent[0]
         log_file = run_dir / "logs" / f"rank_{rank}.log"
-        health.report(run_dir, health.failure_from_exit(workers[rank].returncode, rank, log_file))
+        failure = health.failure_from_exit(workers[rank].returncode, rank, log_file)
+        health.report(run_dir, failure, described(config))
     else:
         health.wait_for_report(run_dir, 5.0)
     codes = [worker.returncode for worker in workers if worker.returncode and worker.returncode > 0]
@@ -147,7 +152,7 @@ def through_torchrun(config: Config, script: Path, words: list[str]) -> int:
         f"--max-restarts={launch_.max_restarts}",
         "--rdzv-backend=c10d",
         f"--rdzv-endpoint={launch_.rdzv_endpoint}",
-        f"--rdzv-id={config.name}",
+        f"--rdzv-id={Path(str(config.run_dir)).name}",
         str(script),
         *[word for word in words if not word.startswith("launch.max_restarts")],
     ]

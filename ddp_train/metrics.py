@@ -1,4 +1,4 @@
-"""Sums that stay on the device until somebody looks, and the files that keep them: metrics.jsonl, summary.json."""
+"""Sums that stay on the device until somebody looks, and the file that keeps them: metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ddp_train.distributed.session import total
 
-METRICS, SUMMARY = "metrics.jsonl", "summary.json"
+METRICS = "metrics.jsonl"
 
 
 class RunningLoss:
@@ -89,10 +89,3 @@ class MetricsFile:
     def write(self, **values: Any) -> None:
         if self.file:
             self.file.write(json.dumps(values) + "\n")
-
-
-def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
-    """summary.json, whole or not at all."""
-    part = run_dir / (SUMMARY + ".part")
-    part.write_text(json.dumps(summary, indent=1) + "\n")
-    part.replace(run_dir / SUMMARY)

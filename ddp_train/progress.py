@@ -25,7 +25,14 @@ def start_logging(log_file: Path, rank: int, to_terminal: bool) -> None:
     log_file.parent.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(log_file)
     handler.setFormatter(logging.Formatter(f"%(asctime)s rank {rank} %(levelname)s %(message)s"))
-    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    handlers: list[logging.Handler] = [handler]
+    if to_terminal:
+        seen = logging.StreamHandler()
+        seen.setFormatter(logging.Formatter("warning: %(message)s"))
+        # Ours alone: failures have their own report, and what torch warns of is for the log.
+        seen.addFilter(lambda record: record.levelno == logging.WARNING and record.name.startswith("ddp_train"))
+        handlers.append(seen)
+    logging.basicConfig(level=logging.INFO, handlers=handlers, force=True)
     logging.captureWarnings(True)
     if not to_terminal:
         sys.stdout.flush()

@@ -19,6 +19,7 @@ import torch
 from ddp_train import checkpoint, health, progress, tuning
 from ddp_train.build import build_evaluation, build_job, build_module, plan_rows
 from ddp_train.config.freeze import FILE, thaw, to_values
+from ddp_train.config.resolve import described
 from ddp_train.config.schema import Config
 from ddp_train.data.sources import Source, build_sources
 from ddp_train.distributed.session import Store, local_leader_first, open_store, session, share_config
@@ -26,7 +27,7 @@ from ddp_train.distributed.world import World, launcher_pid, world_from_environm
 from ddp_train.errors import LaunchError, PeerError
 from ddp_train.hooks import Record, Save
 from ddp_train.loop import evaluate, fit
-from ddp_train.metrics import MetricsFile, Score, write_summary
+from ddp_train.metrics import MetricsFile, Score
 
 ECHO_PATIENCE_SECONDS = 3.0
 """How long a worker that failed through another one waits for that one to report, before it reports itself."""
@@ -75,7 +76,7 @@ def run(config: Config, world: World, get_store: Callable[[], Store]) -> int:
         if innocent and health.wait_for_report(run_dir, ECHO_PATIENCE_SECONDS):
             return LaunchError.exit_code
         failure = health.failure_from(error, world.rank, position, log_file)
-        health.report(run_dir, failure, error, terminal)
+        health.report(run_dir, failure, described(config), error, terminal)
         return failure.exit_code
 
 
@@ -87,7 +88,8 @@ def _work(config: Config, world: World, device: str, run_dir: Path, position: he
     with local_leader_first(world, device) if getattr(config.data, "download", False) else contextlib.nullcontext():
         sources = build_sources(config.data, config.seed)
     position.phase = "build"
-    found = checkpoint.find(config.checkpoint.resume, run_dir)
+    restarted = checkpoint.find("auto", run_dir) if world.attempt and config.mode == "train" else None
+    found = restarted or checkpoint.find(config.checkpoint.resume, run_dir)
     if config.mode == "evaluate":
         assert found, "config.check asks for a checkpoint, and find raises if it is not valid"
         summary = _evaluate(config, world, device, position, sources, found)
@@ -95,7 +97,7 @@ def _work(config: Config, world: World, device: str, run_dir: Path, position: he
     else:
         summary = _train(config, world, device, run_dir, position, display, sources, found)
     if world.is_leader:
-        write_summary(run_dir, summary)
+        health.write_json(run_dir / health.SUMMARY, summary)
         display.summary(summary, run_dir)
 
 
@@ -144,7 +146,6 @@ def _train(
     score = record.score or evaluate(job.evaluation)  # nothing was left to train: the run was complete already
     return _summary(
         config,
-        world,
         device,
         score,
         steps=job.step,
@@ -164,23 +165,16 @@ def _evaluate(
     began = time.perf_counter()
     score = evaluate(evaluation)
     return _summary(
-        config, world, device, score, steps=checkpoint.read_manifest(found)["step"], seconds=time.perf_counter() - began
+        config, device, score, steps=checkpoint.read_manifest(found)["step"], seconds=time.perf_counter() - began
     )
 
 
-def _summary(config: Config, world: World, device: str, score: Score, **numbers: Any) -> dict[str, Any]:
+def _summary(config: Config, device: str, score: Score, **numbers: Any) -> dict[str, Any]:
     name = torch.cuda.get_device_name(device) if config.device == "cuda" else "cpu"
     return {
         "status": "completed",
-        "mode": config.mode,
-        "strategy": config.strategy.name,
-        "world_size": world.size,
-        "device": config.device,
+        **described(config),
         "device_name": name,
-        "backend": config.launch.backend if config.strategy.name == "ddp" else "none",
-        "global_batch_size": config.train.global_batch_size,
-        "epochs": config.train.epochs,
-        "seed": config.seed,
         "torch": torch.__version__,
         **numbers,
         "test": score.as_dict(),

@@ -17,10 +17,8 @@ from ddp_train.distributed.world import World
 
 
 def check(asked: Config, config: Config, machine: Machine, world: World | None) -> list[str]:
-    """All problems of a config. `asked` is what the user wrote, `config` the same after `resolve`."""
-    problems = check_rules(asked)
-    if problems:  # arithmetic on numbers that are out of range would only add noise
-        return problems
+    """The problems of a config whose values obey `check_rules`. asked: what the user wrote; config: after `resolve`."""
+    problems: list[str] = []
     for one_check in (_processes, _batch, _strategy, _precision, _numbers, *outside.CHECKS):
         problems += one_check(asked, config, machine, world)
     return problems
@@ -46,6 +44,8 @@ def _section_rules(section: Any, prefix: str) -> list[str]:
 
 
 def _broken_rule(value: Any, rules: Any) -> str:
+    if value == "" and not rules.get("may_be_empty"):
+        return "must not be empty"
     if isinstance(value, str):
         allowed = rules.get("choices", ())
         if allowed and value not in allowed:
@@ -76,6 +76,9 @@ def _processes(asked: Config, config: Config, machine: Machine, world: World | N
             f"launch.nproc_per_node={wanted}: {_count(machine.gpus, 'GPU')} visible on this host, one per "
             f"process is needed; use launch.nproc_per_node={machine.gpus} or device=cpu"
         )
+    if config.device == "cpu" and wanted > 8 * machine.cpus:
+        cores = _count(machine.cpus, "core")
+        problems.append(f"launch.nproc_per_node={wanted}: this host has {cores}; use at most {8 * machine.cpus}")
     if config.launch.backend == "nccl" and config.device == "cpu":
         why = "no GPU is visible on this host" if not machine.gpus else "device=cpu"
         problems.append(f"launch.backend=nccl: NCCL connects GPUs and {why}; use launch.backend=gloo")
@@ -99,6 +102,10 @@ def _processes(asked: Config, config: Config, machine: Machine, world: World | N
     elif launch.nnodes > 1 and not launch.rdzv_endpoint:
         problems.append(
             f"launch.nnodes={launch.nnodes}: hosts need a place to meet; add launch.rdzv_endpoint=HOST:PORT"
+        )
+    elif launch.nnodes > 1 and not asked.run_dir:
+        problems.append(
+            f"launch.nnodes={launch.nnodes}: hosts need one name for the run; add run_dir=PATH on a shared file system"
         )
     elif launch.nnodes == 1 and launch.rdzv_endpoint:
         problems.append(

@@ -19,7 +19,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from ddp_train.config.schema import OPTIONS, SECTIONS, Config, CustomConfig, schema_of
 
@@ -60,25 +60,37 @@ def read_overrides(conf: Path, words: list[str], sweep: bool = False) -> Overrid
     for word in words:
         try:
             override = OverridesParser.create().parse_override(word)
+            if not override.key_or_group:
+                raise HydraException
         except HydraException:
             read.problems.append(f"{word}: not of the form key=value" + ("" if "=" in word else ", '=' is missing"))
             continue
         _read_override(conf, override, sweep, read)
     for section in OPTIONS:
-        if f"{section}._target_" in read.given and section not in read.choices:
-            read.words.insert(0, f"{section}=custom")
+        target = f"{section}._target_"
+        if target not in read.given or "custom" not in OPTIONS[section]:
+            continue
+        chosen = read.choices.setdefault(section, "custom")
+        if chosen != "custom":
+            read.problems.append(
+                f"{target}={shown(read.given[target])}: contradicts {section}={chosen}; give one of them"
+            )
+        read.words.insert(0, f"{section}=custom")
     return read
 
 
 def _read_override(conf: Path, override: Override, sweep: bool, read: Overrides) -> None:
     word, name = override.input_line or "", override.key_or_group
-    if name.split(".")[0].split("/")[0] == "hydra" or override.is_delete():
+    if name.split(".")[0].split("/")[0] == "hydra":
         read.words.append(word)
+    elif override.is_delete():
+        read.problems.append(f"{word}: no key can be removed; leave it out for its default")
     elif override.is_sweep_override():
         countable = override.is_choice_sweep() or override.is_range_sweep()
         read.swept[name] = list(override.sweep_string_iterator()) if countable else []
-        read.words.append(word)
-        if not sweep:
+        if sweep:
+            read.words.append(word)
+        else:
             read.problems.append(f"{word}: several values; add -m to sweep over them, or quote them: {name}='...'")
     elif (conf / name).is_dir():
         options, option = sorted(path.stem for path in (conf / name).glob("*.yaml")), override.value()
@@ -88,6 +100,8 @@ def _read_override(conf: Path, override: Override, sweep: bool, read: Overrides)
         else:
             guess = did_you_mean(str(option), options)
             read.problems.append(f"{name}={shown(option)}: must be one of {', '.join(options)}{guess}")
+    elif name.endswith(".name") and (conf / name[:-5]).is_dir():
+        read.problems.append(f"{word}: an option is chosen by {name[:-5]}={shown(override.value())}")
     else:
         read.given[name] = override.value()
         read.words.append("++" + word.lstrip("+"))
@@ -114,8 +128,9 @@ def read_config(conf: Path, overrides: Overrides, adopted: dict[str, Any] | None
     try:
         values = compose(conf, overrides)
     except (HydraException, OmegaConfBaseException) as error:
-        cause = f": {error.__cause__}" if error.__cause__ else ""
-        return Config(), [*overrides.problems, f"{error}{cause}"]
+        message = f"{error}: {error.__cause__}" if error.__cause__ else str(error)
+        where = f"{key}: " if (key := getattr(error, "full_key", None)) else ""
+        return Config(), [*overrides.problems, where + " ".join(message.split())]
     for section, content in (adopted or {}).items():
         if section not in overrides.choices:
             values[section] = content
@@ -138,7 +153,7 @@ def bind(values: dict[str, Any]) -> tuple[Config, list[str]]:
         if not isinstance(content, dict):
             problems.append(f"{section}={shown(content)}: holds keys of its own, for example {_example(section)}")
             continue
-        content = _custom(content)
+        content = _custom(section, content)
         schema = schema_of(section, str(content.get("name")))
         if schema is None:
             options = list(OPTIONS[section])
@@ -149,12 +164,12 @@ def bind(values: dict[str, Any]) -> tuple[Config, list[str]]:
     return config, problems
 
 
-def _custom(content: dict[str, Any]) -> dict[str, Any]:
+def _custom(section: str, content: dict[str, Any]) -> dict[str, Any]:
     """`_target_` and the arguments beside it, as the fields of CustomConfig."""
-    if "_target_" not in content:
+    if "_target_" not in content or "custom" not in OPTIONS.get(section, {}):
         return content
     beside = {name: value for name, value in content.items() if name not in ("name", "_target_")}
-    return {"name": CustomConfig.name, "target": content["_target_"], "arguments": beside}
+    return {"name": CustomConfig.name, "target": content["_target_"] or "", "arguments": beside}
 
 
 def _bind_fields(schema: type, prefix: str, content: dict[str, Any], problems: list[str]) -> Any:
@@ -165,6 +180,9 @@ def _bind_fields(schema: type, prefix: str, content: dict[str, Any], problems: l
             problems.append(_unknown_key(prefix, name, value, schema))
             continue
         try:
+            takes_bool = bool in (hints[name], *typing.get_args(hints[name]))
+            if takes_bool and isinstance(value, int | float) and value not in (0, 1):
+                raise ValidationError  # OmegaConf takes any number for true
             OmegaConf.update(typed, name, value, merge=False)
         except OmegaConfBaseException:
             problems.append(f"{prefix}{name}={shown(value)}: must be {_expected(schema, name, hints[name])}")
@@ -172,6 +190,8 @@ def _bind_fields(schema: type, prefix: str, content: dict[str, Any], problems: l
 
 
 def _expected(schema: type, name: str, hint: Any) -> str:
+    if typing.get_origin(hint) is list:
+        return "a list"
     words = next(f.metadata.get("words", ()) for f in dataclasses.fields(schema) if f.name == name)
     kinds = [kind for kind in typing.get_args(hint) if not (kind is str and words)] or [hint]
     return " or ".join([_TYPE_WORDS.get(kind, "a list") for kind in kinds] + list(words))
@@ -220,14 +240,20 @@ def _example(section: str) -> str:
 
 def _origin(conf: Path, overrides: Overrides, dotted: str) -> str:
     """The file under conf/ that gave a key its value, where the command line did not."""
-    if dotted in overrides.given or dotted in overrides.choices:
+    if dotted in overrides.choices or any(f"{key}.".startswith(f"{dotted}.") for key in overrides.given):
         return ""
     section, _, name = dotted.rpartition(".")
-    for path in sorted(conf.rglob("*.yaml")):
-        content = yaml.safe_load(path.read_text()) or {}
-        here = path.parent.relative_to(conf).as_posix() == section
-        inside = content if here else content.get(section) if section else content
-        chosen = overrides.choices.get(path.parent.name, path.stem) == path.stem
-        if chosen and isinstance(inside, dict) and name in inside:
+    presets = [conf / group / f"{overrides.choices.get(group)}.yaml" for group in MAY_BE_NULL]
+    contents = {
+        path: yaml.safe_load(path.read_text()) or {} for path in (*presets, conf / "config.yaml") if path.is_file()
+    }
+    options: dict[str, str] = {}
+    for content in reversed(contents.values()):  # a preset chooses other options than config.yaml
+        choices = (entry for entry in content.get("defaults", []) if isinstance(entry, dict))
+        options |= {group.removeprefix("override /"): option for entry in choices for group, option in entry.items()}
+    option = conf / section / f"{overrides.choices.get(section) or options.get(section)}.yaml"
+    for path, content in reversed(contents.items()):
+        inside = content.get(section) if section else content
+        if isinstance(inside, dict) and name in inside:
             return f" (in {path.relative_to(conf.parent)})"
-    return ""
+    return f" (in {option.relative_to(conf.parent)})" if section in options and option.is_file() else ""

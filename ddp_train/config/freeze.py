@@ -12,6 +12,7 @@ from ddp_train.config.compose import bind
 from ddp_train.config.outside import unwritable
 from ddp_train.config.schema import Config
 from ddp_train.errors import ConfigError
+from ddp_train.health import FILE as FAILURE
 
 FILE = "config.yaml"
 
@@ -28,6 +29,7 @@ def freeze(config: Config) -> str:
         part = run_dir / (FILE + ".part")
         part.write_text(text)
         part.replace(run_dir / FILE)
+        (run_dir / FAILURE).unlink(missing_ok=True)  # of an earlier attempt
     except OSError as error:
         raise ConfigError([unwritable(config.run_dir, error.strerror or str(error))]) from None
     return text
@@ -40,7 +42,10 @@ def to_values(config: Config) -> dict[str, Any]:
 
 def thaw(text: str) -> Config:
     """The config from the text that `freeze` wrote. Raises ConfigError if somebody spoilt it."""
-    values = yaml.safe_load(text)
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError([f"{FILE}: not plain YAML: {' '.join(str(error).split())}"]) from None
     config, problems = bind(values) if isinstance(values, dict) else (Config(), [f"{FILE}: not a mapping"])
     if problems:
         raise ConfigError([f"{FILE}: {problem}" for problem in problems])

@@ -7,7 +7,9 @@ import os
 import re
 from pathlib import Path
 
-from ddp_train.config.compose import did_you_mean, shown
+import yaml
+
+from ddp_train.config.compose import bind, did_you_mean, shown
 from ddp_train.config.machine import Machine
 from ddp_train.config.schema import Config, CustomConfig
 from ddp_train.distributed.world import World
@@ -37,6 +39,11 @@ def _model(asked: Config, config: Config, machine: Machine, world: World | None)
         return [
             f"model={model.name}: needs images, data=linear_regression is a table; use model=linear_regression or mlp"
         ]
+    side, channels = getattr(config.data, "image_size", 8), getattr(config.data, "channels", 3)
+    if model.name == "cnn" and side < 2:
+        return [f"data.image_size={side}: model=cnn halves its images; use at least 2"]
+    if model.name == "torchvision" and channels not in (1, 3):
+        return [f"data.channels={channels}: torchvision's classifiers take 1 or 3; use data.channels=3"]
     if model.name == "torchvision":
         names = torchvision_classifiers()
         if model.arch not in names:
@@ -79,9 +86,38 @@ def _checkpoint(asked: Config, config: Config, machine: Machine, world: World | 
     resume = config.checkpoint.resume
     if resume not in ("auto", "never") and not Path(resume).is_dir():
         return [f"checkpoint.resume={resume}: no such folder; use auto, never, or the path of a run or a checkpoint"]
-    if config.mode == "evaluate" and (resume == "never" or (resume == "auto" and not asked.run_dir)):
+    if config.mode == "evaluate" and resume in ("auto", "never"):
         return [f"mode=evaluate: needs a checkpoint, checkpoint.resume={resume} names none; add checkpoint.resume=PATH"]
     return []
+
+
+def _same_run(asked: Config, config: Config, machine: Machine, world: World | None) -> list[str]:
+    """A run directory that is given again goes on with the run it holds: what defines that run must not change."""
+    held = Path(str(config.run_dir))
+    if not asked.run_dir or not any((held / "checkpoints").glob("step_*")) or not (held / "config.yaml").is_file():
+        return []
+    if config.mode == "evaluate":
+        return [
+            f"run_dir={config.run_dir}: holds a training run; leave run_dir out, or name another for the evaluation"
+        ]
+    if config.checkpoint.resume == "never":
+        return []
+    try:
+        before, _ = bind(yaml.safe_load((held / "config.yaml").read_text()))
+    except (OSError, ValueError, AttributeError, yaml.YAMLError):
+        return []
+    values = {"seed": (before.seed, config.seed), "optimizer": (before.optimizer.name, config.optimizer.name)}
+    values["train.global_batch_size"] = (before.train.global_batch_size, config.train.global_batch_size)
+    for section in ("model", "data"):
+        one, other = ({**vars(getattr(c, section)), "root": "", "download": ""} for c in (before, config))
+        for name in dict.fromkeys((*one, *other)):
+            key = section if name == "name" else f"{section}.{name}"
+            values[key] = (one.get(name), other.get(name))
+    return [
+        f"{key}={shown(now)}: the run in run_dir={config.run_dir} has {key}={shown(then)}; use that, or another run_dir"
+        for key, (then, now) in values.items()
+        if then != now
+    ]
 
 
 def _code(asked: Config, config: Config, machine: Machine, world: World | None) -> list[str]:
@@ -123,4 +159,4 @@ def unwritable(run_dir: str | None, reason: str) -> str:
     return f"run_dir={run_dir}: cannot be written ({reason}); name a folder that can"
 
 
-CHECKS = (_model, _data, _checkpoint, _code, _run_dir)
+CHECKS = (_model, _data, _checkpoint, _same_run, _code, _run_dir)

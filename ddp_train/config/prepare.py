@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddp_train.config.check import check, notices
+from ddp_train.config.check import check, check_rules, notices
 from ddp_train.config.compose import read_config, read_overrides
 from ddp_train.config.freeze import freeze
 from ddp_train.config.machine import this_machine
@@ -35,20 +35,31 @@ def prepare(conf: Path, words: list[str], world: World | None) -> Prepared:
     return settle(config, problems, world)
 
 
-def problems_of(config: Config, world: World | None) -> list[str]:
-    """Everything that `check` says of a config on this machine."""
+def examine(config: Config, world: World | None) -> tuple[Config, list[str]]:
+    """The config as this machine will run it, and everything that is wrong with it."""
+    problems = check_rules(config)
+    if problems:  # arithmetic on values that break their rules would only add noise
+        return config, problems
     machine = this_machine(visible_devices())
-    return check(config, resolve(config, machine, world), machine, world)
+    resolved = resolve(config, machine, world)
+    return resolved, check(config, resolved, machine, world)
 
 
 def settle(config: Config, problems: list[str], world: World | None) -> Prepared:
     """The rest of `prepare`, for a config that was composed and bound already."""
-    machine = this_machine(visible_devices())
-    resolved = resolve(config, machine, world)
-    problems = problems + check(config, resolved, machine, world)
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)))
+    resolved, found = examine(config, world)
+    if problems or found:
+        raise ConfigError(list(dict.fromkeys(problems + found)))
+    if resolved.mode == "train" and resolved.checkpoint.resume == "never" and not (world and world.attempt):
+        set_aside(Path(str(resolved.run_dir)))
     return Prepared(resolved, freeze(resolved), notices(config, resolved))
+
+
+def set_aside(run_dir: Path) -> None:
+    """Renames the checkpoints of a run that is not continued: nothing is lost, and none is taken for a new one."""
+    if (run_dir / "checkpoints").is_dir():
+        count = sum(1 for _ in run_dir.glob("checkpoints_before_*"))
+        (run_dir / "checkpoints").rename(run_dir / f"checkpoints_before_{count + 1}")
 
 
 def adopted_sections(resume: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from ddp_train.config.machine import Machine
 from ddp_train.config.schema import Config
@@ -59,6 +60,20 @@ def _tuning(config: Config, device: str, deterministic: bool, machine: Machine, 
         if getattr(tuning, name) == "auto":
             setattr(tuning, name, value)
     return tuning
+
+
+def described(config: Config) -> dict[str, Any]:
+    """The fields of summary.json that are known before the run starts."""
+    return {
+        "mode": config.mode,
+        "strategy": config.strategy.name,
+        "world_size": process_count(config),
+        "device": config.device,
+        "backend": config.launch.backend if config.strategy.name == "ddp" else "none",
+        "global_batch_size": config.train.global_batch_size,
+        "epochs": config.train.epochs,
+        "seed": config.seed,
+    }
 
 
 def process_count(config: Config) -> int:

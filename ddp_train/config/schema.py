@@ -14,7 +14,7 @@ def key(default: Any, meaning: str, **rules: Any) -> Any:
     """A field with its meaning and its rules.
 
     Rules: `at_least`, `above`, `at_most`, `below` (numbers), `choices` (all that is allowed), `words` (strings allowed
-    beside numbers or booleans, "auto" for example).
+    beside numbers or booleans, "auto" for example), `may_be_empty` (strings).
     """
     metadata = {"meaning": meaning, **rules}
     if isinstance(default, list | dict):
@@ -31,8 +31,10 @@ class LaunchConfig:
     rdzv_endpoint: str | None = key(None, "host:port where several hosts meet")
     max_restarts: int = key(0, "how often a failed run is started again by itself", at_least=0)
     backend: str = key("auto", "auto: nccl on GPUs, gloo on CPU", choices=("auto", "nccl", "gloo"))
-    timeout_seconds: float = key(600.0, "the longest a collective may wait for the other processes", above=0)
-    grace_seconds: float = key(30.0, "from the request to stop (SIGTERM) to SIGKILL", at_least=0)
+    timeout_seconds: float = key(
+        600.0, "the longest a collective may wait for the other processes", above=0, at_most=1e6
+    )
+    grace_seconds: float = key(30.0, "from the request to stop (SIGTERM) to SIGKILL", at_least=0, at_most=1e6)
     threads_per_process: Union[int, str] = key(
         "auto", "CPU threads of torch; auto: cores / processes", at_least=1, words=("auto",)
     )
@@ -46,7 +48,9 @@ class TrainConfig:
     max_steps: int | None = key(None, "stop after so many optimizer steps", at_least=1)
     max_grad_norm: float | None = key(None, "clip the global gradient norm to this", above=0)
     loss: str = key(
-        "auto", "auto: cross_entropy for class labels, mse for numbers", choices=("auto", "cross_entropy", "mse")
+        "auto",
+        "cross_entropy for class labels, mse for numbers; naming one makes sure of it",
+        choices=("auto", "cross_entropy", "mse"),
     )
     label_smoothing: float = key(0.0, "of the cross entropy", at_least=0, below=1)
     log_every_steps: int = key(50, "optimizer steps between two lines of metrics.jsonl", at_least=1)
@@ -117,7 +121,7 @@ class DdpConfig:
     name: str = "ddp"
     sync_bn: bool = key(False, "batch norm over the global batch (GPUs only)")
     bucket_cap_mb: float | None = key(None, "size of a gradient bucket in MiB; null: torch's default", above=0)
-    bucket_cap_mb_list: list[float] | None = key(None, "sizes of the gradient buckets in MiB, one by one")
+    bucket_cap_mb_list: list[float] | None = key(None, "sizes of the gradient buckets in MiB, one by one", above=0)
     gradient_as_bucket_view: bool = key(False, "gradients are views into the buckets: one copy less")
     static_graph: bool = key(False, "the graph is the same in every iteration")
     broadcast_buffers: bool = key(True, "rank 0's buffers go to all ranks at every forward pass")
@@ -181,7 +185,9 @@ class CustomConfig:
     """Anyone's own class or function: `_target_=package.Name`, and its arguments beside it."""
 
     name: str = "custom"
-    target: str = key("", "dotted path; outside torch and torchvision its package must be in trusted_modules")
+    target: str = key(
+        "", "dotted path; outside torch and torchvision its package must be in trusted_modules", may_be_empty=True
+    )
     arguments: dict[str, Any] = key({}, "keyword arguments, plain values")
 
 

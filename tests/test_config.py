@@ -1,0 +1,576 @@
+"""The configuration: every file composes, every mistake is named, what was frozen comes back, and no mistake costs more
+than reading its message: no worker, no import of torch, no file."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddp_train.config.check import check, check_rules
+from ddp_train.config.compose import all_keys, bind, read_config, read_overrides, shown
+from ddp_train.config.freeze import FILE, freeze, thaw
+from ddp_train.config.machine import Machine
+from ddp_train.config.prepare import prepare
+from ddp_train.config.resolve import resolve
+from ddp_train.config.schema import OPTIONS, SECTIONS, Config, CustomConfig, schema_of
+from ddp_train.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parent.parent
+CONF = ROOT / "conf"
+FILES = sorted(path.relative_to(CONF).with_suffix("").as_posix() for path in CONF.glob("*/*.yaml"))
+WHOLE_RUNS = ("experiment", "debug")
+CPU = Machine(cpus=2)
+
+
+@pytest.fixture(autouse=True)
+def no_gpu_and_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # the messages are those of a host without GPUs, wherever we run
+    monkeypatch.chdir(tmp_path)
+
+
+def composed(*words: str) -> Config:
+    """The config of some words; they are right."""
+    config, problems = read_config(CONF, read_overrides(CONF, list(words)))
+    assert problems == []
+    return config
+
+
+def problems_of(*words: str) -> list[str]:
+    """The problems that the entry reports for some words; they are wrong."""
+    with pytest.raises(ConfigError) as caught:
+        prepare(CONF, list(words), None)
+    return caught.value.problems
+
+
+def launch(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """The real command, in the current folder."""
+    command = [sys.executable, str(ROOT / "launch.py"), *words]
+    return subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=60)
+
+
+# --- the files ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_file_composes_and_keeps_the_rules(name: str) -> None:
+    group, option = name.split("/")
+    words = [f"{group}={option}"]
+    if option == "custom":
+        words.append(f"{group}._target_=torch.nn.Linear")
+    config = composed(*words)
+    assert check_rules(config) == []
+    content = yaml.safe_load((CONF / f"{name}.yaml").read_text())
+    assert group in WHOLE_RUNS or getattr(config, group).name == content["name"]
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name.split("/")[0] in WHOLE_RUNS])
+def test_a_whole_run_means_what_its_file_says(name: str) -> None:
+    config = composed(name.replace("/", "="))
+    content = yaml.safe_load((CONF / f"{name}.yaml").read_text())
+    for override in content.pop("defaults", []):
+        ((key, option),) = override.items()
+        assert getattr(config, key.removeprefix("override /")).name in (option, "torchvision")
+    for key, value in content.items():
+        for field, expected in value.items() if isinstance(value, dict) else [("", value)]:
+            assert getattr(getattr(config, key), field, getattr(config, key)) == expected, f"{key}.{field}"
+
+
+@pytest.mark.parametrize("section", [*OPTIONS, *SECTIONS])
+def test_the_files_have_the_defaults_of_the_schema(section: str) -> None:
+    main = yaml.safe_load((CONF / "config.yaml").read_text())
+    schemas = OPTIONS.get(section) or ({"recommended": SECTIONS["tuning"]} if section == "tuning" else {})
+    for option, schema in schemas.items():
+        content = yaml.safe_load((CONF / section / f"{option}.yaml").read_text())
+        expected = {"name": "custom", "_target_": None} if schema is CustomConfig else dataclasses.asdict(schema())
+        assert content == expected, f"conf/{section}/{option}.yaml"
+    if not schemas:
+        assert main[section] == dataclasses.asdict(SECTIONS[section]())
+
+
+def test_the_main_file_has_the_defaults_of_the_schema() -> None:
+    assert composed() == Config()
+    main = yaml.safe_load((CONF / "config.yaml").read_text())
+    scalars = {f.name for f in dataclasses.fields(Config)} - set(OPTIONS) - set(SECTIONS)
+    assert set(main) == scalars | {"launch", "train", "checkpoint", "defaults", "hydra"}
+    assert {name: main[name] for name in scalars} == {name: getattr(Config(), name) for name in scalars}
+
+
+def test_a_preset_sets_nothing_but_its_schema() -> None:
+    presets = {name: yaml.safe_load((CONF / f"{name}.yaml").read_text()) for name in FILES}
+    for name, content in presets.items():
+        group, option = name.split("/")
+        if group in WHOLE_RUNS or option == "custom":
+            continue
+        schema = schema_of(group, content["name"])
+        assert schema, name
+        assert set(content) == {f.name for f in dataclasses.fields(schema)}, name
+
+
+def test_every_option_has_its_file() -> None:
+    for section, options in OPTIONS.items():
+        assert set(options) <= {path.stem for path in (CONF / section).glob("*.yaml")}
+
+
+# --- mistakes -------------------------------------------------------------------------------------------------------
+
+REFUSED = "must be one of"
+BAD: dict[str, list[str]] = {
+    # keys that do not exist
+    "optimizer.momentun=0.1": ["no such key; did you mean optimizer.momentum?"],
+    "++optimizer.momentun=0.1": ["optimizer.momentun=0.1: no such key; did you mean optimizer.momentum?"],
+    "+foo=1": ["foo=1: no such key"],
+    "foo.bar=1": ["foo=", "no such key"],
+    "tarin.epochs=3": ["tarin=", "no such key; did you mean train"],
+    "train.epoch=3": ["did you mean train.epochs?"],
+    "launch.nproc=2": ["no such key"],
+    "data.rooot=x": ["did you mean data.root?"],
+    "schedule.warmup=3": ["did you mean schedule.warmup_steps?"],
+    "tuning.num_worker=3": ["did you mean tuning.num_workers?"],
+    "checkpoint.evry_steps=3": ["did you mean checkpoint.every_steps?"],
+    "strategy.bucket_cap=3": ["did you mean strategy.bucket_cap_mb?"],
+    "model.chanels=3": ["did you mean model.channels?"],
+    "lr=0.3": ["did you mean optimizer.lr?"],
+    "optimizr=adam": ["did you mean optimizer?"],
+    "model.hidden=3": ["no such key in model=cnn; model=mlp and gelu_mlp have it", "channels, norm, dropout"],
+    "optimizer.beta1=0.3": ["no such key in optimizer=sgd; optimizer=adam and adamw have it"],
+    "schedule.step_size=3": ["no such key in schedule=cosine; schedule=step has it"],
+    "strategy=single strategy.sync_bn=true": ["strategy.sync_bn=true", "no such key in strategy=single"],
+    "data.samples=3": ["no such key in data=digits; data=synthetic and linear_regression have it"],
+    "schedule._target_=a.b": ["schedule._target_=a.b", "no such key"],
+    "train._target_=a.b": ["train._target_=a.b", "no such key"],
+    # options that do not exist
+    "optimizer=admw": [REFUSED, "did you mean adamw?"],
+    "model=resnet51": [REFUSED, "did you mean resnet50?"],
+    "data=mnst": [REFUSED, "did you mean mnist?"],
+    "schedule=cosin": [REFUSED, "did you mean cosine?"],
+    "strategy=ddpp": [REFUSED, "ddp, dp, single", "did you mean ddp?"],
+    "tuning=recomended": [REFUSED, "did you mean recommended?"],
+    "experiment=minst": [REFUSED, "did you mean mnist?"],
+    "debug=tny": [REFUSED, "did you mean tiny?"],
+    "optimizer=null": [REFUSED],
+    "model=": [REFUSED],
+    "model=[cnn,mlp]": [REFUSED],
+    "optimizer.name=adam": ["optimizer=adam"],
+    "strategy.name=dp": ["strategy=dp"],
+    "tuning.name=mine": ["tuning=mine"],
+    # words that are no override
+    "train.epochs": ["train.epochs: not of the form key=value, '=' is missing"],
+    "=3": ["not of the form key=value"],
+    "train.epochs=[": ["not of the form key=value"],
+    "optimizer.lr=0.1,0.2": ["several values; add -m"],
+    "optimizer=sgd,adam": ["several values; add -m"],
+    "train.epochs=range(1,4)": ["several values; add -m"],
+    "optimizer.lr=${sed}": ["optimizer.lr", "'sed' not found"],
+    # values of the wrong type
+    "train.epochs=": ["must be a whole number"],
+    "train.epochs=ten": ["must be a whole number"],
+    "train.epochs=1.5": ["must be a whole number"],
+    "train.epochs=true": ["must be a whole number"],
+    "train.epochs=[1,2]": ["must be a whole number"],
+    "train.epochs=null": ["must be a whole number"],
+    "train.max_steps=1.5": ["must be a whole number or null"],
+    "launch.nproc_per_node=1.5": ["must be a whole number or auto"],
+    "launch.nproc_per_node=many": ["must be a whole number or auto"],
+    "launch.threads_per_process=many": ["must be a whole number or auto"],
+    "tuning.num_workers=many": ["must be a whole number or auto"],
+    "tuning.pin_memory=maybe": ["must be true, false or auto"],
+    "deterministic=maybe": ["must be true, false or auto"],
+    "optimizer.nesterov=maybe": ["must be true or false"],
+    "optimizer.nesterov=3": ["must be true or false"],
+    "optimizer.lr=fast": ["must be a number"],
+    "optimizer.lr=null": ["must be a number"],
+    "optimizer.lr=true": ["must be a number"],
+    "seed=abc": ["must be a whole number"],
+    "name=null": ["must be text"],
+    "trusted_modules=foo": ["must be a list"],
+    "strategy.bucket_cap_mb_list=3": ["must be a list or null"],
+    "train=3": ["holds keys of its own, for example train.global_batch_size"],
+    "launch=null": ["holds keys of its own, for example launch.nproc_per_node"],
+    # numbers out of range, words out of choice
+    "train.epochs=0": ["must be at least 1"],
+    "train.epochs=-1": ["must be at least 1"],
+    "seed=-1": ["must be at least 0"],
+    "seed=9223372036854775808": ["must be below 9223372036854775808"],
+    "optimizer.lr=0": ["must be above 0"],
+    "optimizer.lr=nan": ["must be a finite number"],
+    "optimizer.lr=inf": ["must be a finite number"],
+    "optimizer.momentum=1": ["must be below 1"],
+    "optimizer.weight_decay=-1": ["must be at least 0"],
+    "strategy.bucket_cap_mb=0": ["must be above 0"],
+    "strategy.bucket_cap_mb_list=[1,0]": ["must be above 0"],
+    "strategy.bucket_cap_mb_list=[1,nan]": ["must be a finite number"],
+    "strategy.comm_hook=fp8": [REFUSED, "none, fp16, bf16, powersgd"],
+    "launch.backend=mpi": [REFUSED, "auto, nccl, gloo"],
+    "launch.nproc_per_node=0": ["must be at least 1"],
+    "launch.max_restarts=-1": ["must be at least 0"],
+    "launch.timeout_seconds=0": ["must be above 0"],
+    "launch.timeout_seconds=1e300": ["must be at most"],  # timedelta overflows in the workers
+    "train.max_grad_norm=0": ["must be above 0"],
+    "train.label_smoothing=1": ["must be below 1"],
+    "train.loss=hinge": [REFUSED, "auto, cross_entropy, mse"],
+    "tuning.precision=fp8": [REFUSED, "auto, fp32, bf16, fp16, fp64"],
+    "tuning.num_workers=-1": ["must be at least 0"],
+    "tuning.prefetch_factor=0": ["must be at least 1"],
+    "checkpoint.keep=0": ["must be at least 1"],
+    "schedule=step schedule.gamma=1.5": ["schedule.gamma=1.5", "must be at most 1"],
+    "schedule=one_cycle schedule.pct_start=1": ["schedule.pct_start=1", "must be below 1"],
+    "data=synthetic data.classes=1": ["data.classes=1", "must be at least 2"],
+    "model.norm=layer": [REFUSED, "none, batch, group"],
+    "mode=trian": [REFUSED, "did you mean train?"],
+    "objective=accuracy": [REFUSED, "did you mean test.accuracy?"],
+    "device=gpu": [REFUSED, "auto, cuda, cpu"],
+    # contradictions
+    "launch.backend=nccl": ["no GPU is visible", "use launch.backend=gloo"],
+    "device=cuda": ["no GPU is visible on this host; use device=cpu"],
+    "strategy.sync_bn=true": ["use GPUs, strategy.sync_bn=false"],
+    "tuning.precision=fp16": ["needs a GPU; use tuning.precision=bf16 or fp32"],
+    "train.global_batch_size=97": ["2 processes x 1 accumulation step;", "use train.global_batch_size=96 or 98"],
+    "launch.nproc_per_node=8 train.global_batch_size=3": ["global_batch_size=3", "use train.global_batch_size=8"],
+    "train.accumulation_steps=3 train.global_batch_size=100": ["2 processes x 3 accumulation steps", "96 or 102"],
+    "launch.nproc_per_node=2 strategy=dp": ["strategy=dp: runs in one process, 2 were asked for; use strategy=ddp"],
+    "launch.nproc_per_node=2 strategy=single": ["strategy=single: runs in one process", "launch.nproc_per_node=1"],
+    "optimizer.momentum=0 optimizer.nesterov=true": ["nesterov=true: needs optimizer.momentum above 0"],
+    "train.max_steps=10 schedule.warmup_steps=10": ["schedule.warmup_steps=10", "train.max_steps=10; use less than 10"],
+    "optimizer=adadelta tuning.optimizer=fused": ["no fused adadelta; use tuning.optimizer=foreach"],
+    "strategy.bucket_cap_mb=1 strategy.bucket_cap_mb_list=[1,2]": ["contradicts strategy.bucket_cap_mb=1"],
+    "strategy.powersgd_rank=2": ["only with strategy.comm_hook=powersgd"],
+    "strategy.static_graph=true strategy.comm_hook=powersgd": ["use strategy.static_graph=false"],
+    "strategy.static_graph=true strategy.find_unused_parameters=true": ["give one of them"],
+    "strategy.skip_all_reduce_unused_params=true": ["needs strategy.find_unused_parameters=true"],
+    "tuning.precision=fp64 strategy.comm_hook=fp16": ["would undo tuning.precision=fp64"],
+    "deterministic=true tuning.cudnn_benchmark=true": ["which deterministic=true forbids"],
+    "tuning.num_workers=0 tuning.persistent_workers=false": ["no loader processes with tuning.num_workers=0"],
+    "data=linear_regression": ["model=cnn: needs images", "use model=linear_regression or mlp"],
+    "experiment=linear_regression train.loss=cross_entropy": ["loss=cross_entropy", "use train.loss=mse"],
+    "experiment=linear_regression train.label_smoothing=0.1": ["label_smoothing=0.1", "use 0"],
+    "experiment=linear_regression objective=test.accuracy": ["no classes; use objective=test.loss"],
+    "train.loss=mse": ["data=digits has class labels", "use train.loss=cross_entropy"],
+    "run_dir=here launch.nnodes=2": ["add launch.rdzv_endpoint=HOST:PORT"],
+    "launch.rdzv_endpoint=host:29500": ["add launch.nnodes=2, or leave it out"],
+    "launch.nnodes=2 launch.rdzv_endpoint=host:29500": ["add run_dir=PATH on a shared file system"],
+    "run_dir=here launch.nnodes=2 launch.rdzv_endpoint=host": ["must be HOST:PORT"],
+    "model=mlp model._target_=torch.nn.Linear": ["model._target_=torch.nn.Linear", "model=mlp"],
+    # what lies outside the config
+    "data=mnist data.root=empty": ["data.root=empty", "is missing; add data.download=true"],
+    "data=cifar10 data.root=empty": ["empty/cifar-10-batches-py/data_batch_1 is missing"],
+    "data=image_folder data.root=nowhere": ["nowhere/train must be a folder with one sub-folder per class"],
+    "model=resnet50 model.arch=resnet_50": ["no classifier of that name; did you mean resnet50?"],
+    "checkpoint.resume=/nowhere": ["no such folder; use auto, never, or the path"],
+    "checkpoint.resume=": ["must not be empty"],
+    "mode=evaluate": ["needs a checkpoint", "add checkpoint.resume=PATH"],
+    "mode=evaluate checkpoint.resume=never": ["needs a checkpoint", "add checkpoint.resume=PATH"],
+    "mode=evaluate checkpoint.resume=/nowhere": ["no such folder"],
+    "run_dir=/etc/passwd/x": ["cannot be written (/etc/passwd is not a folder); name a folder that can"],
+    "run_dir=": ["must not be empty"],
+    "name=a/b": ["must be usable as a folder's name"],
+    "model._target_=os.system": ["loads code from outside", "add trusted_modules=[os]"],
+    "data._target_=evil.Thing": ["loads code from outside", "add trusted_modules=[evil]"],
+    "model._target_=torch": ["must be a dotted path, package.Name"],
+    "model._target_=torch.nn..Linear": ["must be a dotted path, package.Name"],
+    "trusted_modules=[nosuch] optimizer._target_=nosuch.Thing": ["there is no module nosuch"],
+    "model=custom": ["model._target_=null: must be a dotted path"],
+}
+"""Command lines with one mistake, and what the one line about it must say besides the key and the value."""
+
+STARTS = {
+    "foo.bar=1": "foo=",
+    "tarin.epochs=3": "tarin=",
+    "model=custom": "model._target_=null",
+    "optimizer.lr=${sed}": "optimizer.lr",
+    "strategy.bucket_cap_mb_list=[1,0]": "strategy.bucket_cap_mb_list=[1.0,0.0]",
+    "strategy.bucket_cap_mb_list=[1,nan]": "strategy.bucket_cap_mb_list=[1.0,nan]",
+    "strategy.bucket_cap_mb=1 strategy.bucket_cap_mb_list=[1,2]": "strategy.bucket_cap_mb_list=[1.0,2.0]",
+    "launch.timeout_seconds=1e300": "launch.timeout_seconds=1e+300",
+    "data=linear_regression": "model=cnn",
+    "launch.nnodes=2 launch.rdzv_endpoint=host:29500": "launch.nnodes=2",
+    "mode=evaluate checkpoint.resume=never": "mode=evaluate",
+}
+"""Where the message does not begin with the last word as it was typed."""
+
+
+@pytest.mark.parametrize("line", BAD)
+def test_one_mistake_is_one_message(line: str, tmp_path: Path) -> None:
+    problems = problems_of(*line.split(" "))
+    assert len(problems) == 1, problems
+    (problem,) = problems
+    assert "\n" not in problem
+    assert problem.startswith(STARTS.get(line, line.split(" ")[-1].lstrip("+")))
+    for expected in BAD[line]:
+        assert expected in problem
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_all_mistakes_are_reported_together(tmp_path: Path) -> None:
+    words = ["optimizer.momentun=0.1", "model=resnet51", "train.epochs=ten", "data.limit=0", "foo=1", "seed=-1"]
+    problems = problems_of(*words)
+    assert sorted(problem.split(":")[0] for problem in problems) == sorted(words)
+    with pytest.raises(ConfigError, match=r"^6 problems in the configuration:\n  - "):
+        prepare(CONF, words, None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_contradictions_are_reported_together() -> None:
+    words = ["launch.backend=nccl", "train.global_batch_size=97", "tuning.precision=fp16", "optimizer.nesterov=true"]
+    problems = problems_of(*words, "optimizer.momentum=0", "data=mnist", "data.root=empty")
+    named = [problem.split(":")[0] for problem in problems]
+    assert sorted(named) == sorted([*words, "data.root=empty"])
+
+
+def test_torch_is_not_imported_to_find_mistakes(tmp_path: Path) -> None:
+    lines = [
+        "optimizer.momentun=0.1",
+        "device=cuda",
+        "model._target_=os.system",
+        "strategy.sync_bn=true",
+        "model=resnet50 model.arch=resnet_50",
+        "data=mnist data.root=empty",
+        "checkpoint.resume=/nowhere",
+    ]
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from ddp_train.config.prepare import prepare\n"
+        "from ddp_train.errors import ConfigError\n"
+        f"for line in {lines!r}:\n"
+        "    try:\n"
+        f"        prepare(Path({str(CONF)!r}), line.split(' '), None)\n"
+        "        sys.exit(f'{line}: accepted')\n"
+        "    except ConfigError:\n"
+        "        assert not {'torch', 'torchvision'} & set(sys.modules), line\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "optimizer.momentun=0.1",
+        "launch.backend=nccl",
+        "train.global_batch_size=97",
+        "model._target_=evil.Thing",
+        "train.epochs=0 model=resnet51 foo=1",
+        "-m optimizer.lr=0.1,oops",
+        "--cfg job optimizer.momentun=0.1",
+    ],
+)
+def test_the_command_refuses_quickly_and_once(line: str, tmp_path: Path) -> None:
+    (tmp_path / "evil.py").write_text("from pathlib import Path\nPath('imported').touch()\n")
+    began = time.monotonic()
+    done = launch(*line.split(" "), "run_dir=run", PYTHONPATH=str(tmp_path))
+    seconds = time.monotonic() - began
+    assert done.returncode == 2
+    assert seconds < 3
+    assert done.stdout == ""
+    heading, *messages = done.stderr.splitlines()
+    assert heading.endswith("in the configuration:")
+    assert len(messages) == int(heading.split()[0]) == len(set(messages))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["evil.py"]  # no run directory: no worker was started
+
+
+def test_trusted_code_is_imported_when_it_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ddp_train.custom import call
+
+    (tmp_path / "mine_alone.py").write_text("from pathlib import Path\nPath('imported').touch()\nThing = dict\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    words = ["model._target_=mine_alone.Thing", "model.size=3", "trusted_modules=[mine_alone]", "run_dir=run"]
+    config = prepare(CONF, words, None).config
+    assert not (tmp_path / "imported").exists()
+    assert call("model", config.model) == {"size": 3}
+    assert (tmp_path / "imported").exists()
+    with pytest.raises(ConfigError, match="has no attribute 'Other'"):
+        call("model", dataclasses.replace(config.model, target="mine_alone.Other"))
+
+
+def test_a_file_that_gives_a_wrong_value_is_named(tmp_path: Path) -> None:
+    conf = tmp_path / "conf"
+    for path in CONF.rglob("*.yaml"):
+        copy = conf / path.relative_to(CONF)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(path.read_text())
+    (conf / "schedule" / "cosine.yaml").write_text("name: cosine\nwarmup_steps: many\n")
+    (conf / "experiment" / "mine.yaml").write_text("# @package _global_\ntrain:\n  epoch: 3\n")
+    _, problems = read_config(conf, read_overrides(conf, ["experiment=mine"]))
+    assert problems == [
+        "train.epoch=3: no such key; did you mean train.epochs? (in conf/experiment/mine.yaml)",
+        "schedule.warmup_steps=many: must be a whole number (in conf/schedule/cosine.yaml)",
+    ]
+
+
+def test_no_file_is_blamed_for_what_the_command_line_said() -> None:
+    for words in (["model.channels.x=3"], ["optimizer={lr:0.1}"], ["schedule.name=cosin"]):
+        assert "(in conf/" not in " ".join(problems_of(*words))
+
+
+# --- freezing -------------------------------------------------------------------------------------------------------
+
+CUSTOM = {
+    "model": "model._target_=torch.nn.Linear model.in_features=64 model.out_features=10",
+    "data": "data._target_=torchvision.datasets.FakeData data.size=8 data.image_size=[3,8,8]",
+    "optimizer": "optimizer._target_=torch.optim.SGD optimizer.lr=0.1",
+}
+EVERY_OPTION = {
+    section: [CUSTOM[section] if option == "custom" else f"{section}={option}" for option in options]
+    for section, options in OPTIONS.items()
+}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(" ".join(line) for line in itertools.zip_longest(*EVERY_OPTION.values(), fillvalue="seed=1")),
+        "tuning=none name='null' trusted_modules=[a,b] optimizer.lr=1e-5 strategy.bucket_cap_mb_list=[1,2.5] seed=3",
+        "seed=9223372036854775807 launch.nproc_per_node=4 launch.rdzv_endpoint=host:1 name='1' run_dir='yes:~no'",
+    ],
+)
+def test_what_is_frozen_comes_back(line: str, tmp_path: Path) -> None:
+    config = resolve(composed(*line.replace("~", "\t").split(" ")), CPU, None)
+    text = freeze(config)
+    assert thaw(text) == config
+    run_dir = tmp_path / str(config.run_dir)
+    assert (run_dir / FILE).read_text() == text
+    assert sorted(path.name for path in run_dir.iterdir()) == [FILE, "logs"]
+    assert "!" not in text  # no YAML tag: plain data
+    assert yaml.safe_load(text) == dataclasses.asdict(config)
+    assert "auto" not in yaml.safe_load(text)["tuning"].values()
+
+
+def test_what_is_frozen_passes_the_checks_again() -> None:
+    """A restart, and a person who feeds a frozen config back, meet the same rules."""
+    config = prepare(CONF, ["run_dir=run"], None).config
+    assert check(config, resolve(config, CPU, None), CPU, None) == []
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        ("seed: 0", "seed: x", "seed=x: must be a whole number"),
+        ("momentum:", "momentun:", "optimizer.momentun=0.9: no such key"),
+        ("name: sgd", "name: sgdd", "optimizer=sgdd: must be one of"),
+        ("mode: train", "- mode", ""),
+        ("seed: 0", "seed: !!python/object/apply:os.getcwd []", ""),
+        ("strategy:\n  name: ddp", "strategy: 3\nx:\n  name: ddp", "strategy=3: holds keys of its own"),
+    ],
+)
+def test_a_spoilt_frozen_config_is_refused(before: str, after: str, expected: str) -> None:
+    text = freeze(resolve(composed("run_dir=run"), CPU, None))
+    assert before in text
+    with pytest.raises(ConfigError) as caught:
+        thaw(text.replace(before, after))
+    assert all(problem.startswith(f"{FILE}: ") for problem in caught.value.problems)
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "3", "[1, 2]", "just words"])
+def test_a_frozen_config_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="not a mapping"):
+        thaw(text)
+
+
+# --- what the command tells about itself ------------------------------------------------------------------------------
+
+
+def test_help_names_every_key() -> None:
+    done = launch("--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    for key in all_keys():
+        if not key.endswith(".name"):
+            assert f"  {key}=" in done.stdout.replace("._target_=", ".target="), key
+    for name in FILES:
+        assert name.split("/")[1] in done.stdout
+
+
+def test_cfg_job_shows_the_config_and_runs_nothing(tmp_path: Path) -> None:
+    done = launch("--cfg", "job", "optimizer=adam", "optimizer.lr=0.25")
+    assert done.returncode == 0, done.stderr
+    values = yaml.safe_load(done.stdout)
+    config, problems = bind(values)
+    assert problems == []
+    assert config == composed("optimizer=adam", "optimizer.lr=0.25")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_flags_may_stand_in_any_order_with_their_values() -> None:
+    done = launch("--cfg", "job", "--package", "train", "train.epochs=3")
+    assert done.returncode == 0, done.stderr
+    assert yaml.safe_load(done.stdout)["epochs"] == 3
+
+
+def test_info_defaults_shows_the_files(tmp_path: Path) -> None:
+    done = launch("--info", "defaults")
+    assert done.returncode == 0, done.stderr
+    for name in ("strategy/ddp", "model/cnn", "data/digits", "optimizer/sgd", "schedule/cosine", "tuning/recommended"):
+        assert name in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("strategy=", {"strategy=ddp", "strategy=dp", "strategy=single"}),
+        ("optimizer.mom", {"optimizer.momentum="}),
+        ("optimizer=adamw optimizer.be", {"optimizer.beta1=", "optimizer.beta2="}),
+    ],
+)
+def test_the_shell_completes(typed: str, offered: set[str]) -> None:
+    """As bash asks, after eval "$(python launch.py -sc install=bash)"."""
+    line = f"python launch.py {typed}"
+    done = launch("-sc", "query=bash", COMP_LINE=line, COMP_POINT=str(len(line)), COMP_KEY="9", COMP_TYPE="9")
+    assert done.returncode == 0, done.stderr
+    assert set(done.stdout.split()) == offered
+
+
+def test_completion_installs_itself() -> None:
+    done = launch("-sc", "install=bash")
+    assert done.returncode == 0, done.stderr
+    assert "complete " in done.stdout
+
+
+# --- properties -----------------------------------------------------------------------------------------------------
+
+WORDS = st.from_regex(r"[b-d]{1,5}", fullmatch=True)
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | WORDS
+VALUES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=3), max_leaves=6
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(value=VALUES)
+def test_a_shown_value_can_be_pasted(value: Any) -> None:
+    read = read_overrides(CONF, [f"some.key={shown(value)}"])
+    assert read.problems == []
+    assert read.given == {"some.key": value}
+
+
+@settings(max_examples=100, deadline=None)
+@given(key=st.sampled_from(all_keys()), value=VALUES | st.floats(), option=st.integers(0, 10))
+def test_no_value_is_too_odd_to_be_refused(key: str, value: Any, option: int) -> None:
+    """Any value of any key ends as a config or as a message that begins with a key; never as a traceback."""
+    section, _, name = key.rpartition(".")
+    names = list(OPTIONS.get(section, ["recommended"]))
+    values = {section: {"name": names[option % len(names)], name: value}} if section else {key: value}
+    if section in SECTIONS and section != "tuning":
+        values = {section: {name: value}}
+    config, problems = bind(values)
+    machine = Machine(cpus=2, gpus=option % 2)
+    problems += check(config, resolve(config, machine, None), machine, None)
+    for problem in problems:
+        assert problem.split("=")[0] in {*all_keys(), *OPTIONS, *SECTIONS} | {f"{s}._target_" for s in OPTIONS}
+    if isinstance(value, float) and not math.isfinite(value) and problems == []:
+        assert shown(value) in ("nan", "inf", "-inf")
+        assert isinstance(getattr(getattr(config, section) if section else config, name), str | dict | list)

@@ -1,0 +1,579 @@
+"""No dead switch: every key of the schema changes something that can be observed, for every option that has it.
+
+Each row names a change and what to look at. The look is at real objects: the built model, optimizer, loader or DDP, the
+files of a real run, the environment of the workers. Keys that act on GPUs only are resolved for a machine with one
+(`GPU`) and observed at the place where they act: the flag, the argument, the converted module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import json
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+from PIL import Image
+from torch import nn
+
+from ddp_train import cli, launcher, tuning, worker
+from ddp_train.build import build_evaluation, build_job, build_module, build_plan
+from ddp_train.config.check import check
+from ddp_train.config.compose import all_keys, bind, read_overrides
+from ddp_train.config.freeze import FILE, freeze
+from ddp_train.config.machine import Machine
+from ddp_train.config.outside import TORCHVISION_FILES
+from ddp_train.config.resolve import resolve
+from ddp_train.config.schema import OPTIONS, SECTIONS, Config
+from ddp_train.data.loader import Loader
+from ddp_train.data.sources import ArraySource, build_sources
+from ddp_train.distributed.world import World
+from ddp_train.health import Position
+from ddp_train.optim import build_optimizer, build_schedule
+from ddp_train.strategy import build_strategy
+
+ROOT = Path(__file__).resolve().parent.parent
+CONF = ROOT / "conf"
+CPU = Machine(cpus=4)
+GPU = Machine(cpus=4, gpus=1, gpu_name="NVIDIA H200", compute_capability=(9, 0))
+
+SMALL = "strategy=single model.channels=4 data.limit=48 train.global_batch_size=24 train.epochs=2"
+"""A run of 4 steps, 2 per epoch."""
+ALSO = {
+    "data=linear_regression": "model=linear_regression",
+    "data=mnist": "data.root=files",
+    "data=fashion_mnist": "data.root=files",
+    "data=cifar10": "data.root=files",
+    "data=image_folder": "data.root=images",
+    "model=custom": "model._target_=torch.nn.Linear model.in_features=3 model.out_features=2",
+    "data=custom": f"data._target_={__name__}.Table data.size=9 trusted_modules=[{__name__.partition('.')[0]}]",
+    "optimizer=custom": "optimizer._target_=torch.optim.SGD optimizer.lr=0.1",
+}
+"""What an option needs beside itself."""
+
+
+@dataclasses.dataclass
+class Case:
+    """A config as the user asked for it and as it was resolved."""
+
+    asked: Config
+    config: Config
+    machine: Machine
+
+    @property
+    def problems(self) -> list[str]:
+        return check(self.asked, self.config, self.machine, None)
+
+
+def case_of(line: str, machine: Machine) -> Case:
+    """What the entry would make of a command line; Hydra's part, 0.1 s of merging files, is left to test_config."""
+    read = read_overrides(CONF, line.split())
+    values: dict[str, Any] = {}
+    for word in read.words:
+        if not word.startswith("++"):
+            group, _, option = word.partition("=")
+            values[group] = yaml.safe_load((CONF / group / f"{option}.yaml").read_text())
+    for key, value in read.given.items():
+        section, _, name = key.rpartition(".")
+        place = values.setdefault(section, dataclasses.asdict(getattr(Config(), section))) if section else values
+        place[name] = value
+    config, problems = bind(values)
+    assert read.problems + problems == []
+    return Case(config, resolve(config, machine, None), machine)
+
+
+# --- what can be observed ---------------------------------------------------------------------------------------------
+
+
+def content(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), tensor.dtype, tensor.contiguous().numpy().tobytes()
+
+
+def samples(case: Case) -> Any:
+    """Both splits: their lengths and some samples as training sees them in epoch 0."""
+    train, test = build_sources(case.config.data, case.config.seed)
+    inputs, targets = train.fetch(np.arange(min(8, len(train))), 0)
+    return len(train), len(test), train.outputs, content(inputs), content(targets)
+
+
+class Torchvision:
+    """In place of a data set of torchvision, whose files would have to be downloaded."""
+
+    asked: list[dict[str, Any]] = []  # noqa: RUF012  (read and cleared by `asked_of_torchvision`)
+
+    def __init__(self, root: str, **more: Any) -> None:
+        self.asked.append({"root": root, **more})
+        self.data, self.targets = (torch.arange(30 * 64) % 251).byte().view(30, 8, 8), [0, 1, 2] * 10
+
+
+class TorchvisionColour(Torchvision):
+    def __init__(self, root: str, **more: Any) -> None:
+        super().__init__(root, **more)
+        self.data = self.data[..., None].repeat(1, 1, 1, 3).numpy()
+
+
+class Table:
+    """A data set as a user would write one."""
+
+    classes = ("small", "large")
+
+    def __init__(self, size: int, train: bool) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, number: int) -> tuple[torch.Tensor, int]:
+        return torch.full((3,), float(number)), number % 2
+
+
+class OtherTable(Table):
+    def __getitem__(self, number: int) -> tuple[torch.Tensor, int]:
+        return torch.full((5,), float(number)), number % 2
+
+
+def asked_of_torchvision(case: Case) -> Any:
+    Torchvision.asked.clear()
+    seen = samples(case)
+    return seen if case.config.data.name == "image_folder" else list(Torchvision.asked)
+
+
+def module_of(case: Case) -> nn.Module:
+    """The model that trains, on random images or on the data that was asked for."""
+    source = build_sources(case.config.data, case.config.seed)[0]
+    return build_module(case.config, source, "cpu").model
+
+
+def model(case: Case) -> Any:
+    built = module_of(case)
+    return str(built), [tuple(parameter.shape) for parameter in built.parameters()]
+
+
+def gelu_is_compiled(case: Case) -> Any:
+    functions = [layer.function for layer in module_of(case).modules() if hasattr(layer, "function")]
+    return [hasattr(function, "_torchdynamo_orig_callable") for function in functions]
+
+
+def optimizer(case: Case) -> Any:
+    built = build_optimizer([nn.Parameter(torch.ones(2))], case.config.optimizer, case.config.tuning.optimizer)
+    return type(built), {name: value for name, value in built.param_groups[0].items() if name != "params"}
+
+
+def schedule(case: Case) -> Any:
+    factor = build_schedule(case.config.schedule, 20)
+    return [factor(step) for step in range(20)]
+
+
+def wrapped(case: Case) -> Any:
+    """What torch's own DDP was given, and its hooks. It runs a step, alone in a process group."""
+    real, given = nn.parallel.DistributedDataParallel.__init__, {}
+
+    @functools.wraps(real)
+    def init(self: Any, module: nn.Module, **arguments: Any) -> None:
+        given.update(arguments)
+        real(self, module, **arguments)
+
+    source = build_sources(case.config.data, case.config.seed)[0]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with mock.patch.object(nn.parallel.DistributedDataParallel, "__init__", init):
+            ddp: Any = build_strategy(case.config.strategy, "cpu").wrap(build_module(case.config, source, "cpu"))
+        if case.config.strategy.comm_hook != "bf16":  # gloo on CPU cannot average bfloat16
+            ddp(*source.fetch(np.arange(4), 0)).sum().backward()
+        hooks = [(hook.__name__, getattr(state, "matrix_approximation_rank", None)) for hook, state in ddp._comm_hooks]
+        return {name: str(value) for name, value in given.items()}, hooks
+    finally:
+        dist.destroy_process_group()
+
+
+def placed_modules(case: Case) -> Any:
+    """The layers after `place` has converted them; CPU tensors may be converted, only their forward pass is refused."""
+    source = build_sources(case.config.data, case.config.seed)[0]
+    return [type(layer).__name__ for layer in build_module(case.config, source, "cpu").modules()]
+
+
+def number_types(case: Case) -> Any:
+    source = build_sources(case.config.data, case.config.seed)[0]
+    module = build_module(case.config, source, "cpu")
+    shares = build_plan(case.config, World(), 48).shares()
+    batch = next(iter(Loader(source, shares, case.config.tuning, "cpu", Position())))
+    outputs = module.model(batch.inputs)
+    return module.autocast, outputs.dtype, batch.inputs.dtype
+
+
+def memory_formats(case: Case) -> Any:
+    loader = Loader(ArraySource(torch.zeros(4, 1), torch.zeros(4)), [], case.config.tuning, "cpu", Position())
+    weights = [weight for weight in module_of(case).parameters() if weight.ndim == 4]
+    four = [*weights, loader._place(torch.zeros(2, 3, 4, 4))]
+    return [tensor.is_contiguous(memory_format=torch.channels_last) for tensor in four]
+
+
+def data_loader(case: Case) -> Any:
+    """The settings of the DataLoader. On GPUs: nothing is loaded."""
+    source = ArraySource(torch.zeros(4, 1), torch.zeros(4))
+    built = Loader(source, [], case.config.tuning, World().device(case.config.device), Position()).on_host
+    return built.num_workers, built.prefetch_factor, built.persistent_workers, built.pin_memory
+
+
+def copies_to_the_device(case: Case) -> Any:
+    tensor = mock.Mock(spec=torch.Tensor)
+    tensor.to.return_value = torch.zeros(2)
+    Loader(ArraySource(torch.zeros(4, 1), torch.zeros(4)), [], case.config.tuning, "cuda:0", Position())._place(tensor)
+    return tensor.to.call_args.kwargs
+
+
+def process_flags(case: Case) -> Any:
+    """The global flags of torch once a worker has set them."""
+    tuning.set_process_flags(case.config)
+    return flags()
+
+
+def compiled(case: Case) -> Any:
+    return getattr(module_of(case), "_compiled_call_impl", None) is not None
+
+
+def loss(case: Case) -> Any:
+    source = build_sources(case.config.data, case.config.seed)[0]
+    module = build_module(case.config, source, "cpu")
+    return str(module.loss), vars(module.loss).get("label_smoothing")
+
+
+def plan(case: Case) -> Any:
+    made = build_plan(case.config, World(), 240)
+    return made, [(share.step, content(torch.from_numpy(share.ids)), share.last) for share in made.shares()]
+
+
+def evaluation_batches(case: Case) -> Any:
+    sources = build_sources(case.config.data, case.config.seed)
+    module = build_module(case.config, sources[0], "cpu")
+    evaluation = build_evaluation(case.config, World(), "cpu", module, sources[1], Position())
+    return [len(batch.targets) for batch in evaluation.batches]
+
+
+def weights_after_a_step(case: Case) -> Any:
+    sources = build_sources(case.config.data, case.config.seed)
+    module = build_module(case.config, sources[0], "cpu")
+    job = build_job(case.config, World(), "cpu", module, sources, Position(), 0)
+    batch = next(iter(job.batches))
+    job.stepper.backward(job.wrapped(batch.inputs, batch.targets), batch)
+    job.stepper.step()
+    return [content(parameter.detach()) for parameter in module.parameters()]
+
+
+def run(case: Case) -> Any:
+    """A whole run in this process: what stands in its files, but for the clock."""
+    freeze(case.config)
+    run_dir = Path(str(case.config.run_dir))
+    worker._work(case.config, World(), "cpu", run_dir, Position())
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines() if (run_dir / "metrics.jsonl").exists() else []
+    summary = json.loads((run_dir / "summary.json").read_text())
+    timeless = [{k: v for k, v in json.loads(line).items() if "second" not in k} for line in lines]
+    checkpoints = sorted(path.name for path in (run_dir / "checkpoints").glob("step_*"))
+    return timeless, summary["mode"], summary["steps"], summary["test"], checkpoints
+
+
+def frozen_to(case: Case) -> Any:
+    freeze(case.config)
+    return [path.as_posix().split("/")[:2] for path in Path().rglob(FILE) if "trained" not in path.parts]
+
+
+def resolved_device(case: Case) -> Any:
+    return World().device(case.config.device)
+
+
+def problems(case: Case) -> Any:
+    return case.problems
+
+
+def objective(case: Case) -> Any:
+    numbers = {"test": {"loss": 1.0, "accuracy": 2.0}, "seconds": 3.0, "samples_per_second": 4.0}
+    run_dir = Path(str(case.config.run_dir))
+    run_dir.mkdir(parents=True)
+    (run_dir / "summary.json").write_text(json.dumps(numbers))
+    return cli._outcome(case.config)["objective"]
+
+
+def worker_environments(case: Case) -> Any:
+    """What our own launcher gives to its workers."""
+    started: list[Any] = []
+    with mock.patch.object(subprocess, "Popen", lambda command, env, **more: started.append(env)):
+        launcher._start(case.config, ROOT, 0, [])
+    names = ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
+    return [{name: env[name] for name in names} for env in started]
+
+
+def torchrun_command(case: Case) -> Any:
+    done = SimpleNamespace(returncode=0)
+    with mock.patch.object(subprocess, "run", return_value=done) as started:
+        launcher.through_torchrun(case.config, ROOT / "launch.py", [])
+    return started.call_args.args
+
+
+def attempts(case: Case) -> Any:
+    with mock.patch.object(launcher, "_attempt", return_value=70) as tried:
+        launcher.launch(case.config, ROOT)
+    return tried.call_count
+
+
+def patience_at_the_end(case: Case) -> Any:
+    """How long the workers may take to stop once somebody asked them to."""
+    stop = launcher.Stop()
+    stop.received.append(15)
+    with mock.patch.object(launcher, "_start"), mock.patch.object(launcher, "_end") as ended:
+        launcher._attempt(case.config, ROOT, 0, stop)
+    return ended.call_args.args[1]
+
+
+def process_group(case: Case) -> Any:
+    """What init_process_group is given, on GPUs too; no group is opened."""
+    with contextlib.ExitStack() as stack:
+        opened = stack.enter_context(mock.patch.object(dist, "init_process_group"))
+        unwanted = [(dist, "barrier"), (dist, "destroy_process_group"), (gc, "collect"), (torch.cuda, "set_device")]
+        for owner, name in (*unwanted, (worker, "_work"), (worker.progress, "start_logging")):
+            stack.enter_context(mock.patch.object(owner, name))
+        assert worker.run(case.config, World(), lambda: mock.Mock()) == 0
+    return opened.call_args.args, opened.call_args.kwargs["timeout"]
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Row:
+    """`base` and `changed` are words of a command line; `changed` is added to `base`."""
+
+    changed: str
+    observe: Callable[[Case], Any]
+    base: str = ""
+    machine: Machine = CPU
+
+
+WORKERS, TWO_HOSTS = "tuning.num_workers=2", "launch.nnodes=2 launch.rdzv_endpoint=a:1 run_dir=here"
+
+ROWS: dict[str, Row] = {
+    "mode": Row("mode=evaluate", run, f"{SMALL} checkpoint.resume=trained train.epochs=3"),
+    "name": Row("name=mine", frozen_to),
+    "run_dir": Row("run_dir=here", frozen_to),
+    "seed": Row("seed=1", run, SMALL),
+    "device": Row("device=cpu", resolved_device, machine=GPU),
+    "deterministic": Row("deterministic=false", process_flags),
+    "objective": Row("objective=test.accuracy", objective),
+    "trusted_modules": Row("trusted_modules=[yaml]", problems, "model._target_=yaml.Loader"),
+    "launch.nproc_per_node": Row("launch.nproc_per_node=3", worker_environments),
+    "launch.nnodes": Row("launch.nnodes=3", torchrun_command, TWO_HOSTS),
+    "launch.rdzv_endpoint": Row("launch.rdzv_endpoint=b:1", torchrun_command, TWO_HOSTS),
+    "launch.max_restarts": Row("launch.max_restarts=2", attempts),
+    "launch.backend": Row("launch.backend=gloo", process_group, machine=GPU),
+    "launch.timeout_seconds": Row("launch.timeout_seconds=60", process_group),
+    "launch.grace_seconds": Row("launch.grace_seconds=1", patience_at_the_end),
+    "launch.threads_per_process": Row("launch.threads_per_process=1", worker_environments),
+    "strategy.sync_bn": Row("strategy.sync_bn=true", placed_modules, "model.norm=batch", GPU),
+    "strategy.bucket_cap_mb": Row("strategy.bucket_cap_mb=1", wrapped),
+    "strategy.bucket_cap_mb_list": Row("strategy.bucket_cap_mb_list=[1,2]", wrapped),
+    "strategy.gradient_as_bucket_view": Row("strategy.gradient_as_bucket_view=true", wrapped),
+    "strategy.static_graph": Row("strategy.static_graph=true", wrapped),
+    "strategy.broadcast_buffers": Row("strategy.broadcast_buffers=false", wrapped),
+    "strategy.find_unused_parameters": Row("strategy.find_unused_parameters=true", wrapped),
+    "strategy.skip_all_reduce_unused_params": Row(
+        "strategy.skip_all_reduce_unused_params=true", wrapped, "strategy.find_unused_parameters=true"
+    ),
+    "strategy.init_sync": Row("strategy.init_sync=false", wrapped),
+    "strategy.comm_hook": Row("strategy.comm_hook=fp16", wrapped),
+    "strategy.powersgd_rank": Row("strategy.powersgd_rank=2", wrapped, "strategy.comm_hook=powersgd"),
+    "train.global_batch_size": Row("train.global_batch_size=48", plan),
+    "train.accumulation_steps": Row("train.accumulation_steps=2", plan),
+    "train.epochs": Row("train.epochs=3", run, SMALL),
+    "train.max_steps": Row("train.max_steps=3", run, SMALL),
+    "train.max_grad_norm": Row("train.max_grad_norm=1e-3", weights_after_a_step, SMALL),
+    "train.loss": Row("train.loss=mse", problems),  # it can only confirm what the data has: else it is refused
+    "train.label_smoothing": Row("train.label_smoothing=0.1", run, SMALL),
+    "train.log_every_steps": Row("train.log_every_steps=1", run, SMALL),
+    "train.evaluate_every_epochs": Row("train.evaluate_every_epochs=2", run, SMALL),
+    "train.evaluate_batch_size": Row("train.evaluate_batch_size=7", evaluation_batches),
+    "tuning.precision": Row("tuning.precision=fp64", number_types),
+    "tuning.num_workers": Row("tuning.num_workers=2", data_loader),
+    "tuning.prefetch_factor": Row("tuning.prefetch_factor=4", data_loader, WORKERS),
+    "tuning.persistent_workers": Row("tuning.persistent_workers=false", data_loader, WORKERS),
+    "tuning.pin_memory": Row("tuning.pin_memory=false", data_loader, machine=GPU),
+    "tuning.non_blocking": Row("tuning.non_blocking=false", copies_to_the_device, machine=GPU),
+    "tuning.channels_last": Row("tuning.channels_last=true", memory_formats),
+    "tuning.cudnn_benchmark": Row("tuning.cudnn_benchmark=false", process_flags, machine=GPU),
+    "tuning.tf32": Row("tuning.tf32=false", process_flags, machine=GPU),
+    "tuning.compile": Row("tuning.compile=true", compiled),
+    "tuning.optimizer": Row("tuning.optimizer=loop", optimizer),
+    "checkpoint.every_steps": Row("checkpoint.every_steps=1", run, f"{SMALL} checkpoint.keep=9"),
+    "checkpoint.keep": Row("checkpoint.keep=1", run, SMALL),
+    "checkpoint.resume": Row("checkpoint.resume=trained", run, f"{SMALL} train.epochs=3"),
+    "model.channels": Row("model.channels=4", model),
+    "model.norm": Row("model.norm=none", model),
+    "model.dropout": Row("model.dropout=0.1", model),
+    "model.hidden": Row("model.hidden=16", model),
+    "model.layers": Row("model.layers=1", model),
+    "model.fused": Row("model.fused=true", gelu_is_compiled),
+    "model.arch": Row("model.arch=squeezenet1_1", model),
+    "model.target": Row("model._target_=torch.nn.modules.linear.NonDynamicallyQuantizableLinear", model),
+    "model.arguments": Row("model.out_features=4", model),
+    "data.limit": Row("data.limit=5", samples),
+    "data.augment": Row("data.augment=FLIPPED", samples),
+    "data.root": Row("data.root=other", asked_of_torchvision),
+    "data.download": Row("data.download=true", asked_of_torchvision),
+    "data.image_size": Row("data.image_size=16", samples),
+    "data.samples": Row("data.samples=64", samples),
+    "data.test_samples": Row("data.test_samples=64", samples),
+    "data.channels": Row("data.channels=1", samples),
+    "data.classes": Row("data.classes=3", samples),
+    "data.features": Row("data.features=3", samples),
+    "data.noise": Row("data.noise=0.5", samples),
+    "data.target": Row(f"data._target_={__name__}.OtherTable", samples),
+    "data.arguments": Row("data.size=7", samples),
+    "optimizer.lr": Row("optimizer.lr=0.3", optimizer),
+    "optimizer.weight_decay": Row("optimizer.weight_decay=0.3", optimizer),
+    "optimizer.momentum": Row("optimizer.momentum=0.3", optimizer),
+    "optimizer.nesterov": Row("optimizer.nesterov=true", optimizer),
+    "optimizer.beta1": Row("optimizer.beta1=0.3", optimizer),
+    "optimizer.beta2": Row("optimizer.beta2=0.3", optimizer),
+    "optimizer.eps": Row("optimizer.eps=0.3", optimizer),
+    "optimizer.rho": Row("optimizer.rho=0.3", optimizer),
+    "optimizer.alpha": Row("optimizer.alpha=0.3", optimizer),
+    "optimizer.target": Row("optimizer._target_=torch.optim.Adam", optimizer),
+    "optimizer.arguments": Row("optimizer.lr=0.2", optimizer),
+    "schedule.warmup_steps": Row("schedule.warmup_steps=4", schedule),
+    "schedule.step_size": Row("schedule.step_size=4", schedule),
+    "schedule.gamma": Row("schedule.gamma=0.3", schedule, "schedule.step_size=4"),
+    "schedule.final_factor": Row("schedule.final_factor=0.3", schedule),
+    "schedule.power": Row("schedule.power=3", schedule),
+    "schedule.pct_start": Row("schedule.pct_start=0.5", schedule),
+    "schedule.div_factor": Row("schedule.div_factor=5", schedule),
+    "schedule.final_div_factor": Row("schedule.final_div_factor=5", schedule),
+}
+"""For each key of the schema: the change, the observation, and what must be set beside it."""
+
+
+# --- the tests --------------------------------------------------------------------------------------------------------
+
+
+def switches() -> Iterator[tuple[str, str]]:
+    """(option, key): each key of each option, `model=cnn` and `model.channels`; no option for what has none."""
+    for field in dataclasses.fields(Config):
+        if field.name not in OPTIONS and field.name not in SECTIONS:
+            yield "", field.name
+    for section, schema in SECTIONS.items():
+        yield from (("", f"{section}.{f.name}") for f in dataclasses.fields(schema) if f.name != "name")
+    for section, options in OPTIONS.items():
+        for name, schema in options.items():
+            for f in dataclasses.fields(schema):
+                if f.name != "name":
+                    yield f"{section}={name}", f"{section}.{f.name}"
+
+
+def flags() -> dict[str, Any]:
+    """torch's settings for the whole process."""
+    return {
+        "threads": torch.get_num_threads(),
+        "deterministic": (torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.deterministic),
+        "benchmark": torch.backends.cudnn.benchmark,
+        "tf32": (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32),
+    }
+
+
+@contextlib.contextmanager
+def flags_restored() -> Iterator[None]:
+    """A worker sets its flags in a fresh process and never takes them back; here they must not reach the next look."""
+    before, random_state = flags(), torch.get_rng_state()
+    with mock.patch.dict(os.environ):
+        yield
+    torch.set_num_threads(before["threads"])
+    torch.use_deterministic_algorithms(before["deterministic"][0])
+    torch.backends.cudnn.deterministic = before["deterministic"][1]
+    torch.backends.cudnn.benchmark = before["benchmark"]
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before["tf32"]
+    torch.set_rng_state(random_state)
+
+
+read_table = functools.cache(np.loadtxt)
+"""Of the digits: reading them takes 0.1 s, each of a few hundred times."""
+
+
+@pytest.fixture(autouse=True)
+def no_download(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(np, "loadtxt", read_table)
+    for name in ("MNIST", "FashionMNIST", "CIFAR10"):
+        monkeypatch.setattr(f"torchvision.datasets.{name}", TorchvisionColour if name == "CIFAR10" else Torchvision)
+
+
+@pytest.fixture(scope="module")
+def things(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What some rows name: `files` (as torchvision has them), `images` (a folder per class), `other` (both, with other
+    content) and `trained` (a finished run)."""
+    folder = tmp_path_factory.mktemp("things")
+    for place in ("files", "other"):
+        for path in (path for paths in TORCHVISION_FILES.values() for path in paths):
+            (folder / place / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / place / path).touch()
+    for place, seed in (("images", 1), ("other", 2)):
+        numbers = np.random.default_rng(seed)
+        for number, name in enumerate(
+            f"{split}/{label}/{i}" for split in ("train", "val") for label in "ab" for i in "123"
+        ):
+            path = folder / place / f"{name}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(numbers.integers(0, 255, (40, 30 + number, 3), dtype=np.uint8)).save(path)
+    with contextlib.chdir(folder), flags_restored():
+        run(case_of(f"{SMALL} run_dir=trained", CPU))
+    return folder
+
+
+def observed(row: Row, line: str, place: Path, things: Path) -> Any:
+    """What a row's observation gives for a command line, in a folder of its own."""
+    place.mkdir()
+    for thing in things.iterdir():
+        (place / thing.name).symlink_to(thing)
+    with contextlib.chdir(place), flags_restored():
+        case = case_of(line, row.machine)
+        assert row.observe is problems or case.problems == []
+        return row.observe(case)
+
+
+BASELINES: dict[tuple[Callable[[Case], Any], str, Machine], Any] = {}
+
+
+def baseline(row: Row, line: str, place: Path, things: Path) -> Any:
+    """What is observed without the change, looked at twice; rows that share it share the result."""
+    key = (row.observe, line, row.machine)
+    if key not in BASELINES:
+        BASELINES[key] = observed(row, line, place / "base", things)
+        assert BASELINES[key] == observed(row, line, place / "again", things), "what is observed is not repeatable"
+    return BASELINES[key]
+
+
+def test_every_key_has_a_row() -> None:
+    keys = {key for key in all_keys() if not key.endswith(".name")}
+    assert keys == set(ROWS)
+    assert keys == {key for _, key in switches()}
+
+
+@pytest.mark.filterwarnings("ignore:Grad strides do not match")  # of DDP, about the model
+@pytest.mark.parametrize(
+    ("option", "key"), [pytest.param(*switch, id=" ".join(switch).strip()) for switch in switches()]
+)
+def test_the_switch_is_alive(option: str, key: str, tmp_path: Path, things: Path) -> None:
+    row, section = ROWS[key], option.partition("=")[0]
+    default = getattr(OPTIONS[section][option.partition("=")[2]](), key.partition(".")[2]) if option else None
+    base = f"{option} {ALSO.get(option, '')} {row.base}"
+    changed = f"{base} {row.changed.replace('FLIPPED', str(not default).lower())}"
+    before = baseline(row, " ".join(base.split()), tmp_path, things)
+    assert before != observed(row, changed, tmp_path / "changed", things), (
+        f"{row.changed} changes nothing that {row.observe.__name__} can see"
+    )
