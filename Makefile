@@ -13,10 +13,12 @@ train: .venv/ready  ## train the digits on every GPU of this machine, or in two 
 test: .venv/ready  ## the quick tests, under five minutes on two cores
 	$(BIN)/python -m pytest -m "not slow"
 
-check: .venv/ready lint  ## what CI runs: lint, format, types, every test, the two start-up and overhead benchmarks
+check: lint  ## what CI runs: lint, format, types and every test
 	$(BIN)/python -m pytest
-	$(BIN)/python benchmarks/startup.py --trials 5
-	$(BIN)/python benchmarks/overhead.py --rounds 7
+
+bench: .venv/ready  ## start-up against torchrun and overhead against a raw loop, on an idle machine; both have limits
+	$(BIN)/python benchmarks/startup.py
+	$(BIN)/python benchmarks/overhead.py
 
 lint: .venv/ready  ## lint, format and types
 	$(BIN)/ruff check .

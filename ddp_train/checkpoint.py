@@ -57,7 +57,10 @@ def save(
             f"the checkpoint of step {step} cannot be written to {final}: {error} ({free:,} bytes free)",
             "free some space, or continue in another run_dir with checkpoint.resume=PATH",
         ) from error
-    for old in sorted(final.parent.glob("step_????????"))[:-keep]:
+    # A later step than this one's was passed over when the run resumed: it goes before any that can be trusted.
+    others = sorted(path for path in final.parent.glob("step_????????") if path != final)
+    others.sort(key=lambda path: path < final)
+    for old in others[: max(0, len(others) - (keep - 1))]:
         shutil.rmtree(old)
     return final
 

@@ -24,14 +24,14 @@ class RunningLoss:
         self.samples = 0
 
     def add(self, loss: Tensor, samples: int) -> None:
-        """loss: sums of sample losses, shape [replicas]; samples: how many they are of, none for a stand-in."""
+        """loss: the sum of the sample losses, or [replicas] of them; samples: how many, none for a stand-in."""
         if samples:
             self.losses.append(loss.detach())
             self.samples += samples
 
     def mean(self, device: str) -> float:
         """The mean loss per sample over all processes, by one reduction; starts over."""
-        local = torch.cat(self.losses).double().sum() if self.losses else torch.zeros((), dtype=torch.float64)
+        local = torch.stack(self.losses).double().sum() if self.losses else torch.zeros((), dtype=torch.float64)
         sums = total(
             torch.stack([local.to(device), torch.tensor(float(self.samples), device=device, dtype=torch.float64)])
         )
@@ -65,8 +65,8 @@ class Scorer:
         self.labelled = torch.zeros((), dtype=torch.int64, device=device)
 
     def add(self, batch: int, loss: Tensor, correct: Tensor | None, samples: int) -> None:
-        """loss: the sum of the sample losses, shape [1]."""
-        self.losses[batch] = loss.double().sum()
+        """loss: the sum of the sample losses, a scalar."""
+        self.losses[batch] = loss.double()
         self.counts[batch, 1] = samples
         if correct is not None:
             self.counts[batch, 0] = correct

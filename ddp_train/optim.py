@@ -120,7 +120,7 @@ class Stepper:
         self._set_learning_rate()
 
     def backward(self, loss: Tensor, batch: Batch) -> None:
-        """loss: the sums of the sample losses, shape [replicas]."""
+        """loss: the sum of the sample losses, or [replicas] of them."""
         self.position.phase = "backward"
         seen = loss.detach()
         self.losses.append((seen, batch))
@@ -156,19 +156,19 @@ class Stepper:
         for group, full_rate in zip(self.optimizer.param_groups, self.full_rates, strict=True):
             group["lr"] = full_rate * factor
 
-    def _gradient_to_ask(self) -> Tensor:
+    def _gradient_to_ask(self) -> float:
         """A scalar that is finite if the gradients are: of the smallest of them, which costs least to read."""
         if self.any_may_lack:
-            return nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+            return nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None]).item()
         if self.witness.grad is None:
             self.witness = min((p for p in self.parameters if p.grad is not None), key=Tensor.numel)
         assert self.witness.grad is not None
-        return self.witness.grad.sum()
+        return self.witness.grad.sum().item()
 
     def _explain(self) -> None:
         """Finds the guilty rank. Float16 gradients may overflow with finite losses: GradScaler skips that step."""
         good = all(bool(loss.isfinite().all()) for loss, _ in self.losses)
-        verdicts = from_all_ranks(self.losses[0][0].new_tensor([float(good)])).flatten().tolist()
+        verdicts = from_all_ranks(self.losses[0][0].new_tensor(float(good))).tolist()
         guilty = [rank for rank, verdict in enumerate(verdicts) if not verdict]
         if not guilty and self.scaler.is_enabled():
             return

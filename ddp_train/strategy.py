@@ -18,9 +18,12 @@ class ModelWithLoss(nn.Module):
     """The model and its loss in one forward pass, as DDP and DataParallel wrap it.
 
     Autocast is entered in here: entered outside, bfloat16 becomes float16 in the replicas of DataParallel. `forward`
-    returns the sum of the sample losses, shape [1] (DataParallel gathers: [replicas]); `score` also the number of
+    returns the sum of the sample losses, a scalar (DataParallel gathers them: [replicas]); `score` also the number of
     samples whose class was predicted.
     """
+
+    gathered = False
+    """Whether DataParallel will gather the losses: it wants a dimension to do it along."""
 
     def __init__(self, model: nn.Module, loss: nn.Module, device: str, autocast: torch.dtype | None) -> None:
         super().__init__()
@@ -29,15 +32,17 @@ class ModelWithLoss(nn.Module):
 
     def forward(self, inputs: Any, targets: Tensor) -> Tensor:
         if self.autocast is None:
-            return self.loss(self._outputs(inputs, targets), targets).view(1)
-        with torch.autocast(self.device_type, self.autocast):
-            return self.loss(self._outputs(inputs, targets), targets).view(1)
+            loss = self.loss(self._outputs(inputs, targets), targets)
+        else:
+            with torch.autocast(self.device_type, self.autocast):
+                loss = self.loss(self._outputs(inputs, targets), targets)
+        return loss.view(1) if self.gathered else loss
 
     def score(self, inputs: Any, targets: Tensor) -> tuple[Tensor, Tensor | None]:
         """The sum of the sample losses and, for class labels, the number of right predictions (int64)."""
         with torch.autocast(self.device_type, self.autocast or torch.bfloat16, enabled=self.autocast is not None):
             outputs = self._outputs(inputs, targets)
-            loss = self.loss(outputs, targets).view(1)
+            loss = self.loss(outputs, targets)
         correct = None if targets.is_floating_point() else (outputs.argmax(-1) == targets).sum()
         return loss, correct
 
@@ -89,6 +94,7 @@ class DataParallel(Single):
     """One process, all visible GPUs: inputs are scattered, the model replicated, losses gathered in every step."""
 
     def wrap(self, module: ModelWithLoss) -> nn.Module:
+        module.gathered = True
         return nn.DataParallel(module)
 
 

@@ -153,8 +153,14 @@ def test_clipping_comes_after_accumulation_and_is_torchs() -> None:
     results = []
     for accumulation in (1, 4):
         train = {"global_batch_size": 48, "accumulation_steps": accumulation, "epochs": 1, "max_grad_norm": 0.01}
-        config = config_of(world, strategy={"name": "single"}, model={"name": "mlp"}, train=train,
-                           optimizer={"name": "sgd", "momentum": 0.0, "lr": 1.0}, tuning={"precision": "fp64"})  # fmt: skip
+        config = config_of(
+            world,
+            strategy={"name": "single"},
+            model={"name": "mlp"},
+            train=train,
+            optimizer={"name": "sgd", "momentum": 0.0, "lr": 1.0},
+            tuning={"precision": "fp64"},
+        )
         job = job_of(config, world, sources)
         start = torch.cat([parameter.detach().flatten().clone() for parameter in job.module.parameters()])
         fit(job)

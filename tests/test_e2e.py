@@ -1,0 +1,401 @@
+"""The whole command, from words to files: training, torchrun, resume, evaluation, sweeps, foreign code, faults."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from safetensors.torch import load
+
+from ddp_train.config.freeze import thaw, to_values
+from ddp_train.distributed.session import local_leader_first
+from ddp_train.distributed.world import World
+from tests.commands import (
+    ONE,
+    SMALL,
+    THREE,
+    checkpoints,
+    fatal_lines,
+    foreign_code,
+    foreign_net,
+    metrics,
+    processes_of,
+    read,
+    run,
+    spoil,
+    torchrun,
+    weights,
+)  # fmt: skip
+from tests.jobs import largest_difference
+from tests.ranks import on_ranks
+
+pytestmark = pytest.mark.timeout(300)  # several commands each, on a machine that may be busy
+
+FORTY = (*SMALL, "train.max_steps=40", "checkpoint.every_steps=10")
+TWENTY = (*SMALL, "train.max_steps=20", "checkpoint.every_steps=10")
+SUMMARY = {
+    "status": str, "strategy": str, "world_size": int, "device": str, "backend": str, "global_batch_size": int,
+    "epochs": int, "steps": int, "samples_seen": int, "seconds": float, "samples_per_second": float,
+    "epoch_seconds": list, "test": dict,
+}  # fmt: skip
+FAILURE = {"kind", "rank", "host", "step", "phase", "detail", "remedy", "log"}
+
+
+def only_run(folder: Path, name: str) -> Path:
+    """The one run directory that a command made by itself."""
+    (run_dir,) = (folder / "runs" / name).iterdir()
+    return run_dir
+
+
+# --- the default job ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_default_job_learns_the_digits_and_leaves_all_its_files(tmp_path: Path) -> None:
+    done = run(cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+    run_dir = only_run(tmp_path, "default")
+    assert {path.name for path in run_dir.iterdir()} == {
+        "checkpoints", "config.yaml", "logs", "metrics.jsonl", "summary.json"
+    }  # fmt: skip
+    assert {path.name for path in (run_dir / "logs").iterdir()} == {"rank_0.log", "rank_1.log"}
+
+    summary = read(run_dir, "summary.json")
+    for name, kind in SUMMARY.items():
+        assert type(summary[name]) is kind, name
+    assert summary["test"]["accuracy"] >= 0.97
+    assert summary["test"]["samples"] == 364
+    assert summary["test"]["loss"] > 0
+    assert {name: summary[name] for name in ("status", "strategy", "world_size", "device", "backend")} == {
+        "status": "completed", "strategy": "ddp", "world_size": 2, "device": "cpu", "backend": "gloo"
+    }  # fmt: skip
+    assert (summary["global_batch_size"], summary["epochs"], summary["steps"]) == (96, 30, 450)
+    assert summary["samples_seen"] == 30 * 1433
+    assert len(summary["epoch_seconds"]) == 30
+    assert 0 < sum(summary["epoch_seconds"]) <= summary["seconds"] < 100
+
+    lines = metrics(run_dir)
+    tests = [line for line in lines if line["kind"] == "test"]
+    assert {line["kind"] for line in lines} == {"train", "test"}
+    assert [line["epoch"] for line in tests] == list(range(1, 31))
+    assert {name: tests[-1][name] for name in summary["test"]} == summary["test"]
+
+    text = (run_dir / "config.yaml").read_text()
+    assert yaml.safe_load(text) == to_values(thaw(text))
+    assert "auto" not in yaml.safe_load(text)["launch"].values()
+    assert checkpoints(run_dir) == ["step_00000435", "step_00000450"]
+    assert weights(run_dir)
+
+    for row in (
+        r"^processes +2 x cpu, gloo, ddp",
+        r"^global batch +96 = 48 per process x 2 processes x 1 accumulation",
+        r"^steps +450 = 30 epochs x 15",
+        r"^optimizer +sgd, lr 0.05, cosine schedule",
+        r"^test accuracy 9\d\.\d\d% \(3\d\d/364\)",
+    ):
+        assert len(re.findall(row, done.stdout, re.M)) == 1, row
+    assert re.findall(r"^epoch (\d+)/30 ", done.stdout, re.M) == [str(epoch) for epoch in range(1, 31)]
+
+
+# --- one process, three processes, torchrun -------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def by_one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 40 steps that nobody interrupted, in one process."""
+    run_dir = tmp_path_factory.mktemp("by_one") / "run"
+    done = run(f"run_dir={run_dir}", ONE, *FORTY)
+    assert done.returncode == 0, done.stderr
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def by_three(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The same in three processes, and its standard output."""
+    folder = tmp_path_factory.mktemp("by_three")
+    done = run("name=three", THREE, *FORTY, cwd=folder)
+    assert (done.returncode, done.stderr) == (0, "")
+    return only_run(folder, "three"), done.stdout
+
+
+@pytest.mark.slow
+def test_three_ranks_are_one_run_whoever_starts_them(by_three: tuple[Path, str], tmp_path: Path) -> None:
+    ours, our_output = by_three
+    done = run("name=three", *FORTY, command=torchrun(), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    theirs = only_run(tmp_path, "three")
+    for run_dir, output in ((ours, our_output), (theirs, done.stdout)):
+        assert len(list(run_dir.parents[1].rglob("config.yaml"))) == 1
+        assert sorted(path.name for path in (run_dir / "logs").iterdir()) == [f"rank_{rank}.log" for rank in range(3)]
+        assert re.findall(r"^epoch (\d+)/30 ", output, re.M) == [str(epoch) for epoch in range(1, 15)]
+        assert len(re.findall(r"^(test accuracy|processes|global batch)", output, re.M)) == 3
+        assert read(run_dir, "summary.json")["world_size"] == 3
+    one, other = (thaw((run_dir / "config.yaml").read_text()) for run_dir in (ours, theirs))
+    assert dataclasses.replace(one, run_dir=None) == dataclasses.replace(other, run_dir=None)
+    assert weights(ours) == weights(theirs)
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["modle=mlp"], "modle=mlp: no such key; did you mean mode?"),
+        (["-m", "optimizer.lr=0.1,0.2"], "use: python launch.py -m optimizer.lr=0.1,0.2 launch.nproc_per_node=3"),
+        (["launch.nproc_per_node=2"], "launch.nproc_per_node=2: torchrun started 3; leave it out, or use torchrun"),
+    ],
+    ids=["typo", "sweep", "number of processes"],
+)
+def test_torchrun_is_refused_once_and_leaves_no_file(words: list[str], problem: str, tmp_path: Path) -> None:
+    done = run(*words, command=torchrun(), cwd=tmp_path)
+    assert done.returncode != 0
+    assert (done.stdout + done.stderr).count(problem) == 1
+    assert (done.stdout + done.stderr).count("1 problem in the configuration") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- resume ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_resumed_run_ends_in_the_same_bytes_as_an_uninterrupted_one(by_one: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    first = run(f"run_dir={run_dir}", ONE, *TWENTY)
+    assert first.returncode == 0, first.stderr
+    assert checkpoints(run_dir) == ["step_00000010", "step_00000020"]
+    second = run(f"run_dir={run_dir}", ONE, *FORTY)
+    assert second.returncode == 0, second.stderr
+    assert "cut to 40 by train.max_steps, from step 20" in second.stdout
+    assert weights(run_dir) == weights(by_one)
+    steps = [line["step"] for line in metrics(run_dir) if line["kind"] == "train"]
+    assert steps == sorted(set(steps)), "no step was trained twice"
+    assert read(run_dir, "summary.json")["samples_seen"] == read(by_one, "summary.json")["samples_seen"]
+    assert read(run_dir, "summary.json")["test"] == read(by_one, "summary.json")["test"]
+
+
+@pytest.mark.slow
+def test_a_resumed_run_of_three_ranks_ends_where_one_process_does(
+    by_one: Path, by_three: tuple[Path, str], tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    for words in (TWENTY, FORTY):
+        done = run(f"run_dir={run_dir}", THREE, *words)
+        assert done.returncode == 0, done.stderr
+    assert "from step 20" in done.stdout
+    # Not the same bytes: DDP lays its buckets out anew after its first step, and sums of three depend on their order.
+    assert largest_difference(load(weights(run_dir)), load(weights(by_three[0]))) < 1e-5
+    assert largest_difference(load(weights(run_dir)), load(weights(by_one))) < 1e-5
+
+
+def test_resume_never_starts_over_and_sets_the_old_checkpoints_aside(by_one: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(by_one, run_dir)
+    done = run(f"run_dir={run_dir}", ONE, *TWENTY, "checkpoint.resume=never")
+    assert done.returncode == 0, done.stderr
+    assert "from step" not in done.stdout
+    assert [line["step"] for line in metrics(run_dir) if line["kind"] == "train"][-7:] == [3, 6, 9, 12, 15, 18, 20]
+    # What is left of the run before must not push out what this one saves, nor be what the next one goes on from.
+    assert checkpoints(run_dir) == ["step_00000010", "step_00000020"]
+    (before,) = run_dir.glob("checkpoints_*")
+    assert sorted(path.name for path in before.iterdir()) == checkpoints(by_one), "nothing is lost"
+
+
+def test_a_spoilt_checkpoint_is_passed_over_with_a_warning(by_one: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(by_one, run_dir)
+    assert checkpoints(run_dir) == ["step_00000030", "step_00000040"]
+    spoil(run_dir, "step_00000040")
+    done = run(f"run_dir={run_dir}", ONE, *FORTY)
+    assert done.returncode == 0, done.stderr
+    assert "from step 30" in done.stdout
+    warnings = [line for line in (run_dir / "logs/rank_0.log").read_text().splitlines() if " WARNING " in line]
+    assert len(warnings) == 1
+    assert "step_00000040 is passed over: model.safetensors does not match its sha256" in warnings[0]
+    assert done.stderr.count("is passed over") == 1
+    assert weights(run_dir) == weights(by_one)
+
+
+def test_a_spoilt_checkpoint_does_not_push_out_a_good_one(by_one: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(by_one, run_dir)
+    spoil(run_dir, "step_00000040")
+    done = run(f"run_dir={run_dir}", ONE, *SMALL, "train.max_steps=35", "checkpoint.every_steps=5", "checkpoint.keep=1")
+    assert done.returncode == 0, done.stderr
+    assert "step_00000035" in checkpoints(run_dir), "all that is left is the spoilt one"
+
+
+def test_a_run_with_spoilt_checkpoints_only_does_not_start_over_silently(by_one: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(by_one, run_dir)
+    for name in checkpoints(run_dir):
+        spoil(run_dir, name)
+    done = run(f"run_dir={run_dir}", ONE, *FORTY)
+    assert done.returncode == 65
+    (line,) = fatal_lines(done.stderr)
+    assert f"{run_dir} holds no valid checkpoint" in line
+    assert "Traceback" not in done.stderr
+    assert read(run_dir, "failure.json")["exit_code"] == 65
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_the_names_that_differ(by_one: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    words = [word for word in FORTY if not word.startswith("model=")]
+    done = run(f"run_dir={run_dir}", ONE, *words, "model=cnn", f"checkpoint.resume={by_one}")
+    assert done.returncode == 65
+    (line,) = fatal_lines(done.stderr)
+    assert "belongs to another model" in line
+    assert re.search(r"differs in .*\b\d+\.(weight|bias)", line)
+    assert "Traceback" not in done.stderr
+    assert not (run_dir / "checkpoints").exists()
+
+
+def test_a_completed_run_is_not_trained_again(by_one: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(by_one, run_dir)
+    done = run(f"run_dir={run_dir}", ONE, *FORTY)
+    assert done.returncode == 0, done.stderr
+    assert metrics(run_dir) == metrics(by_one)
+    assert weights(run_dir) == weights(by_one)
+    assert not re.search(r"^epoch ", done.stdout, re.M)
+    again, before = read(run_dir, "summary.json"), read(by_one, "summary.json")
+    for name in ("status", "steps", "samples_seen", "test"):
+        assert again[name] == before[name], name
+
+
+# --- evaluation -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("processes", [ONE, THREE])
+def test_an_evaluation_repeats_the_score_of_the_training(
+    processes: str, by_three: tuple[Path, str], tmp_path: Path
+) -> None:
+    trained, run_dir = by_three[0], tmp_path / "run"
+    done = run("mode=evaluate", f"checkpoint.resume={trained}", f"run_dir={run_dir}", processes)
+    assert (done.returncode, done.stderr) == (0, "")
+    summary = read(run_dir, "summary.json")
+    assert summary["test"] == read(trained, "summary.json")["test"]
+    assert (summary["mode"], summary["steps"]) == ("evaluate", 40)
+    config, before = (thaw((folder / "config.yaml").read_text()) for folder in (run_dir, trained))
+    assert (config.model, config.data) == (before.model, before.data)
+    assert not (run_dir / "checkpoints").exists()
+
+
+# --- sweeps ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_sweep_goes_on_after_a_failed_trial_and_shows_both(tmp_path: Path) -> None:
+    sweep = tmp_path / "sweep"
+    done = run("-m", "optimizer.lr=1e30,0.01", *SMALL, "train.max_steps=6", ONE, f"run_dir={sweep}")
+    assert done.returncode == 70
+    failed, completed = (json.loads(line) for line in (sweep / "results.jsonl").read_text().splitlines())
+    assert (failed["trial"], failed["status"], failed["exit_code"]) == (0, "failed", 70)
+    assert "not finite" in failed["reason"]
+    assert (completed["trial"], completed["status"], completed["exit_code"]) == (1, "completed", 0)
+    assert completed["overrides"][0] == "optimizer.lr=0.01"
+    assert completed["objective"] == read(sweep / "1", "summary.json")["test"]["loss"]
+    assert read(sweep / "0", "failure.json")["kind"] == "non_finite_loss"
+    assert read(sweep / "0", "summary.json")["status"] == "failed"
+    assert not (sweep / "1/failure.json").exists()
+    assert re.search(r"^ *trials *$", done.stdout, re.M)
+    assert re.search(r"│ +0 │.*failed", done.stdout) and re.search(r"│ +1 │.*completed", done.stdout)
+    assert f"results {sweep}/results.jsonl" in done.stdout.replace("\n", "")
+
+
+def test_a_bad_value_refuses_the_whole_sweep(tmp_path: Path) -> None:
+    done = run("-m", "optimizer.lr=0.01,-1", "train.global_batch_size=96,97", *SMALL, "name=bad", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "2 problems in the configuration" in done.stderr
+    assert done.stderr.count("optimizer.lr=-1") == 1
+    assert done.stderr.count("train.global_batch_size=97: cannot be split") == 1
+    assert (done.stdout, list(tmp_path.iterdir())) == ("", [])
+
+
+@pytest.mark.slow
+def test_optuna_draws_the_trials_of_a_sweep(tmp_path: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="needs pip install -e '.[optuna]'")
+    words = ("-m", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "optimizer.lr=interval(0.001,0.1)")
+    done = run(*words, *SMALL, "train.max_steps=6", ONE, f"run_dir={tmp_path}/sweep")
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "sweep/results.jsonl").read_text().splitlines()]
+    assert [row["status"] for row in rows] == ["completed"] * 3
+    assert len({row["overrides"][0] for row in rows}) == 3
+
+
+# --- foreign code ---------------------------------------------------------------------------------------------------
+
+
+def test_somebody_elses_model_data_and_optimizer_on_three_ranks(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    done = run(
+        "model._target_=foreign.Net", "data._target_=foreign.Halves", "+data.rows=160", "trusted_modules=[foreign]",
+        "optimizer._target_=torch.optim.NAdam", "optimizer.lr=0.01", "train.max_steps=20", "tuning.num_workers=1",
+        f"run_dir={run_dir}", THREE, env=foreign_code(tmp_path),
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "foreign.Net, 1,210 parameters" in done.stdout
+    assert "160 samples" in done.stdout
+    summary = read(run_dir, "summary.json")
+    assert summary["test"]["samples"] == 50
+    assert summary["test"]["accuracy"] > 0.7, "a sum is easy to learn"
+    assert set(load(weights(run_dir))) == {"layers.1.weight", "layers.1.bias", "layers.3.weight", "layers.3.bias"}
+
+
+def fetched(world: World, folder: str) -> bool:
+    """What a data set with a download does: only the leader fetches, slowly; is it there for everyone?"""
+    file = Path(folder, "data set")
+    with local_leader_first(world, "cpu"):
+        if world.is_local_leader:
+            time.sleep(0.5)
+            file.touch()
+        return file.exists()
+
+
+def test_only_one_process_per_host_downloads_and_the_others_wait_for_it(tmp_path: Path) -> None:
+    assert on_ranks(3, fetched, str(tmp_path)) == [True, True, True]
+
+
+# --- faults ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_exception_on_one_rank_is_told_once_by_that_rank(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    words = foreign_net(fault="raise", rank=1, call=3)
+    done = run(*words, f"run_dir={run_dir}", THREE, env=foreign_code(tmp_path))
+    assert done.returncode == 70
+    assert processes_of(run_dir) == {}
+    lines = done.stderr.splitlines()
+    assert lines.count("Traceback (most recent call last):") == 1
+    assert lines.count("ValueError: boom") == 1
+    assert any("foreign.py" in line for line in lines), "the traceback leads to the user's own line"
+    (fatal,) = fatal_lines(done.stderr)
+    assert "rank 1 on" in fatal
+    failure = read(run_dir, "failure.json")
+    assert failure.keys() >= FAILURE
+    assert (failure["kind"], failure["rank"], failure["step"]) == ("exception", 1, 2)  # two steps were done
+    assert failure["phase"] == "forward"
+    assert failure["detail"] == "ValueError: boom"
+    assert failure["log"] == str(run_dir / "logs/rank_1.log")
+    assert "ValueError: boom" in Path(failure["log"]).read_text()
+    assert read(run_dir, "summary.json")["status"] == "failed"
+
+
+def test_nan_on_one_rank_stops_all_before_the_step_and_names_it(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    words = foreign_net(fault="nan", rank=1, call=4)
+    done = run(*words, "checkpoint.every_steps=1", f"run_dir={run_dir}", THREE, env=foreign_code(tmp_path))
+    assert done.returncode == 70
+    assert processes_of(run_dir) == {}
+    failure = read(run_dir, "failure.json")
+    assert failure.keys() >= FAILURE
+    assert (failure["kind"], failure["rank"], failure["step"]) == ("non_finite_loss", 1, 3)  # three steps were done
+    assert "rank 1" in failure["detail"] and "samples here: [" in failure["detail"]
+    (fatal,) = fatal_lines(done.stderr)
+    assert "non_finite_loss (rank 1 on" in fatal
+    assert "Traceback" not in done.stderr
+    assert checkpoints(run_dir)[-1] == "step_00000003", "the fourth step was not taken"
+    assert all(tensor.isfinite().all() for tensor in load(weights(run_dir)).values())

@@ -1,0 +1,170 @@
+"""The launcher under fire: killed workers, a killed launcher, signals, restarts, neighbours, open ports."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load
+
+from tests.commands import (
+    ENDLESS,
+    LAUNCH,
+    SMALL,
+    THREE,
+    fatal_lines,
+    foreign_code,
+    foreign_net,
+    processes_of,
+    read,
+    run,
+    running,
+    torchrun,
+    wait_until,
+    weights,
+)  # fmt: skip
+
+pytestmark = pytest.mark.timeout(300)  # the machine may be busy
+
+
+# --- a worker dies --------------------------------------------------------------------------------------------------
+
+
+def test_a_killed_worker_ends_the_run_and_is_named(tmp_path: Path) -> None:
+    with running(tmp_path / "run", *ENDLESS, THREE) as job:
+        job.wait_for_step()
+        workers = job.workers()
+        assert sorted(workers) == [0, 1, 2]
+        os.kill(workers[2], signal.SIGKILL)
+        began = time.monotonic()
+        assert job.end() == 70
+        assert time.monotonic() - began < 5
+        assert processes_of(job.run_dir) == {}
+        failure = read(job.run_dir, "failure.json")
+        assert (failure["kind"], failure["rank"], failure["exit_code"]) == ("died", 2, 70)
+        assert "SIGKILL" in failure["detail"]
+        (fatal,) = fatal_lines(job.said())
+        assert "died (rank 2 on" in fatal
+        assert "Traceback" not in job.said(), "the survivors' complaints belong into their logs"
+
+
+@pytest.mark.slow
+def test_a_run_that_is_started_again_ends_where_it_would_have(tmp_path: Path) -> None:
+    env = foreign_code(tmp_path)
+    words = ["train.max_steps=40", "checkpoint.every_steps=5", THREE]
+    with running(tmp_path / "run", *foreign_net(delay=0.05), *words, "launch.max_restarts=1", env=env) as job:
+        job.wait_for_file("checkpoints/step_00000005")
+        os.kill(job.workers()[0], signal.SIGKILL)  # rank 0 holds the store and writes the checkpoints
+        assert job.end() == 0, job.said()
+        assert "starting again (1 of 1 restarts)" in job.said()
+        assert processes_of(job.run_dir) == {}
+        assert read(job.run_dir, "summary.json")["status"] == "completed"
+        assert read(job.run_dir, "summary.json")["steps"] == 40
+        assert not (job.run_dir / "failure.json").exists()
+        assert "from step " in job.output.read_text()
+    done = run(*foreign_net(delay=0.0), *words, f"run_dir={tmp_path}/reference", env=env)
+    assert done.returncode == 0, done.stderr
+    # Three ranks: see test_a_resumed_run_of_three_ranks_ends_where_one_process_does.
+    ends = [load(weights(tmp_path / name)) for name in ("run", "reference")]
+    assert max((ends[0][name] - ends[1][name]).abs().max().item() for name in ends[0]) < 1e-5
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_a_lost_rank_into_the_same_run_directory(tmp_path: Path) -> None:
+    marker = tmp_path / "vanished"
+    words = foreign_net(fault="vanish once", rank=2, call=5, marker=str(marker))
+    done = run(
+        *words, "name=restarted", "train.max_steps=12", "checkpoint.every_steps=3",
+        command=torchrun("--max-restarts=2"), cwd=tmp_path, env=foreign_code(tmp_path),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert marker.exists(), "the fault did not happen"
+    (run_dir,) = (tmp_path / "runs/restarted").iterdir()
+    summary = read(run_dir, "summary.json")
+    assert (summary["status"], summary["steps"], summary["world_size"]) == ("completed", 12, 3)
+    assert "from step 3" in done.stdout
+    assert weights(run_dir)
+    assert not (run_dir / "failure.json").exists(), "a completed run has not failed"
+
+
+# --- the launcher is stopped ----------------------------------------------------------------------------------------
+
+
+def test_workers_do_not_outlive_a_killed_launcher(tmp_path: Path) -> None:
+    with running(tmp_path / "run", *ENDLESS, THREE) as job:
+        job.wait_for_step()
+        assert len(job.workers()) == 3
+        job.process.kill()
+        job.process.wait()
+        wait_until(lambda: not processes_of(job.run_dir), "end of the workers", seconds=2)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_stopped_launcher_takes_its_workers_with_it(number: signal.Signals, code: int, tmp_path: Path) -> None:
+    with running(tmp_path / "run", *ENDLESS, THREE) as job:
+        job.wait_for_step()
+        job.process.send_signal(number)
+        began = time.monotonic()
+        assert job.end() == code
+        assert time.monotonic() - began < 5
+        assert processes_of(job.run_dir) == {}
+        (line,) = job.said().splitlines()
+        assert line.startswith(f"stopped by {number.name}")
+
+
+def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace_time(tmp_path: Path) -> None:
+    words = foreign_net(fault="deaf", delay=0.05)
+    with running(tmp_path / "run", *words, "train.epochs=10000", THREE, "launch.grace_seconds=1",
+                 env=foreign_code(tmp_path)) as job:  # fmt: skip
+        job.wait_for_step()
+        job.process.terminate()
+        began = time.monotonic()
+        assert job.end() == 143
+        assert 0.9 < time.monotonic() - began < 6
+        assert processes_of(job.run_dir) == {}
+        assert job.said().startswith("stopped by SIGTERM") and job.said().count("\n") == 1
+
+
+# --- neighbours -----------------------------------------------------------------------------------------------------
+
+LISTEN = "0A"  # include/net/tcp_states.h
+LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")
+"""127.0.0.1, ::1 and ::ffff:127.0.0.1 as /proc/net/tcp and tcp6 write them on a little-endian machine."""
+
+
+def listening_addresses(pid: int) -> list[str]:
+    """The local addresses on which a process accepts TCP connections."""
+    inodes = set()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed in between
+            inodes.add(str(descriptor.readlink()).removeprefix("socket:[").removesuffix("]"))
+    rows = [line.split() for table in ("tcp", "tcp6") if (path := Path(f"/proc/{pid}/net/{table}")).exists()
+            for line in path.read_text().splitlines()[1:]]  # fmt: skip
+    return [row[1].partition(":")[0] for row in rows if row[3] == LISTEN and row[9] in inodes]
+
+
+def test_nothing_listens_beyond_loopback(tmp_path: Path) -> None:
+    with running(tmp_path / "run", *ENDLESS, THREE) as job:
+        job.wait_for_step()
+        addresses = {pid: listening_addresses(pid) for pid in processes_of(job.run_dir)}
+        assert len(addresses) == 4, "the launcher and its three workers"
+        assert addresses[job.workers()[0]], "rank 0 serves the store: the search finds nothing at all"
+        assert {address for found in addresses.values() for address in found} <= set(LOOPBACK)
+
+
+def test_two_jobs_with_the_same_words_do_not_meet(tmp_path: Path) -> None:
+    def one(_: int) -> subprocess.CompletedProcess[str]:
+        return run(*SMALL, "train.max_steps=6", command=LAUNCH, cwd=tmp_path)
+
+    with ThreadPoolExecutor(2) as pool:
+        both = list(pool.map(one, range(2)))
+    assert [(done.returncode, done.stderr) for done in both] == [(0, ""), (0, "")]
+    run_dirs = list((tmp_path / "runs/default").iterdir())
+    assert len(run_dirs) == 2
+    assert weights(run_dirs[0]) == weights(run_dirs[1])
