@@ -33,15 +33,16 @@ class Record:
         self.score: Score | None = None
         self.loss: float | None = None
         self.epoch_began = self.interval_began = time.perf_counter()
-        self.epoch_first_step = self.interval_first_step = 0
+        self.epoch_first_step = self.interval_first_step = self.epoch_end = 0
 
-    def begin(self, step: int) -> None:
+    def begin(self, job: Job) -> None:
         """Starts the clocks, after all the building."""
         self.epoch_began = self.interval_began = time.perf_counter()
-        self.epoch_first_step = self.interval_first_step = step
+        self.epoch_first_step = self.interval_first_step = job.step
+        self.epoch_end = job.plan.epoch_end(job.step)
 
     def after_step(self, job: Job) -> None:
-        if job.step % self.log_every_steps == 0 or job.step == job.plan.epoch_end(job.step - 1):
+        if job.step % self.log_every_steps == 0 or job.step == self.epoch_end:
             self._record_interval(job)
         else:
             self.display.advance(job.step)
@@ -57,7 +58,7 @@ class Record:
         if self.score:
             self.metrics.write(kind="test", step=job.step, epoch=epoch, **self.score.as_dict())
         self.display.line(epoch_line(epoch, self.epochs, self.loss, self.score, seconds, samples))
-        self.begin(job.step)
+        self.begin(job)
 
     def _record_interval(self, job: Job) -> None:
         self.loss = job.losses.mean(self.device)  # waits for the device: the clock is read after it

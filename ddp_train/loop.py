@@ -72,8 +72,8 @@ def train_epoch(job: Job, batches: Iterator[Batch]) -> None:
             exchange = batch.share.last
             with job.strategy.sync_gradients(job.wrapped, now=exchange):
                 loss = job.wrapped(batch.inputs, batch.targets)
-                job.stepper.backward(loss, batch)
-            job.losses.add(loss, batch.share.count)
+                seen = job.stepper.backward(loss, batch)
+            job.losses.add(seen, batch.share.count)
         job.stepper.step()
         job.step += 1
         for hook in job.hooks:

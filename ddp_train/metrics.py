@@ -24,9 +24,9 @@ class RunningLoss:
         self.samples = 0
 
     def add(self, loss: Tensor, samples: int) -> None:
-        """loss: the sum of the sample losses, or [replicas] of them; samples: how many, none for a stand-in."""
+        """loss: the detached sum of the sample losses, or [replicas] of them; samples: how many, 0 for a stand-in."""
         if samples:
-            self.losses.append(loss.detach())
+            self.losses.append(loss)
             self.samples += samples
 
     def mean(self, device: str) -> float:

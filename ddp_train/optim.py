@@ -111,6 +111,8 @@ class Stepper:
         self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.full_rates = [group.setdefault("initial_lr", group["lr"]) for group in optimizer.param_groups]
         self.losses: list[tuple[Tensor, Batch]] = []
+        self.scaled = scaler.is_enabled()
+        self.weights: dict[float, Tensor] = {}
         self.steps_done = 0
         self.continue_from(0)
 
@@ -119,18 +121,28 @@ class Stepper:
         self.steps_done = self.position.step = step
         self._set_learning_rate()
 
-    def backward(self, loss: Tensor, batch: Batch) -> None:
-        """loss: the sum of the sample losses, or [replicas] of them."""
+    def backward(self, loss: Tensor, batch: Batch) -> Tensor:
+        """loss: the sum of the sample losses, or [replicas] of them. Returns it detached."""
         self.position.phase = "backward"
         seen = loss.detach()
         self.losses.append((seen, batch))
-        weight = seen * 0 + batch.share.scale  # NaN where the loss is not finite, so that all its gradients are
-        loss.backward(self.scaler.scale(weight) if self.scaler.is_enabled() else weight)
+        weight = self._weight(seen, batch.share.scale)
+        torch.autograd.backward((loss,), (self.scaler.scale(weight) if self.scaled else weight,))
+        return seen
+
+    def _weight(self, seen: Tensor, scale: float) -> Tensor:
+        """What the backward pass starts from: `scale`, but NaN if the loss is not finite, so that all gradients are."""
+        if not seen.is_cpu:
+            return seen * 0 + scale  # looking at the loss would wait for the GPU
+        weight = scale if math.isfinite(seen.item()) else math.nan
+        if weight not in self.weights:  # making a tensor costs more than all the rest of this
+            self.weights[weight] = torch.full_like(seen, weight)
+        return self.weights[weight]
 
     def step(self) -> None:
         """One optimizer step. Raises NonFiniteLossError, on all ranks alike, if a loss or a gradient is not finite."""
         self.position.phase = "optimizer step"
-        if self.scaler.is_enabled():
+        if self.scaled:
             self.scaler.unscale_(self.optimizer)
         if self.max_grad_norm is not None:
             norm = nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm)
@@ -139,7 +151,7 @@ class Stepper:
             finite = math.isfinite(self._gradient_to_ask())
         if not finite:
             self._explain()
-        if self.scaler.is_enabled():
+        if self.scaled:
             self.scaler.step(self.optimizer)
             self.scaler.update()
         else:
@@ -170,7 +182,7 @@ class Stepper:
         good = all(bool(loss.isfinite().all()) for loss, _ in self.losses)
         verdicts = from_all_ranks(self.losses[0][0].new_tensor(float(good))).tolist()
         guilty = [rank for rank, verdict in enumerate(verdicts) if not verdict]
-        if not guilty and self.scaler.is_enabled():
+        if not guilty and self.scaled:
             return
         if guilty:
             bad = [batch.share.ids for loss, batch in self.losses if not loss.isfinite().all()]

@@ -137,7 +137,7 @@ def _train(
     display.plan(plan_rows(config, job))
     display.start(job.step, job.plan.steps)
     began = time.perf_counter()
-    record.begin(job.step)
+    record.begin(job)
     try:
         fit(job)
     finally:
