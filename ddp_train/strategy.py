@@ -71,6 +71,9 @@ class Strategy(Protocol):
         ...
 
 
+_NOTHING = contextlib.nullcontext()
+
+
 class Single:
     """One process, one device."""
 
@@ -84,7 +87,7 @@ class Single:
         return module
 
     def sync_gradients(self, wrapped: nn.Module, now: bool) -> AbstractContextManager[Any]:
-        return contextlib.nullcontext()
+        return _NOTHING
 
     def agree(self, module: ModelWithLoss) -> None:
         pass
@@ -116,7 +119,7 @@ class DistributedDataParallel:
 
     def sync_gradients(self, wrapped: nn.Module, now: bool) -> AbstractContextManager[Any]:
         assert isinstance(wrapped, nn.parallel.DistributedDataParallel)
-        return contextlib.nullcontext() if now else wrapped.no_sync()
+        return _NOTHING if now else wrapped.no_sync()
 
     def agree(self, module: ModelWithLoss) -> None:
         average_buffers(module)

@@ -64,6 +64,6 @@ class StepSeed:
             self.generators.append(torch.cuda.default_generators[torch.device(device).index])
 
     def __call__(self, step: int) -> None:
-        key = mix(self.key, step)
+        key = self.key + step & _MASK >> 1  # Mersenne Twister's own seeding scrambles neighbouring keys
         for generator in self.generators:
             generator.manual_seed(key)
