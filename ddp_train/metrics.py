@@ -31,7 +31,8 @@ class RunningLoss:
 
     def mean(self, device: str) -> float:
         """The mean loss per sample over all processes, by one reduction; starts over."""
-        local = torch.stack(self.losses).double().sum() if self.losses else torch.zeros((), dtype=torch.float64)
+        losses = [loss.view(-1) for loss in self.losses]  # a short batch fills fewer replicas
+        local = torch.cat(losses).double().sum() if losses else torch.zeros((), dtype=torch.float64)
         sums = total(
             torch.stack([local.to(device), torch.tensor(float(self.samples), device=device, dtype=torch.float64)])
         )

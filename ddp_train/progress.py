@@ -77,9 +77,9 @@ class Display:
 
     def advance(self, step: int, numbers: str = "") -> None:
         """Every step; draws a few times a second."""
-        if self.bar and (numbers or time.monotonic() - self.drawn > REFRESH_SECONDS):
+        self.numbers = numbers or self.numbers
+        if self.bar and time.monotonic() - self.drawn > REFRESH_SECONDS:
             self.drawn = time.monotonic()
-            self.numbers = numbers or self.numbers
             self.bar.update(self.task, completed=step, numbers=self.numbers)
             self.bar.refresh()
 

@@ -28,6 +28,7 @@ from ddp_train.data.sources import ArraySource
 from ddp_train.distributed.world import World
 from ddp_train.errors import NonFiniteLossError
 from ddp_train.loop import fit
+from ddp_train.metrics import RunningLoss
 from ddp_train.optim import build_optimizer, build_schedule
 from tests.jobs import config_of, job_of, table
 from tests.ranks import on_ranks
@@ -184,3 +185,12 @@ def test_dropout_is_keyed_by_seed_step_and_rank() -> None:
     a = drawn(0, 0)
     assert (a[0] == a[2]).all() and (a[0] != a[1]).any()
     assert (a[0] != drawn(1, 0)[0]).any() and (a[0] != drawn(0, 1)[0]).any()
+
+
+def test_losses_of_scalars_and_of_unequal_numbers_of_replicas_add_up() -> None:
+    losses = RunningLoss()
+    losses.add(torch.tensor(3.0), 2)
+    losses.add(torch.tensor([1.0, 2.0, 4.0, 5.0]), 8)  # DataParallel on four GPUs
+    losses.add(torch.tensor([6.0, 7.0, 8.0]), 5)  # and a short batch, which fills three of them
+    losses.add(torch.tensor(100.0), 0)  # a stand-in does not count
+    assert losses.mean("cpu") == 36 / 15
