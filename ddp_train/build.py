@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import torch
-from torch import nn
+from torch.nn.functional import cross_entropy
 
 from ddp_train import tuning
 from ddp_train.config.resolve import process_count
@@ -17,10 +19,10 @@ from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
 from ddp_train.health import Position
 from ddp_train.loop import Evaluation, Job
-from ddp_train.metrics import RunningLoss, Scorer
+from ddp_train.metrics import Scorer
 from ddp_train.models import build_model
 from ddp_train.optim import Stepper, build_optimizer, build_schedule
-from ddp_train.strategy import ModelWithLoss, build_strategy
+from ddp_train.strategy import ModelWithLoss, build_strategy, squared_error
 
 
 def build_module(config: Config, source: Source, device: str) -> ModelWithLoss:
@@ -33,9 +35,7 @@ def build_module(config: Config, source: Source, device: str) -> ModelWithLoss:
             [f"train.loss={config.train.loss}: the targets of data={config.data.name} are {kind}; use train.loss=auto"]
         )
     smoothing = config.train.label_smoothing
-    loss = (
-        nn.MSELoss(reduction="sum") if regression else nn.CrossEntropyLoss(reduction="sum", label_smoothing=smoothing)
-    )
+    loss = squared_error if regression else partial(cross_entropy, reduction="sum", label_smoothing=smoothing)
     torch.manual_seed(mix(config.seed, "model"))
     custom = config.model.name == "custom"
     model = build_model(config.model, () if custom else inputs.shape[1:], 0 if custom else source.outputs)
@@ -109,7 +109,6 @@ def build_job(
         batches=Loader(train_source, _Shares(plan, first_step), config.tuning, device, position),
         evaluation=build_evaluation(config, world, device, module, test_source, position),
         seed_step=StepSeed(config.seed, world.rank, device),
-        losses=RunningLoss(),
         step=first_step,
     )
 

@@ -33,21 +33,24 @@ class Record:
         self.score: Score | None = None
         self.loss: float | None = None
         self.epoch_began = self.interval_began = time.perf_counter()
-        self.epoch_first_step = self.interval_first_step = self.epoch_end = 0
+        self.epoch_first_step = self.interval_first_step = 0
 
     def begin(self, job: Job) -> None:
         """Starts the clocks, after all the building."""
         self.epoch_began = self.interval_began = time.perf_counter()
         self.epoch_first_step = self.interval_first_step = job.step
-        self.epoch_end = job.plan.epoch_end(job.step)
 
-    def after_step(self, job: Job) -> None:
-        if job.step % self.log_every_steps == 0 or job.step == self.epoch_end:
+    def due(self, job: Job) -> int:
+        return min(_next_multiple(self.log_every_steps, job.step), job.plan.epoch_end(job.step))
+
+    def act(self, job: Job) -> None:
+        ends = job.plan.ends_epoch(job.step)
+        if ends or job.step % self.log_every_steps == 0:
             self._record_interval(job)
-        else:
-            self.display.advance(job.step)
+        if ends:
+            self._record_epoch(job)
 
-    def after_epoch(self, job: Job) -> None:
+    def _record_epoch(self, job: Job) -> None:
         seconds = time.perf_counter() - self.epoch_began
         samples = job.plan.samples_seen(job.step) - job.plan.samples_seen(self.epoch_first_step)
         self.epoch_seconds.append(seconds)
@@ -61,7 +64,7 @@ class Record:
         self.begin(job)
 
     def _record_interval(self, job: Job) -> None:
-        self.loss = job.losses.mean(self.device)  # waits for the device: the clock is read after it
+        self.loss = job.stepper.losses.mean(self.device)  # waits for the device: the clock is read after it
         now = time.perf_counter()
         samples = job.plan.samples_seen(job.step) - job.plan.samples_seen(self.interval_first_step)
         speed = samples / (now - self.interval_began)
@@ -75,7 +78,7 @@ class Record:
             samples_per_second=speed,
             samples_seen=job.plan.samples_seen(job.step),
         )
-        self.display.advance(job.step, f"loss {self.loss:.4f}  {speed:,.0f} samples/s")
+        self.display.numbers = f"loss {self.loss:.4f}  {speed:,.0f} samples/s"
         self.interval_began, self.interval_first_step = now, job.step
 
 
@@ -94,17 +97,19 @@ class Save:
         self.run_dir, self.config, self.every_steps, self.keep = run_dir, config, every_steps, keep
         self.active, self.position = active, position
 
-    def after_step(self, job: Job) -> None:
-        if self.every_steps and job.step % self.every_steps == 0 and job.step < job.plan.steps:
-            self._save(job)
+    def due(self, job: Job) -> int:
+        return _next_multiple(self.every_steps, job.step) if self.every_steps else job.plan.epoch_end(job.step)
 
-    def after_epoch(self, job: Job) -> None:
-        if self.every_steps is None or job.step == job.plan.steps:
-            self._save(job)
-
-    def _save(self, job: Job) -> None:
+    def act(self, job: Job) -> None:
+        due = job.step % self.every_steps == 0 if self.every_steps else job.plan.ends_epoch(job.step)
+        if not due and job.step < job.plan.steps:
+            return
         self.position.phase = "checkpoint"
         job.strategy.agree(job.module)
         if self.active:
             training = {"optimizer": job.stepper.optimizer.state_dict(), "scaler": job.stepper.scaler.state_dict()}
             checkpoint.save(self.run_dir, job.step, job.module.model, training, self.config, self.keep)
+
+
+def _next_multiple(period: int, step: int) -> int:
+    return (step // period + 1) * period

@@ -11,7 +11,7 @@ from torch import nn
 
 from ddp_train.data.loader import Batch
 from ddp_train.data.plan import Plan
-from ddp_train.metrics import RunningLoss, Score, Scorer
+from ddp_train.metrics import Score, Scorer
 from ddp_train.optim import Stepper
 from ddp_train.strategy import ModelWithLoss, Strategy
 
@@ -38,33 +38,35 @@ class Job:
     batches: Iterable[Batch]
     evaluation: Evaluation
     seed_step: Callable[[int], None]
-    losses: RunningLoss
     hooks: Sequence[Hook] = ()
     step: int = 0
 
 
 class Hook(Protocol):
-    """Something that happens beside training, on every process alike."""
+    """Something that happens beside training, between two steps, on every process alike."""
 
-    def after_step(self, job: Job) -> None: ...
+    def due(self, job: Job) -> int:
+        """The next step, later than `job.step`, after which it must be called."""
+        ...
 
-    def after_epoch(self, job: Job) -> None: ...
+    def act(self, job: Job) -> None:
+        """Called after that step, and after those for which other hooks asked."""
+        ...
 
 
 def fit(job: Job) -> None:
     """Trains from `job.step` to the end of the plan."""
     batches = iter(job.batches)
     while job.step < job.plan.steps:
-        train_epoch(job, batches)
+        train(job, batches, until=min([job.plan.epoch_end(job.step), *(hook.due(job) for hook in job.hooks)]))
         for hook in job.hooks:
-            hook.after_epoch(job)
+            hook.act(job)
 
 
-def train_epoch(job: Job, batches: Iterator[Batch]) -> None:
-    """Trains to the end of the current epoch, or of the plan."""
+def train(job: Job, batches: Iterator[Batch], until: int) -> None:
+    """Trains until `until` optimizer steps are done."""
     job.module.train()
-    end = job.plan.epoch_end(job.step)
-    while job.step < end:
+    while job.step < until:
         job.seed_step(job.step)
         exchange = False
         while not exchange:
@@ -72,12 +74,9 @@ def train_epoch(job: Job, batches: Iterator[Batch]) -> None:
             exchange = batch.share.last
             with job.strategy.sync_gradients(job.wrapped, now=exchange):
                 loss = job.wrapped(batch.inputs, batch.targets)
-                seen = job.stepper.backward(loss, batch)
-            job.losses.add(seen, batch.share.count)
+                job.stepper.backward(loss, batch.share)
         job.stepper.step()
         job.step += 1
-        for hook in job.hooks:
-            hook.after_step(job)
 
 
 @torch.no_grad()

@@ -11,32 +11,46 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddp_train.data.plan import Share
 from ddp_train.distributed.session import total
 
 METRICS = "metrics.jsonl"
+
+
+SeenLoss = float | Tensor
+"""The sum of the sample losses of a forward pass: a number on CPU, where looking costs nothing; on a GPU, where looking
+would wait for it, a detached tensor, a scalar or [replicas]."""
+
+
+def is_finite(loss: SeenLoss) -> bool:
+    """Whether it is neither NaN nor infinite. Waits for the device."""
+    return bool(loss.isfinite().all()) if isinstance(loss, Tensor) else math.isfinite(loss)
 
 
 class RunningLoss:
     """The losses since the last look. Adding costs no arithmetic and no synchronisation with the device."""
 
     def __init__(self) -> None:
-        self.losses: list[Tensor] = []
-        self.samples = 0
+        self.seen: list[tuple[SeenLoss, Share]] = []
 
-    def add(self, loss: Tensor, samples: int) -> None:
-        """loss: the detached sum of the sample losses, or [replicas] of them; samples: how many, 0 for a stand-in."""
-        if samples:
-            self.losses.append(loss)
-            self.samples += samples
+    def add(self, loss: SeenLoss, share: Share) -> None:
+        """The loss of a forward pass over these samples."""
+        self.seen.append((loss, share))
+
+    def of_step(self, step: int) -> list[tuple[SeenLoss, Share]]:
+        """What was added in one optimizer step, if nobody looked since."""
+        return [(loss, share) for loss, share in self.seen if share.step == step]
 
     def mean(self, device: str) -> float:
         """The mean loss per sample over all processes, by one reduction; starts over."""
-        losses = [loss.view(-1) for loss in self.losses]  # a short batch fills fewer replicas
-        local = torch.cat(losses).double().sum() if losses else torch.zeros((), dtype=torch.float64)
-        sums = total(
-            torch.stack([local.to(device), torch.tensor(float(self.samples), device=device, dtype=torch.float64)])
-        )
-        self.losses, self.samples = [], 0
+        counted = [(loss, share.count) for loss, share in self.seen if share.count]  # a stand-in does not count
+        local = math.fsum(loss for loss, _ in counted if not isinstance(loss, Tensor))
+        sums = torch.tensor([local, sum(count for _, count in counted)], device=device, dtype=torch.float64)
+        on_device = [loss.view(-1) for loss, _ in counted if isinstance(loss, Tensor)]
+        if on_device:
+            sums[0] += torch.cat(on_device).double().sum()  # a short batch fills fewer replicas
+        total(sums)
+        self.seen.clear()
         loss, samples = sums.tolist()
         return loss / samples
 

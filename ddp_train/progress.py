@@ -5,18 +5,19 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from ddp_train.health import Position
 from ddp_train.metrics import Score
 
-REFRESH_SECONDS = 0.25
-"""Drawing the bar takes some milliseconds of the training thread: rich's own ten times a second are too many."""
+REFRESHES_PER_SECOND = 4
+"""Drawing the bar takes some milliseconds of Python, in a thread of its own: rich's ten times a second are too many."""
 log = logging.getLogger(__name__)
 
 
@@ -45,12 +46,12 @@ def start_logging(log_file: Path, rank: int, to_terminal: bool) -> None:
 class Display:
     """The terminal of rank 0; on all other ranks it does nothing. The same lines go to the log."""
 
-    def __init__(self, active: bool) -> None:
-        self.active = active
+    def __init__(self, active: bool, position: Position) -> None:
+        self.active, self.position = active, position
         self.console = Console(highlight=False, soft_wrap=True)
         self.bar: Progress | None = None
-        self.drawn = 0.0
         self.numbers = ""
+        """What stands beside the bar."""
 
     def plan(self, rows: dict[str, str]) -> None:
         """What is about to happen."""
@@ -71,17 +72,9 @@ class Display:
                 TextColumn("{task.fields[numbers]}"),
                 TimeRemainingColumn(),
             )
-            self.bar = Progress(*columns, console=self.console, auto_refresh=False, transient=True, expand=True)
-            self.task = self.bar.add_task("training", total=steps, completed=done, numbers="")
+            self.bar = _Bar(self, *columns, console=self.console, transient=True, expand=True)
+            self.bar.add_task("training", total=steps, completed=done, numbers="")
             self.bar.start()
-
-    def advance(self, step: int, numbers: str = "") -> None:
-        """Every step; draws a few times a second."""
-        self.numbers = numbers or self.numbers
-        if self.bar and time.monotonic() - self.drawn > REFRESH_SECONDS:
-            self.drawn = time.monotonic()
-            self.bar.update(self.task, completed=step, numbers=self.numbers)
-            self.bar.refresh()
 
     def line(self, text: str) -> None:
         """A line that stays."""
@@ -107,6 +100,19 @@ class Display:
         if speed := summary.get("samples_per_second"):
             self.line(f"{speed:,.0f} samples/s, {summary['steps']:,} steps, {summary['seconds']:.1f} s")
         self.line(f"run directory {run_dir}")
+
+
+class _Bar(Progress):
+    """Looks at the position itself, from rich's own thread: training does not wait for it, and calls nothing."""
+
+    def __init__(self, display: Display, *columns: ProgressColumn, **options: Any) -> None:
+        self.display = display
+        super().__init__(*columns, refresh_per_second=REFRESHES_PER_SECOND, **options)
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        for task in self.task_ids:
+            self.update(task, completed=self.display.position.step, numbers=self.display.numbers)
+        return super().get_renderables()
 
 
 def epoch_line(epoch: int, epochs: int, loss: float | None, score: Score | None, seconds: float, samples: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -12,6 +13,14 @@ from torch import Tensor, nn
 
 from ddp_train.config.schema import DdpConfig
 from ddp_train.distributed.session import average_buffers
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""(outputs [n, ...], targets [n]) -> the sum of the sample losses, a scalar."""
+
+
+def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The loss of a regression; outputs may have dimensions of size 1 that targets [n] lack."""
+    return nn.functional.mse_loss(outputs.view_as(targets), targets, reduction="sum")
 
 
 class ModelWithLoss(nn.Module):
@@ -25,30 +34,26 @@ class ModelWithLoss(nn.Module):
     gathered = False
     """Whether DataParallel will gather the losses: it wants a dimension to do it along."""
 
-    def __init__(self, model: nn.Module, loss: nn.Module, device: str, autocast: torch.dtype | None) -> None:
+    def __init__(self, model: nn.Module, loss: Loss, device: str, autocast: torch.dtype | None) -> None:
         super().__init__()
         self.model, self.loss = model, loss
         self.device_type, self.autocast = torch.device(device).type, autocast
 
     def forward(self, inputs: Any, targets: Tensor) -> Tensor:
         if self.autocast is None:
-            loss = self.loss(self._outputs(inputs, targets), targets)
+            loss = self.loss(self.model(inputs), targets)
         else:
             with torch.autocast(self.device_type, self.autocast):
-                loss = self.loss(self._outputs(inputs, targets), targets)
+                loss = self.loss(self.model(inputs), targets)
         return loss.view(1) if self.gathered else loss
 
     def score(self, inputs: Any, targets: Tensor) -> tuple[Tensor, Tensor | None]:
         """The sum of the sample losses and, for class labels, the number of right predictions (int64)."""
         with torch.autocast(self.device_type, self.autocast or torch.bfloat16, enabled=self.autocast is not None):
-            outputs = self._outputs(inputs, targets)
+            outputs = self.model(inputs)
             loss = self.loss(outputs, targets)
         correct = None if targets.is_floating_point() else (outputs.argmax(-1) == targets).sum()
         return loss, correct
-
-    def _outputs(self, inputs: Any, targets: Tensor) -> Tensor:
-        outputs = self.model(inputs)
-        return outputs.view_as(targets) if targets.is_floating_point() else outputs
 
 
 class Strategy(Protocol):

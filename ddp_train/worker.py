@@ -83,7 +83,7 @@ def run(config: Config, world: World, get_store: Callable[[], Store]) -> int:
 def _work(config: Config, world: World, device: str, run_dir: Path, position: health.Position) -> None:
     """Everything between the opening of the session and its end. What it builds is gone when it returns."""
     tuning.set_process_flags(config)
-    display = progress.Display(active=world.is_leader)
+    display = progress.Display(active=world.is_leader, position=position)
     position.phase = "data set"
     with local_leader_first(world, device) if getattr(config.data, "download", False) else contextlib.nullcontext():
         sources = build_sources(config.data, config.seed)

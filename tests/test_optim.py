@@ -24,6 +24,7 @@ from ddp_train.config.schema import (
     SgdConfig,
     StepConfig,
 )  # fmt: skip
+from ddp_train.data.plan import Share
 from ddp_train.data.sources import ArraySource
 from ddp_train.distributed.world import World
 from ddp_train.errors import NonFiniteLossError
@@ -101,12 +102,13 @@ def poisoned_run(world: World, kind: str, accumulation: int, extra: dict[str, An
     before: list[torch.Tensor] = []
 
     class Watch:
-        def after_step(self, job: Any) -> None:
+        def due(self, job: Any) -> int:
+            return job.step + 1
+
+        def act(self, job: Any) -> None:
             before[:] = [parameter.detach().clone() for parameter in job.module.parameters()]
 
-        def after_epoch(self, job: Any) -> None: ...
-
-    Watch().after_step(job)
+    Watch().act(job)
     job.hooks = [Watch()]
     try:
         fit(job)
@@ -143,7 +145,7 @@ def test_a_loss_that_is_not_finite_without_a_bad_gradient_is_seen_too() -> None:
     world = World()
     config = config_of(world, strategy={"name": "single"}, model={"name": "mlp"}, train={"global_batch_size": 8})
     job = job_of(config, world, (table(16), table(16)))
-    job.module.loss.forward = lambda outputs, targets: outputs.sum() + math.nan  # type: ignore[method-assign]
+    job.module.loss = lambda outputs, targets: outputs.sum() + math.nan
     with pytest.raises(NonFiniteLossError):
         fit(job)
 
@@ -187,10 +189,14 @@ def test_dropout_is_keyed_by_seed_step_and_rank() -> None:
     assert (a[0] != drawn(1, 0)[0]).any() and (a[0] != drawn(0, 1)[0]).any()
 
 
+def share(count: int) -> Share:
+    return Share(epoch=0, step=0, ids=np.arange(max(count, 1)), count=count, scale=1.0, last=True)
+
+
 def test_losses_of_scalars_and_of_unequal_numbers_of_replicas_add_up() -> None:
     losses = RunningLoss()
-    losses.add(torch.tensor(3.0), 2)
-    losses.add(torch.tensor([1.0, 2.0, 4.0, 5.0]), 8)  # DataParallel on four GPUs
-    losses.add(torch.tensor([6.0, 7.0, 8.0]), 5)  # and a short batch, which fills three of them
-    losses.add(torch.tensor(100.0), 0)  # a stand-in does not count
+    losses.add(3.0, share(2))  # as on the CPU
+    losses.add(torch.tensor([1.0, 2.0, 4.0, 5.0]), share(8))  # DataParallel on four GPUs
+    losses.add(torch.tensor([6.0, 7.0, 8.0]), share(5))  # and a short batch, which fills three of them
+    losses.add(torch.tensor(100.0), share(0))  # a stand-in does not count
     assert losses.mean("cpu") == 36 / 15

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_train.distributed.world import World
-from ddp_train.loop import evaluate, train_epoch
+from ddp_train.loop import evaluate, train
 from tests.jobs import config_of, job_of, largest_difference, table, trained
 from tests.ranks import on_ranks
 
@@ -151,7 +151,7 @@ def buffers_after_training(world: World, broadcast_buffers: bool) -> tuple[dict,
         strategy={"name": "ddp", "broadcast_buffers": broadcast_buffers},
     )
     job = job_of(config, world)
-    train_epoch(job, iter(job.batches))
+    train(job, iter(job.batches), until=job.plan.epoch_end(0))
     before = {name: buffer.clone() for name, buffer in job.module.model.named_buffers()}
     score = evaluate(job.evaluation)
     assert score.samples == SAMPLES

@@ -267,7 +267,7 @@ def weights_after_a_step(case: Case) -> Any:
     module = build_module(case.config, sources[0], "cpu")
     job = build_job(case.config, World(), "cpu", module, sources, Position(), 0)
     batch = next(iter(job.batches))
-    job.stepper.backward(job.wrapped(batch.inputs, batch.targets), batch)
+    job.stepper.backward(job.wrapped(batch.inputs, batch.targets), batch.share)
     job.stepper.step()
     return [content(parameter.detach()) for parameter in module.parameters()]
 

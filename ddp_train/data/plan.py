@@ -55,6 +55,10 @@ class Plan:
         """The step at which the epoch that holds optimizer step `step` ends, or the run."""
         return min((step // self.steps_per_epoch + 1) * self.steps_per_epoch, self.steps)
 
+    def ends_epoch(self, step: int) -> bool:
+        """Whether `step` optimizer steps complete an epoch, or the run."""
+        return step % self.steps_per_epoch == 0 or step == self.steps
+
     def samples_seen(self, step: int) -> int:
         """Samples that the first `step` optimizer steps consume, over all processes."""
         epochs, rest = divmod(step, self.steps_per_epoch)
