@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help train test check lint bench clean
+.PHONY: help train test check lint bench chaos clean
 PYTHON ?= python3
 ARGS ?=
 BIN := .venv/bin
@@ -19,6 +19,9 @@ check: lint  ## what CI runs: lint, format, types and every test
 bench: .venv/ready  ## start-up against torchrun and overhead against a raw loop, on an idle machine; both have limits
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/overhead.py
+
+chaos: .venv/ready  ## 60 runs under random SIGKILLs at 2, 3 and 4 ranks; every one must end in the same bytes
+	$(BIN)/python -m tests.chaos
 
 lint: .venv/ready  ## lint, format and types
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -22,7 +23,7 @@ from ddp_train.loop import Evaluation, Job
 from ddp_train.metrics import Scorer
 from ddp_train.models import build_model
 from ddp_train.optim import Stepper, build_optimizer, build_schedule
-from ddp_train.strategy import ModelWithLoss, build_strategy, squared_error
+from ddp_train.strategy import ModelWithLoss, build_strategy, settle_buckets, squared_error
 
 
 def build_module(config: Config, source: Source, device: str) -> ModelWithLoss:
@@ -91,6 +92,10 @@ def build_job(
         rule = f"the run ends before, after {plan.steps} steps; use less than {plan.steps}"
         raise ConfigError([f"schedule.warmup_steps={warmup}: {rule}"])
     strategy = build_strategy(config.strategy, device)
+    wrapped = strategy.wrap(module)
+    if config.deterministic and config.strategy.name == "ddp" and world.size > 2:
+        share, here = next(plan.shares()), replace(config.tuning, num_workers=0)
+        settle_buckets(wrapped, next(iter(Loader(train_source, [share], here, device, position))))
     scaler = torch.amp.GradScaler(torch.device(device).type, enabled=config.tuning.precision == "fp16")
     stepper = Stepper(
         build_optimizer(module.model.parameters(), config.optimizer, config.tuning.optimizer),
@@ -103,7 +108,7 @@ def build_job(
     return Job(
         plan=plan,
         module=module,
-        wrapped=strategy.wrap(module),
+        wrapped=wrapped,
         strategy=strategy,
         stepper=stepper,
         batches=Loader(train_source, _Shares(plan, first_step), config.tuning, device, position),

@@ -2,24 +2,28 @@
 
 step_00000150/
     model.safetensors    the weights under the model's own names, whatever strategy trained them
-    training.pt          optimizer and scaler state, plain data that loads with weights_only=True
-    manifest.json        the step, the config, and size and sha256 of each file
+    training.pt          optimizer and scaler state and counters: plain data that loads with weights_only=True
+    manifest.json        the step, the config, what else is known, and size and sha256 of each file
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
 import os
+import pickle
 import shutil
+import threading
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
 from ddp_train.errors import DataError, WriteError
 
@@ -27,42 +31,133 @@ MODEL, TRAINING, MANIFEST = "model.safetensors", "training.pt", "manifest.json"
 log = logging.getLogger(__name__)
 
 
-def save(
-    run_dir: Path, step: int, model: nn.Module, training: dict[str, Any], config: dict[str, Any], keep: int
-) -> Path:
-    """Writes the checkpoint of `step` and removes all but the newest `keep`. For one process only, rank 0.
+@dataclass(frozen=True)
+class Snapshot:
+    """The state after `step` optimizer steps, apart from what training goes on with."""
 
-    Raises WriteError, with all earlier checkpoints intact, if it cannot be written.
+    step: int
+    model: dict[str, Tensor]
+    training: dict[str, Any]
+    manifest: dict[str, Any]
+    """Further entries of the manifest: plain data. `test`, the score of this step, decides which one is the best."""
+
+
+def copy_of(state: Any) -> Any:
+    """The same nested lists and dicts with a copy of each tensor, on its device: training waits for no transfer.
+
+    A copy that does not fit into the GPU's memory goes to the host at once.
     """
+    if isinstance(state, dict):
+        return {key: copy_of(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(copy_of(value) for value in state)
+    if not isinstance(state, Tensor):
+        return state
+    try:
+        return state.detach().clone()
+    except torch.OutOfMemoryError:
+        return state.detach().cpu()
+
+
+class Writer:
+    """Writes checkpoints into `run_dir` in a thread of its own, one at a time. For one process only, rank 0."""
+
+    def __init__(self, run_dir: Path, keep: int, keep_best: bool = False) -> None:
+        self.run_dir, self.keep, self.keep_best = run_dir, keep, keep_best
+        self.thread: threading.Thread | None = None
+        self.error: Exception | None = None
+        for part in run_dir.glob("checkpoints/step_*.part-*"):  # a process was killed while it wrote or removed it
+            shutil.rmtree(part)
+
+    def submit(self, snapshot: Snapshot) -> None:
+        """Begins to write; waits first until the one before is written."""
+        self._join()
+        self.thread = threading.Thread(target=self._write, args=(snapshot,), name="checkpoint")
+        self.thread.start()
+
+    def finish(self) -> None:
+        """Waits until all is written. Raises WriteError if the last one could not be."""
+        self._join()
+        if self.error:
+            raise self.error
+
+    def _join(self) -> None:
+        if self.thread:
+            self.thread.join()
+        if self.error and not isinstance(self.error, WriteError):
+            raise self.error
+
+    def _write(self, snapshot: Snapshot) -> None:
+        try:
+            self.error = None
+            write(self.run_dir, snapshot)
+            _remove_old(self.run_dir / "checkpoints", snapshot.step, self.keep, self.keep_best)
+        except Exception as error:  # noqa: BLE001  `submit` and `finish` raise it in the training thread
+            self.error = error  # a WriteError counts if it is the last word: until then training goes on
+            log.warning("%s; training goes on, the next checkpoint will be tried", error)
+
+
+def write(run_dir: Path, snapshot: Snapshot) -> Path:
+    """Writes a checkpoint, atomically. Raises WriteError, with all others intact, if it cannot be written."""
+    step = snapshot.step
     final = run_dir / "checkpoints" / f"step_{step:08d}"
-    part = final.with_name(final.name + f".part-{os.getpid()}")
+    part = final.with_name(f"{final.name}.part-{os.getpid()}")
     try:
         part.mkdir(parents=True)
-        save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, part / MODEL)
-        torch.save(training, part / TRAINING)
+        save_file({name: tensor.cpu().contiguous() for name, tensor in snapshot.model.items()}, part / MODEL)
+        torch.save(_on_host(snapshot.training), part / TRAINING)
         files = {
             name: {"bytes": (part / name).stat().st_size, "sha256": _digest(part / name)} for name in (MODEL, TRAINING)
         }
-        (part / MANIFEST).write_text(json.dumps({"step": step, "files": files, "config": config}, indent=1))
-        for name in (MODEL, TRAINING, MANIFEST):
-            _flush(part / name)
-        if final.exists():  # the same step once more, after a resume from an older one
-            shutil.rmtree(final)
+        manifest = {"step": step, **snapshot.manifest, "files": files}
+        (part / MANIFEST).write_text(json.dumps({**manifest, "sha256": _digest_of_values(manifest)}, indent=1))
+        for path in (part / MODEL, part / TRAINING, part / MANIFEST, part):
+            _flush(path)
+        if final.exists():  # the same step once more: the run resumed from an older one, for this one is spoilt
+            final.rename(final.with_name(f"{final.name}.part-spoilt"))
         part.rename(final)
         _flush(final.parent)
     except (OSError, RuntimeError, SafetensorError) as error:  # a full disk is an OSError, or a RuntimeError of torch's
         shutil.rmtree(part, ignore_errors=True)
+        needed = sum(tensor.nbytes for tensor in snapshot.model.values()) + _bytes(snapshot.training)
         free = shutil.disk_usage(run_dir).free if run_dir.exists() else 0
         raise WriteError(
-            f"the checkpoint of step {step} cannot be written to {final}: {error} ({free:,} bytes free)",
+            f"the checkpoint of step {step} cannot be written to {final}: {error} "
+            f"({free:,} bytes free, some {needed:,} needed)",
             "free some space, or continue in another run_dir with checkpoint.resume=PATH",
         ) from error
-    # A later step than this one's was passed over when the run resumed: it goes before any that can be trusted.
-    others = sorted(path for path in final.parent.glob("step_????????") if path != final)
-    others.sort(key=lambda path: path < final)
-    for old in others[: max(0, len(others) - (keep - 1))]:
-        shutil.rmtree(old)
+    shutil.rmtree(final.with_name(f"{final.name}.part-spoilt"), ignore_errors=True)
     return final
+
+
+def _remove_old(folder: Path, newest: int, keep: int, keep_best: bool) -> None:
+    """Removes all but the newest `keep` checkpoints and the best one, once that of step `newest` is verified."""
+    final = folder / f"step_{newest:08d}"
+    flaw = _flaw(final)
+    if flaw:
+        raise WriteError(f"the checkpoint {final} is spoilt as soon as it is written: {flaw}", "check the disk")
+    # A later step than this one's was passed over when the run resumed: it goes before any that can be trusted.
+    others = sorted(path for path in folder.glob("step_????????") if path != final)
+    others.sort(key=lambda path: path < final)
+    best = _best([*others, final]) if keep_best else None
+    for old in others[: max(0, len(others) - (keep - 1))]:
+        if old != best:
+            aside = old.with_name(f"{old.name}.part-old")  # never half a checkpoint under a checkpoint's name
+            old.rename(aside)
+            shutil.rmtree(aside)
+
+
+def _best(places: list[Path]) -> Path | None:
+    """The checkpoint with the highest test accuracy, or the lowest loss; the earliest of equal ones."""
+
+    def rank(score: dict[str, Any]) -> tuple[float, float]:
+        return -(score["accuracy"] or 0.0), score["loss"]
+
+    scored = []
+    for place in sorted(places):
+        with contextlib.suppress(OSError, ValueError):  # a spoilt one is nobody's best
+            scored += [(rank(score), place) for score in [read_manifest(place).get("test")] if score]
+    return min(scored)[1] if scored else None
 
 
 def find(resume: str, run_dir: Path) -> Path | None:
@@ -105,8 +200,11 @@ def load_model(path: Path, model: nn.Module) -> None:
 
 
 def load_training(path: Path) -> dict[str, Any]:
-    """What `save` was given as `training`."""
-    return torch.load(path / TRAINING, weights_only=True, map_location="cpu")
+    """The `training` of the snapshot, on the host. Raises DataError if it is not plain data: no code runs."""
+    try:
+        return torch.load(path / TRAINING, weights_only=True, map_location="cpu")
+    except pickle.UnpicklingError as error:
+        raise DataError(f"{path / TRAINING} is not plain data", "name another checkpoint.resume=PATH") from error
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -118,7 +216,8 @@ def _flaw(path: Path) -> str | None:
     """Why a checkpoint cannot be trusted, or None if it can."""
     try:
         manifest = read_manifest(path)
-        int(manifest["step"])
+        if manifest.pop("sha256") != _digest_of_values(manifest):
+            return f"{MANIFEST} does not match its sha256"
         for name, expected in manifest["files"].items():
             if (path / name).stat().st_size != expected["bytes"]:
                 return f"{name} has the wrong size"
@@ -127,6 +226,26 @@ def _flaw(path: Path) -> str | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{MANIFEST} cannot be read: {error!r}"
     return None
+
+
+def _on_host(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: _on_host(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(_on_host(value) for value in state)
+    return state.cpu() if isinstance(state, Tensor) else state
+
+
+def _bytes(state: Any) -> int:
+    if isinstance(state, dict):
+        return sum(_bytes(value) for value in state.values())
+    if isinstance(state, list | tuple):
+        return sum(_bytes(value) for value in state)
+    return state.nbytes if isinstance(state, Tensor) else 0
+
+
+def _digest_of_values(values: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def _digest(path: Path) -> str:

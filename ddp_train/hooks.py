@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
-from ddp_train import checkpoint
+import torch
+
+from ddp_train.checkpoint import Snapshot, Writer, copy_of
+from ddp_train.config.schema import CheckpointConfig
+from ddp_train.distributed.session import total
 from ddp_train.health import Position
 from ddp_train.loop import Job, evaluate
 from ddp_train.metrics import MetricsFile, Score
@@ -28,40 +31,55 @@ class Record:
         self.display, self.metrics, self.device, self.epochs = display, metrics, device, epochs
         self.log_every_steps, self.evaluate_every_epochs = log_every_steps, evaluate_every_epochs
         self.epoch_seconds: list[float] = []
-        self.samples_here = 0
-        """Samples trained on in this process's time, over all processes."""
         self.score: Score | None = None
+        """Of the step that was done last, if it was evaluated."""
         self.loss: float | None = None
-        self.epoch_began = self.interval_began = time.perf_counter()
-        self.epoch_first_step = self.interval_first_step = 0
+        self.seconds_before = self.epoch_seconds_before = 0.0
+        """In earlier processes of this run: altogether, and in the epoch that is going on."""
+        self.began = self.epoch_began = self.interval_began = time.perf_counter()
+        self.interval_first_step = 0
 
     def begin(self, job: Job) -> None:
         """Starts the clocks, after all the building."""
-        self.epoch_began = self.interval_began = time.perf_counter()
-        self.epoch_first_step = self.interval_first_step = job.step
+        self.began = self.epoch_began = self.interval_began = time.perf_counter()
+        self.interval_first_step = job.step
+
+    @property
+    def seconds(self) -> float:
+        """Since training began, without what happened between the processes of a run that was resumed."""
+        return self.seconds_before + time.perf_counter() - self.began
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run must know to tell of the whole of it."""
+        epoch = self.epoch_seconds_before + time.perf_counter() - self.epoch_began
+        return {"seconds": self.seconds, "epoch_seconds": list(self.epoch_seconds), "this_epoch_seconds": epoch}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.seconds_before, self.epoch_seconds = state["seconds"], list(state["epoch_seconds"])
+        self.epoch_seconds_before = state["this_epoch_seconds"]
 
     def due(self, job: Job) -> int:
         return min(_next_multiple(self.log_every_steps, job.step), job.plan.epoch_end(job.step))
 
     def act(self, job: Job) -> None:
         ends = job.plan.ends_epoch(job.step)
+        self.score = None
         if ends or job.step % self.log_every_steps == 0:
             self._record_interval(job)
         if ends:
             self._record_epoch(job)
 
     def _record_epoch(self, job: Job) -> None:
-        seconds = time.perf_counter() - self.epoch_began
-        samples = job.plan.samples_seen(job.step) - job.plan.samples_seen(self.epoch_first_step)
+        seconds = self.epoch_seconds_before + time.perf_counter() - self.epoch_began
         self.epoch_seconds.append(seconds)
-        self.samples_here += samples
         epoch = -(-job.step // job.plan.steps_per_epoch)
-        due = epoch % self.evaluate_every_epochs == 0 or job.step == job.plan.steps
-        self.score = evaluate(job.evaluation) if due else None
-        if self.score:
+        samples = job.plan.samples_seen(job.step) - job.plan.samples_seen((epoch - 1) * job.plan.steps_per_epoch)
+        if epoch % self.evaluate_every_epochs == 0 or job.step == job.plan.steps:
+            self.score = evaluate(job.evaluation)
             self.metrics.write(kind="test", step=job.step, epoch=epoch, **self.score.as_dict())
         self.display.line(epoch_line(epoch, self.epochs, self.loss, self.score, seconds, samples))
-        self.begin(job)
+        self.epoch_seconds_before = 0.0
+        self.epoch_began = self.interval_began = time.perf_counter()
 
     def _record_interval(self, job: Job) -> None:
         self.loss = job.stepper.losses.mean(self.device)  # waits for the device: the clock is read after it
@@ -83,32 +101,54 @@ class Record:
 
 
 class Save:
-    """A checkpoint every so many steps, or each epoch, and at the end. Written by one process."""
+    """A checkpoint every so many steps or minutes, or each epoch, and at the end."""
 
     def __init__(
         self,
-        run_dir: Path,
-        config: dict[str, Any],
-        every_steps: int | None,
-        keep: int,
-        active: bool,
+        writer: Writer | None,
+        record: Record,
+        manifest: dict[str, Any],
+        config: CheckpointConfig,
         position: Position,
     ) -> None:
-        self.run_dir, self.config, self.every_steps, self.keep = run_dir, config, every_steps, keep
-        self.active, self.position = active, position
+        """writer: on one process; the others take part without one. manifest: what stands in every checkpoint's."""
+        self.writer, self.record, self.manifest, self.position = writer, record, manifest, position
+        self.every_steps, self.every_minutes, self.best = config.every_steps, config.every_minutes, config.best
+        self.last_save = time.monotonic()
 
     def due(self, job: Job) -> int:
         return _next_multiple(self.every_steps, job.step) if self.every_steps else job.plan.epoch_end(job.step)
 
     def act(self, job: Job) -> None:
-        due = job.step % self.every_steps == 0 if self.every_steps else job.plan.ends_epoch(job.step)
-        if not due and job.step < job.plan.steps:
-            return
+        at_this_step = job.step % self.every_steps == 0 if self.every_steps else job.plan.ends_epoch(job.step)
+        evaluated = self.best and self.record.score is not None
+        if at_this_step or evaluated or job.step == job.plan.steps or self._time_is_up():
+            self._save(job)
+        if self.writer and job.step == job.plan.steps:
+            self.writer.finish()
+
+    def _time_is_up(self) -> bool:
+        """By the clock of the process that writes: the others ask it, at every logging interval."""
+        if self.every_minutes is None:
+            return False
+        up = self.writer is not None and time.monotonic() - self.last_save >= 60 * self.every_minutes
+        return total(torch.tensor(float(up), device=self.record.device)).item() > 0
+
+    def _save(self, job: Job) -> None:
         self.position.phase = "checkpoint"
-        job.strategy.agree(job.module)
-        if self.active:
-            training = {"optimizer": job.stepper.optimizer.state_dict(), "scaler": job.stepper.scaler.state_dict()}
-            checkpoint.save(self.run_dir, job.step, job.module.model, training, self.config, self.keep)
+        self.last_save = time.monotonic()
+        with job.strategy.averaged(job.module) as buffers:
+            if self.writer:
+                score = self.record.score and self.record.score.as_dict()
+                training = job.stepper.state() | {"buffers": buffers, "record": self.record.state()}
+                self.writer.submit(
+                    Snapshot(
+                        step=job.step,
+                        model=copy_of(job.module.model.state_dict()),
+                        training=copy_of(training),
+                        manifest={**self.manifest, "test": score},
+                    )
+                )
 
 
 def _next_multiple(period: int, step: int) -> int:

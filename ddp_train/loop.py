@@ -82,10 +82,10 @@ def train(job: Job, batches: Iterator[Batch], until: int) -> None:
 @torch.no_grad()
 def evaluate(evaluation: Evaluation) -> Score:
     """Scores the test set: each sample once, the same numbers on any number of processes."""
-    evaluation.strategy.agree(evaluation.module)
     evaluation.module.eval()
     scorer = evaluation.new_scorer()
-    for batch in evaluation.batches:
-        loss, correct = evaluation.module.score(batch.inputs, batch.targets)
-        scorer.add(batch.share.step, loss, correct, batch.share.count)
+    with evaluation.strategy.averaged(evaluation.module):
+        for batch in evaluation.batches:
+            loss, correct = evaluation.module.score(batch.inputs, batch.targets)
+            scorer.add(batch.share.step, loss, correct, batch.share.count)
     return scorer.result()

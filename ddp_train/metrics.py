@@ -98,9 +98,20 @@ class Scorer:
 class MetricsFile:
     """metrics.jsonl: a line per logging interval and per evaluation. Inactive on all ranks but one."""
 
-    def __init__(self, run_dir: Path, active: bool) -> None:
-        self.file = (run_dir / METRICS).open("a", buffering=1) if active else None
+    def __init__(self, run_dir: Path, active: bool, first_step: int) -> None:
+        """Lines of steps after `first_step` go: they are of a process that was lost, and come again."""
+        path = run_dir / METRICS
+        if active and path.exists():
+            part = path.with_name(METRICS + ".part")
+            part.write_text("".join(line for line in _whole_lines(path) if json.loads(line)["step"] <= first_step))
+            part.replace(path)
+        self.file = path.open("a", buffering=1) if active else None
 
     def write(self, **values: Any) -> None:
         if self.file:
             self.file.write(json.dumps(values) + "\n")
+
+
+def _whole_lines(path: Path) -> list[str]:
+    """All but a last line that a killed process left half written."""
+    return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("}\n")]

@@ -126,6 +126,16 @@ class Stepper:
         self.steps_done = self.position.step = step
         self.rated = list(zip(self.optimizer.param_groups, self.full_rates, strict=True))
 
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint must hold beside the weights."""
+        return {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """The moments come from the checkpoint; rates, decay and implementation are those of this run's config."""
+        own = self.optimizer.state_dict()
+        self.optimizer.load_state_dict({**own, "state": state["optimizer"]["state"]})
+        self.scaler.load_state_dict(state["scaler"])
+
     def backward(self, loss: Tensor, share: Share) -> None:
         """loss: the sum of the sample losses of a share, a scalar, or [replicas] of them.
 

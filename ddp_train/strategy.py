@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ddp_train.config.schema import DdpConfig
-from ddp_train.distributed.session import average_buffers
+from ddp_train.data.loader import Batch
+from ddp_train.distributed.session import averaged_buffers
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """(outputs [n, ...], targets [n]) -> the sum of the sample losses, a scalar."""
@@ -71,8 +72,11 @@ class Strategy(Protocol):
         """Gradients are exchanged in backward passes inside, if `now`; else they only add up on this process."""
         ...
 
-    def agree(self, module: ModelWithLoss) -> None:
-        """Makes buffers equal on all processes. Before an evaluation and before a checkpoint."""
+    def averaged(self, module: ModelWithLoss) -> AbstractContextManager[Tensor]:
+        """Inside, buffers are the average over all processes: for an evaluation, or a checkpoint.
+
+        Yields what each process had, and has again afterwards: [processes, n], float64.
+        """
         ...
 
 
@@ -94,8 +98,8 @@ class Single:
     def sync_gradients(self, wrapped: nn.Module, now: bool) -> AbstractContextManager[Any]:
         return _NOTHING
 
-    def agree(self, module: ModelWithLoss) -> None:
-        pass
+    def averaged(self, module: ModelWithLoss) -> AbstractContextManager[Tensor]:
+        return contextlib.nullcontext(torch.empty(1, 0))
 
 
 class DataParallel(Single):
@@ -126,8 +130,22 @@ class DistributedDataParallel:
         assert isinstance(wrapped, nn.parallel.DistributedDataParallel)
         return _NOTHING if now else wrapped.no_sync()
 
-    def agree(self, module: ModelWithLoss) -> None:
-        average_buffers(module)
+    def averaged(self, module: ModelWithLoss) -> AbstractContextManager[Tensor]:
+        return averaged_buffers(module)
+
+
+def settle_buckets(wrapped: nn.Module, batch: Batch) -> None:
+    """Two forward and backward passes that leave nothing behind but the final layout of DDP's buckets.
+
+    DDP lays out its buckets anew after its first iteration, in the order in which gradients came. At three ranks and
+    more the layout decides in which order numbers are added: without these passes the first step after every start
+    would differ, in the last bits, from the same step of a run that goes on.
+    """
+    before = {name: tensor.clone() for name, tensor in wrapped.state_dict().items()}
+    for _ in range(2):
+        wrapped(batch.inputs, batch.targets).sum().backward()
+    wrapped.zero_grad(set_to_none=True)
+    wrapped.load_state_dict(before)
 
 
 def ddp_arguments(config: DdpConfig, device: str) -> dict[str, Any]:
@@ -158,7 +176,7 @@ def _register_comm_hook(wrapped: nn.parallel.DistributedDataParallel, config: Dd
         wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
     elif config.comm_hook == "bf16":
         wrapped.register_comm_hook(None, default_hooks.bf16_compress_hook)
-    elif config.comm_hook == "powersgd":  # arXiv:1905.13727; plain all-reduce in the first 10 steps
+    elif config.comm_hook == "powersgd":  # arXiv:1905.13727; plain all-reduce in 10 passes first
         state = powerSGD_hook.PowerSGDState(None, config.powersgd_rank, start_powerSGD_iter=10)
         wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 

@@ -18,11 +18,20 @@ import torch
 
 from ddp_train import checkpoint, health, progress, tuning
 from ddp_train.build import build_evaluation, build_job, build_module, plan_rows
+from ddp_train.checkpoint import Writer
 from ddp_train.config.freeze import FILE, thaw, to_values
 from ddp_train.config.resolve import described
 from ddp_train.config.schema import Config
-from ddp_train.data.sources import Source, build_sources
-from ddp_train.distributed.session import Store, local_leader_first, open_store, session, share_config
+from ddp_train.data.sources import Source, build_sources, digests, refuse_other_data
+from ddp_train.distributed.session import (
+    Store,
+    local_leader_first,
+    open_store,
+    same_everywhere,
+    session,
+    set_buffers,
+    share_config,
+)
 from ddp_train.distributed.world import World, launcher_pid, world_from_environment
 from ddp_train.errors import LaunchError, PeerError
 from ddp_train.hooks import Record, Save
@@ -90,6 +99,7 @@ def _work(config: Config, world: World, device: str, run_dir: Path, position: he
     position.phase = "build"
     restarted = checkpoint.find("auto", run_dir) if world.attempt and config.mode == "train" else None
     found = restarted or checkpoint.find(config.checkpoint.resume, run_dir)
+    same_everywhere(checkpoint.read_manifest(found)["step"] if found else -1, device, f"the checkpoint in {run_dir}")
     if config.mode == "evaluate":
         assert found, "config.check asks for a checkpoint, and find raises if it is not valid"
         summary = _evaluate(config, world, device, position, sources, found)
@@ -111,48 +121,49 @@ def _train(
     sources: tuple[Source, Source],
     found: Path | None,
 ) -> dict[str, Any]:
+    manifest: dict[str, Any] = checkpoint.read_manifest(found) if found else {"step": 0}
     module = build_module(config, sources[0], device)
-    first_step = 0
-    if found:
-        checkpoint.load_model(found, module.model)
-        first_step = int(checkpoint.read_manifest(found)["step"])
-    job = build_job(config, world, device, module, sources, position, first_step)
-    if found:
-        training = checkpoint.load_training(found)
-        job.stepper.optimizer.load_state_dict(training["optimizer"])
-        job.stepper.scaler.load_state_dict(training["scaler"])
-    job.stepper.continue_from(first_step)
+    job = build_job(config, world, device, module, sources, position, first_step=manifest["step"])
     record = Record(
         display,
-        MetricsFile(run_dir, world.is_leader),
+        MetricsFile(run_dir, world.is_leader, job.step),
         device,
         config.train.epochs,
         config.train.log_every_steps,
         config.train.evaluate_every_epochs,
     )
-    save = Save(
-        run_dir, to_values(config), config.checkpoint.every_steps, config.checkpoint.keep, world.is_leader, position
-    )
+    data_digests = digests(sources[0])
+    if found:
+        if run_dir in found.parents:
+            refuse_other_data(config.data, manifest["data_digests"], data_digests)
+        checkpoint.load_model(found, module.model)
+        training = checkpoint.load_training(found)
+        if len(training["buffers"]) == world.size > 1:
+            set_buffers(module, training["buffers"][world.rank])
+        job.stepper.load_state(training)
+        record.load_state(training["record"])
+    job.stepper.continue_from(job.step)
+    writer = Writer(run_dir, config.checkpoint.keep, config.checkpoint.best) if world.is_leader else None
+    facts = {"config": to_values(config), "world_size": world.size, "torch": torch.__version__}
+    save = Save(writer, record, {**facts, "data_digests": data_digests}, config.checkpoint, position)
     job.hooks = [record, save]
     display.plan(plan_rows(config, job))
     display.start(job.step, job.plan.steps)
-    began = time.perf_counter()
     record.begin(job)
     try:
         fit(job)
     finally:
         display.stop()
-    seconds = time.perf_counter() - began
     score = record.score or evaluate(job.evaluation)  # nothing was left to train: the run was complete already
     return _summary(
         config,
         device,
         score,
         steps=job.step,
-        seconds=seconds,
+        seconds=record.seconds,
         samples_seen=job.plan.samples_seen(job.step),
         epoch_seconds=record.epoch_seconds,
-        samples_per_second=record.samples_here / sum(record.epoch_seconds or [1]),
+        samples_per_second=job.plan.samples_seen(job.step) / sum(record.epoch_seconds),
     )
 
 

@@ -94,11 +94,12 @@ def foreign_code(folder: Path) -> dict[str, str]:
     return {"PYTHONPATH": str(folder)}
 
 
-def foreign_net(**arguments: Any) -> list[str]:
-    """The words that train `foreign.Net` on some digits."""
+def foreign_net(deterministic: bool = False, **arguments: Any) -> list[str]:
+    """The words that train `foreign.Net` on some digits. Deterministic runs take two passes more, before step 0."""
     words = [f"+model.{name}='{value}'" if isinstance(value, str) else f"+model.{name}={value}"
              for name, value in arguments.items()]  # fmt: skip
-    return ["model._target_=foreign.Net", "trusted_modules=[foreign]", "data.limit=200", "schedule=constant", *words]
+    fixed = ["model._target_=foreign.Net", "trusted_modules=[foreign]", f"deterministic={deterministic}"]
+    return [*fixed, "data.limit=200", "schedule=constant", *words]
 
 
 def torchrun(*options: str) -> list[str]:

@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load
 
 from tests.commands import (
     ENDLESS,
@@ -58,7 +57,8 @@ def test_a_killed_worker_ends_the_run_and_is_named(tmp_path: Path) -> None:
 def test_a_run_that_is_started_again_ends_where_it_would_have(tmp_path: Path) -> None:
     env = foreign_code(tmp_path)
     words = ["train.max_steps=40", "checkpoint.every_steps=5", THREE]
-    with running(tmp_path / "run", *foreign_net(delay=0.05), *words, "launch.max_restarts=1", env=env) as job:
+    slow, fast = (foreign_net(deterministic=True, delay=delay) for delay in (0.05, 0.0))
+    with running(tmp_path / "run", *slow, *words, "launch.max_restarts=1", env=env) as job:
         job.wait_for_file("checkpoints/step_00000005")
         os.kill(job.workers()[0], signal.SIGKILL)  # rank 0 holds the store and writes the checkpoints
         assert job.end() == 0, job.said()
@@ -68,11 +68,9 @@ def test_a_run_that_is_started_again_ends_where_it_would_have(tmp_path: Path) ->
         assert read(job.run_dir, "summary.json")["steps"] == 40
         assert not (job.run_dir / "failure.json").exists()
         assert "from step " in job.output.read_text()
-    done = run(*foreign_net(delay=0.0), *words, f"run_dir={tmp_path}/reference", env=env)
+    done = run(*fast, *words, f"run_dir={tmp_path}/reference", env=env)
     assert done.returncode == 0, done.stderr
-    # Three ranks: see test_a_resumed_run_of_three_ranks_ends_where_one_process_does.
-    ends = [load(weights(tmp_path / name)) for name in ("run", "reference")]
-    assert max((ends[0][name] - ends[1][name]).abs().max().item() for name in ends[0]) < 1e-5
+    assert weights(tmp_path / "run") == weights(tmp_path / "reference")
 
 
 @pytest.mark.slow

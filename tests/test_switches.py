@@ -414,6 +414,10 @@ ROWS: dict[str, Row] = {
     "tuning.compile": Row("tuning.compile=true", compiled),
     "tuning.optimizer": Row("tuning.optimizer=loop", optimizer),
     "checkpoint.every_steps": Row("checkpoint.every_steps=1", run, f"{SMALL} checkpoint.keep=9"),
+    "checkpoint.every_minutes": Row(
+        "checkpoint.every_minutes=0.00001", run, f"{SMALL} checkpoint.keep=9 train.log_every_steps=1"
+    ),
+    "checkpoint.best": Row("checkpoint.best=true", run, f"{SMALL} checkpoint.keep=9 checkpoint.every_steps=3"),
     "checkpoint.keep": Row("checkpoint.keep=1", run, SMALL),
     "checkpoint.resume": Row("checkpoint.resume=trained", run, f"{SMALL} train.epochs=3"),
     "model.channels": Row("model.channels=4", model),

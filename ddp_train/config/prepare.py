@@ -47,19 +47,25 @@ def examine(config: Config, world: World | None) -> tuple[Config, list[str]]:
 
 def settle(config: Config, problems: list[str], world: World | None) -> Prepared:
     """The rest of `prepare`, for a config that was composed and bound already."""
-    resolved, found = examine(config, world)
-    if problems or found:
-        raise ConfigError(list(dict.fromkeys(problems + found)))
+    resolved, more = examine(config, world)
+    if problems or more:
+        raise ConfigError(list(dict.fromkeys(problems + more)))
     if resolved.mode == "train" and resolved.checkpoint.resume == "never" and not (world and world.attempt):
-        set_aside(Path(str(resolved.run_dir)))
-    return Prepared(resolved, freeze(resolved), notices(config, resolved))
+        found = set_aside(Path(str(resolved.run_dir)))
+    else:
+        found = []
+    return Prepared(resolved, freeze(resolved), notices(config, resolved) + found)
 
 
-def set_aside(run_dir: Path) -> None:
-    """Renames the checkpoints of a run that is not continued: nothing is lost, and none is taken for a new one."""
-    if (run_dir / "checkpoints").is_dir():
-        count = sum(1 for _ in run_dir.glob("checkpoints_before_*"))
-        (run_dir / "checkpoints").rename(run_dir / f"checkpoints_before_{count + 1}")
+def set_aside(run_dir: Path) -> list[str]:
+    """Renames what a run that is not continued left: nothing is lost, and none is taken for new. Says what it did."""
+    if not (run_dir / "checkpoints").is_dir():
+        return []
+    number = 1 + sum(1 for _ in run_dir.glob("checkpoints_before_*"))
+    aside = (run_dir / "checkpoints").rename(run_dir / f"checkpoints_before_{number}")
+    if (run_dir / "metrics.jsonl").exists():
+        (run_dir / "metrics.jsonl").rename(run_dir / f"metrics_before_{number}.jsonl")
+    return [f"checkpoint.resume=never: the checkpoints that were in {run_dir} are in {aside} now"]
 
 
 def adopted_sections(resume: Path) -> dict[str, Any]:

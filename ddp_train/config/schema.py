@@ -61,7 +61,9 @@ class TrainConfig:
 @dataclass
 class CheckpointConfig:
     every_steps: int | None = key(None, "optimizer steps between two checkpoints; null: one per epoch", at_least=1)
+    every_minutes: float | None = key(None, "a checkpoint at the next logging interval after so long, too", above=0)
     keep: int = key(2, "how many of the newest checkpoints stay", at_least=1)
+    best: bool = key(False, "save after every evaluation, and keep the best checkpoint beside the newest")
     resume: str = key("auto", "auto: the newest valid one in run_dir; never; or the path of a checkpoint or a run")
 
 

@@ -71,6 +71,7 @@ class Loader:
             prefetch_factor=tuning.prefetch_factor if workers else None,
             persistent_workers=tuning.persistent_workers and workers > 0,
             pin_memory=bool(tuning.pin_memory) and self.device.type == "cuda",
+            generator=torch.Generator(),  # else its iterator draws from the one that a step's dropout was seeded in
         )
 
     def __iter__(self) -> Iterator[Batch]:

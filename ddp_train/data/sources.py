@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.util
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -170,6 +171,39 @@ def build_sources(data: Any, seed: int) -> tuple[Source, Source]:
     train, test = _BUILDERS[data.name](data, seed)
     limit = getattr(data, "limit", None)
     return (LimitedSource(train, limit), LimitedSource(test, limit)) if limit else (train, test)
+
+
+def digests(source: Source, samples: int = 8) -> dict[str, str]:
+    """What identifies a data set: the number of its samples, and sha256 of some of them by their number."""
+    numbers = [place * (len(source) - 1) // max(samples - 1, 1) for place in range(samples)]
+    found = {"count": str(len(source))}
+    for number in dict.fromkeys(numbers):
+        digest = hashlib.sha256()
+        for tensor in _tensors(source.fetch(np.array([number]), None)):
+            digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        found[str(number)] = digest.hexdigest()
+    return found
+
+
+def refuse_other_data(data: Any, then: dict[str, str], now: dict[str, str]) -> None:
+    """Raises DataError if the data are not those of a checkpoint. then, now: as `digests` gave them."""
+    if then == now:
+        return
+    root = f" in data.root={data.root}" if getattr(data, "root", None) else ""
+    number = next((key for key in then if then[key] != now.get(key)), "count")
+    what = f"sample {number} is another one" if number != "count" else f"{now['count']} samples, not {then['count']}"
+    raise DataError(
+        f"data={data.name}{root} changed since the checkpoint: {what}",
+        "bring the old data back, or start anew with checkpoint.resume=never",
+    )
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    else:
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(part)
 
 
 def _digits(data: Any, seed: int) -> tuple[Source, Source]:

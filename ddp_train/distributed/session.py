@@ -97,24 +97,40 @@ def from_all_ranks(tensor: torch.Tensor) -> torch.Tensor:
     return torch.stack(gathered)
 
 
-def average_buffers(module: torch.nn.Module) -> None:
-    """Gives every rank the average of all ranks' floating-point buffers, and rank 0's other buffers.
+def same_everywhere(number: int, device: str, what: str) -> None:
+    """Raises PeerError with every rank's number if they differ."""
+    numbers = from_all_ranks(torch.tensor(number, device=device)).tolist()
+    if len(set(numbers)) > 1:
+        table = ", ".join(f"rank {rank}: {number}" for rank, number in enumerate(numbers))
+        raise PeerError(f"{what} is not the same for all processes ({table})", "run_dir must be shared by all hosts")
 
-    Each rank's batch-norm statistics saw its own samples only. Whatever is evaluated or saved should know all of them.
+
+@contextlib.contextmanager
+def averaged_buffers(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Inside, every rank has the average of all ranks' floating-point buffers; outside it keeps its own.
+
+    Each rank's batch-norm statistics saw its own samples only. Whatever is evaluated or saved should know all of them,
+    and the training that goes on should not know that it was looked at. Yields every rank's own: [ranks, n], float64.
     """
-    if not dist.is_initialized():
+    buffers = [buffer for buffer in module.buffers() if buffer.is_floating_point()]
+    if not buffers:
+        yield torch.empty(dist.get_world_size() if dist.is_initialized() else 1, 0)
         return
-    buffers = list(module.buffers())
-    floating = [buffer for buffer in buffers if buffer.is_floating_point()]
-    if floating:
-        flat = torch.cat([buffer.detach().double().flatten() for buffer in floating])
-        dist.all_reduce(flat)
-        flat /= dist.get_world_size()
-        for buffer, mean in zip(floating, flat.split([b.numel() for b in floating]), strict=True):
-            buffer.copy_(mean.view_as(buffer))
-    for buffer in buffers:
-        if not buffer.is_floating_point():
-            dist.broadcast(buffer, 0)
+    own = torch.cat([buffer.detach().double().flatten() for buffer in buffers])
+    of_all = from_all_ranks(own)
+    set_buffers(module, of_all.mean(0))
+    try:
+        yield of_all
+    finally:
+        set_buffers(module, own)
+
+
+def set_buffers(module: torch.nn.Module, values: torch.Tensor) -> None:
+    """Sets all floating-point buffers of a module, one after the other, from `values` [n]."""
+    buffers = [buffer for buffer in module.buffers() if buffer.is_floating_point()]
+    with torch.no_grad():
+        for buffer, part in zip(buffers, values.split([buffer.numel() for buffer in buffers]), strict=True):
+            buffer.copy_(part.view_as(buffer))
 
 
 @contextlib.contextmanager

@@ -1,0 +1,207 @@
+"""Checkpoints on real file systems: written whole or not at all, trusted only when verified, the right ones kept."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ddp_train import checkpoint
+from ddp_train.checkpoint import Snapshot, Writer, copy_of, find, load_model, load_training, write
+from ddp_train.errors import DataError, WriteError
+
+
+def snapshot(step: int, **manifest: Any) -> Snapshot:
+    torch.manual_seed(step)
+    model = nn.Linear(3, 2)
+    training = {"optimizer": {"state": {0: {"step": torch.tensor(float(step))}}}, "scaler": {}}
+    return Snapshot(step, dict(model.state_dict()), training, manifest)
+
+
+def names(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+
+
+def test_what_is_written_comes_back(tmp_path: Path) -> None:
+    one = snapshot(7, answer=42)
+    path = write(tmp_path, one)
+    assert find("auto", tmp_path) == path == tmp_path / "checkpoints/step_00000007"
+    model = nn.Linear(3, 2)
+    load_model(path, model)
+    assert torch.equal(model.weight, one.model["weight"])
+    assert load_training(path)["optimizer"]["state"][0]["step"] == 7
+    manifest = checkpoint.read_manifest(path)
+    assert (manifest["step"], manifest["answer"]) == (7, 42)
+
+
+def test_every_flipped_bit_is_caught(tmp_path: Path) -> None:
+    """200 of 200: any bit of any file of a checkpoint, and of no other does the run go on."""
+    write(tmp_path, snapshot(1))
+    path = write(tmp_path, snapshot(2))
+    draw, seed = random.Random(5), 5
+    files = sorted(path.iterdir())
+    assert len(files) == 3
+    for number in range(200):
+        file = files[number % 3]
+        content = bytearray(file.read_bytes())
+        place, bit = draw.randrange(len(content)), draw.randrange(8)
+        content[place] ^= 1 << bit
+        before, _ = file.read_bytes(), file.write_bytes(content)
+        assert find("auto", tmp_path) == tmp_path / "checkpoints/step_00000001", (seed, number, file, place, bit)
+        file.write_bytes(before)
+    assert find("auto", tmp_path) == path
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "training.pt", "manifest.json"])
+def test_truncated_and_missing_files_are_passed_over(file: str, tmp_path: Path) -> None:
+    good = write(tmp_path, snapshot(1))
+    path = write(tmp_path, snapshot(2))
+    content = (path / file).read_bytes()
+    (path / file).write_bytes(content[: len(content) // 2])
+    assert find("auto", tmp_path) == good
+    (path / file).unlink()
+    assert find("auto", tmp_path) == good
+    shutil.rmtree(good)
+    with pytest.raises(DataError, match="holds no valid checkpoint"):
+        find("auto", tmp_path)
+
+
+def test_leftovers_of_a_torn_save_are_never_taken_and_are_removed(tmp_path: Path) -> None:
+    good = write(tmp_path, snapshot(1))
+    for name in ("step_00000002.part-123", "step_00000001.part-old"):
+        shutil.copytree(good, good.with_name(name))
+    assert find("auto", tmp_path) == good
+    Writer(tmp_path, keep=2)
+    assert names(tmp_path) == ["step_00000001"]
+
+
+def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
+    writer = Writer(tmp_path, keep=2, keep_best=True)
+    for step, accuracy in enumerate([0.5, 0.9, 0.7, 0.9, 0.8, 0.6], start=1):
+        writer.submit(snapshot(step, test={"loss": 1.0, "accuracy": accuracy}))
+    writer.finish()
+    assert names(tmp_path) == ["step_00000002", "step_00000005", "step_00000006"]
+    regression = Writer(tmp_path / "other", keep=1, keep_best=True)
+    for step, loss in enumerate([3.0, 1.0, 2.0], start=1):
+        regression.submit(snapshot(step, test={"loss": loss, "accuracy": None}))
+    regression.finish()
+    assert names(tmp_path / "other") == ["step_00000002", "step_00000003"]
+
+
+def test_a_newer_one_is_verified_before_an_older_one_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = Writer(tmp_path, keep=1)
+    writer.submit(snapshot(1))
+    writer.finish()
+    whole = checkpoint.write
+
+    def spoiling(run_dir: Path, snapshot: Snapshot) -> Path:
+        path = whole(run_dir, snapshot)
+        (path / checkpoint.MODEL).write_bytes(b"\0" * (path / checkpoint.MODEL).stat().st_size)
+        return path
+
+    monkeypatch.setattr(checkpoint, "write", spoiling)
+    writer.submit(snapshot(2))
+    with pytest.raises(WriteError, match="spoilt as soon as it is written"):
+        writer.finish()
+    assert find("auto", tmp_path) == tmp_path / "checkpoints/step_00000001"
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held, whole = threading.Event(), checkpoint.write
+
+    def slow(run_dir: Path, snapshot: Snapshot) -> Path:
+        assert held.wait(10)
+        return whole(run_dir, snapshot)
+
+    monkeypatch.setattr(checkpoint, "write", slow)
+    state = {"weight": torch.zeros(3)}
+    writer = Writer(tmp_path, keep=2)
+    writer.submit(Snapshot(1, copy_of(state), {}, {}))
+    state["weight"] += 1  # the next step, while the disk is busy
+    held.set()
+    writer.finish()
+    model = nn.Linear(3, 1, bias=False)
+    model.weight.data = torch.ones(3)
+    load_model(tmp_path / "checkpoints/step_00000001", model)
+    assert model.weight.tolist() == [0, 0, 0], "the state of its step, not of a later one"
+
+
+def test_what_is_no_matter_of_the_disk_is_raised_at_once(tmp_path: Path) -> None:
+    writer = Writer(tmp_path, keep=2)
+    writer.submit(snapshot(1, unwritable={1, 2}))
+    with pytest.raises(TypeError):
+        writer.submit(snapshot(2))
+
+
+@contextlib.contextmanager
+def small_disk(place: Path, options: str) -> Iterator[Path]:
+    """A real file system of its own; root ignores permissions, but not this."""
+    place.mkdir()
+    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", place]).returncode:
+        pytest.skip("mounting a small file system needs root")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", place], check=True)
+
+
+def test_a_full_disk_leaves_the_old_checkpoint_and_is_tried_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with small_disk(tmp_path / "disk", "size=400k") as disk:
+        writer = Writer(disk, keep=1)
+        writer.submit(snapshot(1))
+        writer.finish()
+        big = Snapshot(2, {"weight": torch.zeros(200_000)}, {}, {})
+        writer.submit(big)
+        with pytest.raises(WriteError, match=r"step 2 cannot be written .*bytes free, some 800,000 needed"):
+            writer.finish()
+        assert names(disk) == ["step_00000001"], "nothing half written is left"
+        assert find("auto", disk) == disk / "checkpoints/step_00000001"
+        assert "training goes on" in caplog.text
+        writer.submit(snapshot(3))
+        writer.finish()
+        assert names(disk) == ["step_00000003"]
+
+
+def test_a_read_only_disk_is_a_write_error(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "size=400k") as disk:
+        path = write(disk, snapshot(1))
+        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        with pytest.raises(WriteError, match="Read-only file system"):
+            write(disk, snapshot(2))
+        assert find("auto", disk) == path
+
+
+def test_a_pickle_with_code_is_not_run(tmp_path: Path) -> None:
+    path = write(tmp_path, snapshot(1))
+
+    class Evil:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (Path.touch, (tmp_path / "ran",))
+
+    torch.save({"optimizer": Evil()}, path / checkpoint.TRAINING)
+    manifest = json.loads((path / checkpoint.MANIFEST).read_text())
+    manifest.pop("sha256")  # somebody who can write there can make the digests fit
+    content = (path / checkpoint.TRAINING).read_bytes()
+    manifest["files"][checkpoint.TRAINING] = {
+        "bytes": len(content),
+        "sha256": checkpoint._digest(path / checkpoint.TRAINING),
+    }
+    manifest["sha256"] = checkpoint._digest_of_values(manifest)
+    (path / checkpoint.MANIFEST).write_text(json.dumps(manifest))
+    assert find("auto", tmp_path) == path
+    with pytest.raises(DataError, match="is not plain data"):
+        load_training(path)
+    assert not (tmp_path / "ran").exists()
