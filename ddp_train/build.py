@@ -103,6 +103,7 @@ def build_job(
         config.train.max_grad_norm,
         scaler,
         position,
+        skip_non_finite=config.train.on_non_finite == "skip",
         any_may_lack=getattr(config.strategy, "find_unused_parameters", False),
     )
     return Job(

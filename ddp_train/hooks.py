@@ -136,6 +136,7 @@ class Save:
 
     def _save(self, job: Job) -> None:
         self.position.phase = "checkpoint"
+        job.stepper.check_weights()
         self.last_save = time.monotonic()
         with job.strategy.averaged(job.module) as buffers:
             if self.writer:

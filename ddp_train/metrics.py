@@ -41,6 +41,10 @@ class RunningLoss:
         """What was added in one optimizer step, if nobody looked since."""
         return [(loss, share) for loss, share in self.seen if share.step == step]
 
+    def forget(self, step: int) -> None:
+        """The losses of a step that was not taken."""
+        self.seen = [(loss, share) for loss, share in self.seen if share.step != step]
+
     def mean(self, device: str) -> float:
         """The mean loss per sample over all processes, by one reduction; starts over."""
         counted = [(loss, share.count) for loss, share in self.seen if share.count]  # a stand-in does not count
@@ -52,7 +56,7 @@ class RunningLoss:
         total(sums)
         self.seen.clear()
         loss, samples = sums.tolist()
-        return loss / samples
+        return loss / samples if samples else math.nan  # every step of the interval was skipped
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,8 @@ class MetricsFile:
 
     def write(self, **values: Any) -> None:
         if self.file:
-            self.file.write(json.dumps(values) + "\n")
+            known = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in values.items()}
+            self.file.write(json.dumps(known) + "\n")  # JSON knows no NaN
 
 
 def _whole_lines(path: Path) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -17,6 +18,8 @@ from ddp_train.distributed.session import from_all_ranks
 from ddp_train.errors import NonFiniteLossError
 from ddp_train.health import Position
 from ddp_train.metrics import RunningLoss, is_finite
+
+log = logging.getLogger(__name__)
 
 Factor = Callable[[int], float]
 
@@ -95,7 +98,8 @@ class Stepper:
 
     A loss that is NaN or infinite on one rank must stop all ranks before the optimizer step. It makes that rank's
     gradients NaN, and the gradient exchange carries the news to every rank: agreement costs no collective, only a look
-    at one gradient.
+    at one gradient. A gradient that is not finite though the loss is (sqrt at 0) may escape that look; the weights it
+    spoils spoil the next loss, and `check_weights` keeps them out of every checkpoint.
     """
 
     def __init__(
@@ -106,8 +110,11 @@ class Stepper:
         scaler: torch.amp.GradScaler,
         position: Position,
         any_may_lack: bool = False,
+        skip_non_finite: bool = False,
     ) -> None:
-        """any_may_lack: some steps leave some parameters without a gradient: no single one can speak for all."""
+        """any_may_lack: some steps leave some parameters without a gradient: no single one can speak for all.
+        skip_non_finite: a step with a loss that is not finite is left out with a warning, and training goes on."""
+        self.skip_non_finite = skip_non_finite
         self.optimizer, self.factor, self.max_grad_norm, self.scaler = optimizer, factor, max_grad_norm, scaler
         self.position = position
         self.any_may_lack, self.witness = any_may_lack, nn.Parameter(requires_grad=False)
@@ -155,7 +162,7 @@ class Stepper:
         torch.autograd.backward((loss,), (self.scaler.scale(start) if self.scaled else start,))
 
     def step(self) -> None:
-        """One optimizer step. Raises NonFiniteLossError, on all ranks alike, if a loss or a gradient is not finite."""
+        """One optimizer step. Raises NonFiniteLossError, on all ranks alike, if a loss is not finite."""
         self.position.phase = "optimizer step"
         if self.scaled:
             self.scaler.unscale_(self.optimizer)
@@ -164,15 +171,14 @@ class Stepper:
             finite = math.isfinite(norm)
         else:
             finite = math.isfinite(self._gradient_to_ask())
-        if not finite:
-            self._explain()
+        skipped = not finite and self._is_skipped()
         factor = self.factor(self.steps_done)
         for group, full_rate in self.rated:
             group["lr"] = full_rate * factor
         if self.scaled:
             self.scaler.step(self.optimizer)
             self.scaler.update()
-        else:
+        elif not skipped:
             self.optimizer.step()
         for parameter in self.parameters:  # as optimizer.zero_grad(), which takes 20 us for four parameters, and this 1
             parameter.grad = None
@@ -185,7 +191,7 @@ class Stepper:
         return self.full_rates[0] * self.factor(self.steps_done - 1)
 
     def _gradient_to_ask(self) -> float:
-        """A scalar that is finite if the gradients are: of the smallest of them, which costs least to read."""
+        """A scalar that is not finite if a loss was not: of the smallest gradient, which costs least to read."""
         if self.any_may_lack:
             return nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None]).item()
         gradient = self.witness.grad
@@ -196,22 +202,35 @@ class Stepper:
             self.witness_is_short = gradient.is_cpu and gradient.ndim == 1 and len(gradient) <= 64
         return sum(gradient.tolist()) if self.witness_is_short else gradient.sum().item()
 
-    def _explain(self) -> None:
-        """Finds the guilty rank. Float16 gradients may overflow with finite losses: GradScaler skips that step."""
+    def check_weights(self) -> None:
+        """Raises NonFiniteLossError if a weight is not finite. Waits for the device: for checkpoints, not for steps."""
+        if not math.isfinite(nn.utils.get_total_norm(self.parameters)):
+            raise self._error(f"after step {self.steps_done} the weights are not finite", rank=None)
+
+    def _is_skipped(self) -> bool:
+        """Finds the guilty rank, and what is to be done. Raises NonFiniteLossError unless such steps are left out.
+
+        Float16 gradients may overflow with finite losses: GradScaler skips that step by itself.
+        """
         seen = self.losses.of_step(self.steps_done)
         good = all(is_finite(loss) for loss, _ in seen)
         verdicts = from_all_ranks(torch.tensor(float(good), device=self.parameters[0].device)).tolist()
         guilty = [rank for rank, verdict in enumerate(verdicts) if not verdict]
         if not guilty and self.scaled:
-            return
+            return True
         if guilty:
             bad = [share.ids for loss, share in seen if not is_finite(loss)]
             mine = f"; samples here: {bad[0].tolist()[:20]}" if bad else ""
             what = f"the loss is not finite on rank {', '.join(map(str, guilty))}"
         else:
             mine, what = "", "the gradients are not finite, though every rank's loss is"
-        raise NonFiniteLossError(
-            f"step {self.steps_done}: {what}{mine}",
-            f"lower optimizer.lr={self.full_rates[0]:g}, clip with train.max_grad_norm=1, or look at those samples",
-            rank=guilty[0] if guilty else None,
-        )
+        error = self._error(f"step {self.steps_done}: {what}{mine}", rank=guilty[0] if guilty else None)
+        if not self.skip_non_finite:
+            raise error
+        log.warning("%s; the step is skipped (train.on_non_finite=skip)", error)
+        self.losses.forget(self.steps_done)
+        return True
+
+    def _error(self, detail: str, rank: int | None) -> NonFiniteLossError:
+        remedy = f"lower optimizer.lr={self.full_rates[0]:g}, clip with train.max_grad_norm=1, or look at those samples"
+        return NonFiniteLossError(detail, remedy, rank)

@@ -140,6 +140,52 @@ def test_a_bad_loss_on_one_rank_stops_all_before_the_step_and_names_it(
             assert f"step {step}: the loss is not finite on rank {guilty}" in message
 
 
+def run_past_a_bad_loss(world: World) -> tuple[int, int, bool, list[float]]:
+    good = table(96)
+    bad = good.inputs.clone()
+    bad[40] = math.nan
+    train = {"global_batch_size": 24, "epochs": 2, "on_non_finite": "skip", "log_every_steps": 1}
+    config = config_of(world, model={"name": "mlp", "hidden": 4}, train=train, schedule={"name": "constant"})
+    job = job_of(config, world, (ArraySource(bad, good.targets), good))
+    before, moved, means = [p.detach().clone() for p in job.module.parameters()], [], []
+
+    class Watch:
+        def due(self, job: Any) -> int:
+            return job.step + 1
+
+        def act(self, job: Any) -> None:
+            moved.append(any(not torch.equal(a, b) for a, b in zip(before, job.module.parameters(), strict=True)))
+            before[:] = [parameter.detach().clone() for parameter in job.module.parameters()]
+            means.append(job.stepper.losses.mean("cpu"))
+
+    job.hooks = [Watch()]
+    fit(job)
+    bad_steps = [step for step in range(8) if 40 in job.plan.global_batch(step)]
+    assert [step for step in range(8) if not moved[step]] == bad_steps, "those steps, and no others, are left out"
+    return job.step, len(bad_steps), all(map(torch.isfinite, torch.cat([b.flatten() for b in before]))), means
+
+
+def test_a_bad_loss_can_be_skipped_on_all_ranks_alike() -> None:
+    for ranks in (1, 3):
+        results = on_ranks(ranks, run_past_a_bad_loss)
+        for steps, bad_steps, finite, means in results:
+            assert (steps, bad_steps, finite) == (8, 2, True)
+            assert sum(map(math.isnan, means)) == 2
+        assert str([r[3] for r in results[1:]]) == str([results[0][3]] * (ranks - 1)), "the same numbers on all ranks"
+
+
+def test_weights_that_are_not_finite_are_never_saved() -> None:
+    """The gradient of sqrt at 0 is infinite while the loss is finite: the last step of a run may spoil the weights."""
+    world = World()
+    config = config_of(world, strategy={"name": "single"}, model={"name": "mlp"}, train={"global_batch_size": 8})
+    job = job_of(config, world, (table(16), table(16)))
+    job.stepper.check_weights()
+    with torch.no_grad():
+        next(iter(job.module.parameters()))[0, 0] = math.nan
+    with pytest.raises(NonFiniteLossError, match="after step 0 the weights are not finite"):
+        job.stepper.check_weights()
+
+
 def test_a_loss_that_is_not_finite_without_a_bad_gradient_is_seen_too() -> None:
     """x + nan has the gradient of x: the loss itself must poison the exchange."""
     world = World()

@@ -40,6 +40,7 @@ from ddp_train.config.schema import OPTIONS, SECTIONS, Config
 from ddp_train.data.loader import Loader
 from ddp_train.data.sources import ArraySource, build_sources
 from ddp_train.distributed.world import World
+from ddp_train.errors import NonFiniteLossError
 from ddp_train.health import Position
 from ddp_train.optim import build_optimizer, build_schedule
 from ddp_train.strategy import build_strategy
@@ -272,6 +273,17 @@ def weights_after_a_step(case: Case) -> Any:
     return [content(parameter.detach()) for parameter in module.parameters()]
 
 
+def steps_after_a_bad_loss(case: Case) -> Any:
+    sources = build_sources(case.config.data, case.config.seed)
+    module = build_module(case.config, sources[0], "cpu")
+    job = build_job(case.config, World(), "cpu", module, sources, Position(), 0)
+    batch = next(iter(job.batches))
+    job.stepper.backward(job.wrapped(batch.inputs * torch.nan, batch.targets), batch.share)
+    with contextlib.suppress(NonFiniteLossError):
+        job.stepper.step()
+    return job.stepper.steps_done
+
+
 def run(case: Case) -> Any:
     """A whole run in this process: what stands in its files, but for the clock."""
     freeze(case.config)
@@ -397,6 +409,7 @@ ROWS: dict[str, Row] = {
     "train.epochs": Row("train.epochs=3", run, SMALL),
     "train.max_steps": Row("train.max_steps=3", run, SMALL),
     "train.max_grad_norm": Row("train.max_grad_norm=1e-3", weights_after_a_step, SMALL),
+    "train.on_non_finite": Row("train.on_non_finite=skip", steps_after_a_bad_loss, SMALL),
     "train.loss": Row("train.loss=mse", problems),  # it can only confirm what the data has: else it is refused
     "train.label_smoothing": Row("train.label_smoothing=0.1", run, SMALL),
     "train.log_every_steps": Row("train.log_every_steps=1", run, SMALL),

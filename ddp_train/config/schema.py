@@ -47,6 +47,7 @@ class TrainConfig:
     epochs: int = key(30, "passes over the training set", at_least=1)
     max_steps: int | None = key(None, "stop after so many optimizer steps", at_least=1)
     max_grad_norm: float | None = key(None, "clip the global gradient norm to this", above=0)
+    on_non_finite: str = key("stop", "a loss that is NaN or infinite: stop, or skip the step", choices=("stop", "skip"))
     loss: str = key(
         "auto",
         "cross_entropy for class labels, mse for numbers; naming one makes sure of it",
