@@ -23,7 +23,8 @@ from ddp_train.loop import Evaluation, Job
 from ddp_train.metrics import Scorer
 from ddp_train.models import build_model
 from ddp_train.optim import Stepper, build_optimizer, build_schedule
-from ddp_train.strategy import ModelWithLoss, build_strategy, settle_buckets, squared_error
+from ddp_train.ordered import OrderedReduction
+from ddp_train.strategy import ModelWithLoss, Strategy, build_strategy, settle_buckets, squared_error
 
 
 def build_module(config: Config, source: Source, device: str) -> ModelWithLoss:
@@ -54,10 +55,16 @@ def build_evaluation(
     shares = evaluation_shares(len(source), batch_size, world.rank, world.size)
     return Evaluation(
         module=module,
-        strategy=build_strategy(config.strategy, device),
+        strategy=_strategy(config, device),
         batches=Loader(source, shares, config.tuning, device, position),
         new_scorer=lambda: Scorer(-(-len(source) // batch_size), device),
     )
+
+
+def _strategy(config: Config, device: str) -> Strategy:
+    if config.train.reduction == "ordered":
+        return OrderedReduction(device, config.seed, config.train.virtual_shards)
+    return build_strategy(config.strategy, device)
 
 
 def build_plan(config: Config, world: World, samples: int) -> Plan:
@@ -72,6 +79,7 @@ def build_plan(config: Config, world: World, samples: int) -> Plan:
         seed=config.seed,
         rank=world.rank,
         world_size=world.size,
+        virtual_shards=config.train.virtual_shards if config.train.reduction == "ordered" else None,
     )
 
 
@@ -91,9 +99,10 @@ def build_job(
     if warmup >= plan.steps:
         rule = f"the run ends before, after {plan.steps} steps; use less than {plan.steps}"
         raise ConfigError([f"schedule.warmup_steps={warmup}: {rule}"])
-    strategy = build_strategy(config.strategy, device)
+    strategy = _strategy(config, device)
     wrapped = strategy.wrap(module)
-    if config.deterministic and config.strategy.name == "ddp" and world.size > 2:
+    by_ddp = config.strategy.name == "ddp" and not plan.virtual_shards
+    if config.deterministic and by_ddp and world.size > 2:
         share, here = next(plan.shares()), replace(config.tuning, num_workers=0)
         settle_buckets(wrapped, next(iter(Loader(train_source, [share], here, device, position))))
     scaler = torch.amp.GradScaler(torch.device(device).type, enabled=config.tuning.precision == "fp16")
@@ -104,7 +113,8 @@ def build_job(
         scaler,
         position,
         skip_non_finite=config.train.on_non_finite == "skip",
-        any_may_lack=getattr(config.strategy, "find_unused_parameters", False),
+        # Without DDP nobody asks that every shard uses every parameter.
+        any_may_lack=plan.virtual_shards is not None or getattr(config.strategy, "find_unused_parameters", False),
     )
     return Job(
         plan=plan,
@@ -133,6 +143,12 @@ def plan_rows(config: Config, job: Job) -> dict[str, str]:
     """What is about to happen, for the user's eyes."""
     plan, processes = job.plan, process_count(config)
     parameters = sum(parameter.numel() for parameter in job.module.model.parameters())
+    split = f"{plan.micro_batch_size} per process x {processes} {'process' if processes == 1 else 'processes'} x "
+    split += f"{plan.accumulation_steps} accumulation"
+    if plan.virtual_shards:
+        split = (
+            f"{plan.global_batch_size // plan.virtual_shards} x {plan.virtual_shards} virtual shards, added up in order"
+        )
     resumed = f", from step {job.step:,}" if job.step else ""
     whole = plan.steps_per_epoch * config.train.epochs
     cut = f", cut to {plan.steps:,} by train.max_steps" if plan.steps < whole else ""
@@ -145,8 +161,7 @@ def plan_rows(config: Config, job: Job) -> dict[str, str]:
         "processes": f"{on} x {config.device}, {back_end}, {config.strategy.name}",
         "model": f"{model}, {parameters:,} parameters",
         "data": f"{config.data.name}, {plan.samples:,} samples to train on",
-        "global batch": f"{plan.global_batch_size} = {plan.micro_batch_size} per process x {processes} "
-        f"{'process' if processes == 1 else 'processes'} x {plan.accumulation_steps} accumulation",
+        "global batch": f"{plan.global_batch_size} = {split}",
         "steps": f"{whole:,} = {config.train.epochs} epochs x {plan.steps_per_epoch:,}{cut}{resumed}",
         "optimizer": f"{config.optimizer.name}, lr {job.stepper.full_rates[0]:g}, {config.schedule.name} schedule, "
         f"warm-up {config.schedule.warmup_steps} steps",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ddp_train.data.plan import Share
-from ddp_train.distributed.session import total
+from ddp_train.distributed.session import from_all_ranks, total
 
 METRICS = "metrics.jsonl"
 
@@ -46,17 +46,24 @@ class RunningLoss:
         self.seen = [(loss, share) for loss, share in self.seen if share.step != step]
 
     def mean(self, device: str) -> float:
-        """The mean loss per sample over all processes, by one reduction; starts over."""
-        counted = [(loss, share.count) for loss, share in self.seen if share.count]  # a stand-in does not count
-        local = math.fsum(loss for loss, _ in counted if not isinstance(loss, Tensor))
-        sums = torch.tensor([local, sum(count for _, count in counted)], device=device, dtype=torch.float64)
-        on_device = [loss.view(-1) for loss, _ in counted if isinstance(loss, Tensor)]
+        """The mean loss per sample over all processes, by one exchange; starts over.
+
+        The sum is exact before it is rounded, so it does not depend on who computed which share.
+        """
+        here = [sum(share.count for _, share in self.seen)]
+        here += [loss if share.count else 0.0 for loss, share in self.seen if not isinstance(loss, Tensor)]
+        on_device = [
+            (loss if share.count else torch.zeros_like(loss)).view(-1)  # a stand-in does not count
+            for loss, share in self.seen
+            if isinstance(loss, Tensor)
+        ]
+        numbers = torch.tensor(here, device=device, dtype=torch.float64)
         if on_device:
-            sums[0] += torch.cat(on_device).double().sum()  # a short batch fills fewer replicas
-        total(sums)
+            numbers = torch.cat([numbers, torch.cat(on_device).double()])  # a short batch fills fewer replicas
+        counts, *losses = from_all_ranks(numbers).T.tolist()
         self.seen.clear()
-        loss, samples = sums.tolist()
-        return loss / samples if samples else math.nan  # every step of the interval was skipped
+        samples = sum(counts)  # none if every step of the interval was skipped
+        return math.fsum(loss for of_ranks in losses for loss in of_ranks) / samples if samples else math.nan
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from ddp_train.config.schema import DdpConfig
 from ddp_train.data.loader import Batch
+from ddp_train.data.plan import Share
 from ddp_train.distributed.session import averaged_buffers
+from ddp_train.distributed.sync_batch_norm import SyncBatchNorm, synchronised
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """(outputs [n, ...], targets [n]) -> the sum of the sample losses, a scalar."""
@@ -68,8 +70,9 @@ class Strategy(Protocol):
         """What the training step calls. Evaluation and checkpoints use the module itself: it has the plain names."""
         ...
 
-    def sync_gradients(self, wrapped: nn.Module, now: bool) -> AbstractContextManager[Any]:
-        """Gradients are exchanged in backward passes inside, if `now`; else they only add up on this process."""
+    def sync_gradients(self, wrapped: nn.Module, share: Share) -> AbstractContextManager[Any]:
+        """Around forward and backward of a share. Gradients are exchanged in that of the last share of a step; in those
+        before it they only add up on this process."""
         ...
 
     def averaged(self, module: ModelWithLoss) -> AbstractContextManager[Tensor]:
@@ -95,7 +98,7 @@ class Single:
     def wrap(self, module: ModelWithLoss) -> nn.Module:
         return module
 
-    def sync_gradients(self, wrapped: nn.Module, now: bool) -> AbstractContextManager[Any]:
+    def sync_gradients(self, wrapped: nn.Module, share: Share) -> AbstractContextManager[Any]:
         return _NOTHING
 
     def averaged(self, module: ModelWithLoss) -> AbstractContextManager[Tensor]:
@@ -115,20 +118,25 @@ class DistributedDataParallel:
 
     def __init__(self, device: str, config: DdpConfig) -> None:
         self.device, self.config = device, config
+        self.sync_batch_norms: list[SyncBatchNorm] = []
 
     def place(self, module: ModelWithLoss) -> ModelWithLoss:
         if self.config.sync_bn:
-            module.model = nn.SyncBatchNorm.convert_sync_batchnorm(module.model)
+            on_gpu = self.device.startswith("cuda")  # torch's has kernels for GPUs, and refuses CPU tensors
+            module.model = (nn.SyncBatchNorm.convert_sync_batchnorm if on_gpu else synchronised)(module.model)
         return module.to(self.device)
 
     def wrap(self, module: ModelWithLoss) -> nn.Module:
+        self.sync_batch_norms = [layer for layer in module.modules() if isinstance(layer, SyncBatchNorm)]
         wrapped = nn.parallel.DistributedDataParallel(module, **ddp_arguments(self.config, self.device))
         _register_comm_hook(wrapped, self.config)
         return wrapped
 
-    def sync_gradients(self, wrapped: nn.Module, now: bool) -> AbstractContextManager[Any]:
+    def sync_gradients(self, wrapped: nn.Module, share: Share) -> AbstractContextManager[Any]:
         assert isinstance(wrapped, nn.parallel.DistributedDataParallel)
-        return _NOTHING if now else wrapped.no_sync()
+        for layer in self.sync_batch_norms:
+            layer.counts = share.count > 0
+        return _NOTHING if share.last else wrapped.no_sync()
 
     def averaged(self, module: ModelWithLoss) -> AbstractContextManager[Tensor]:
         return averaged_buffers(module)

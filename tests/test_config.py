@@ -234,7 +234,6 @@ BAD: dict[str, list[str]] = {
     # contradictions
     "launch.backend=nccl": ["no GPU is visible", "use launch.backend=gloo"],
     "device=cuda": ["no GPU is visible on this host; use device=cpu"],
-    "strategy.sync_bn=true": ["use GPUs, strategy.sync_bn=false"],
     "tuning.precision=fp16": ["needs a GPU; use tuning.precision=bf16 or fp32"],
     "train.global_batch_size=97": ["2 processes x 1 accumulation step;", "use train.global_batch_size=96 or 98"],
     "launch.nproc_per_node=8 train.global_batch_size=3": ["global_batch_size=3", "use train.global_batch_size=8"],
@@ -250,6 +249,24 @@ BAD: dict[str, list[str]] = {
     "strategy.static_graph=true strategy.find_unused_parameters=true": ["give one of them"],
     "strategy.skip_all_reduce_unused_params=true": ["needs strategy.find_unused_parameters=true"],
     "tuning.precision=fp64 strategy.comm_hook=fp16": ["would undo tuning.precision=fp64"],
+    "train.virtual_shards=4": ["only with train.reduction=ordered"],
+    "train.reduction=sorted": [REFUSED, "all_reduce, ordered"],
+    "train.reduction=ordered train.virtual_shards=6": ["must be a power of two; use 4 or 8"],
+    "train.reduction=ordered launch.nproc_per_node=3": ["8 virtual shards out evenly to 3", "a power of two up to 8"],
+    "train.reduction=ordered launch.nproc_per_node=16": ["16 processes; use train.virtual_shards=16"],
+    "train.reduction=ordered train.global_batch_size=50": [
+        "over 8 virtual shards; use train.global_batch_size=48 or 56"
+    ],
+    "train.reduction=ordered train.accumulation_steps=2": [
+        "needs train.accumulation_steps=1; raise train.virtual_shards"
+    ],
+    "train.reduction=ordered strategy=dp": ["needs strategy=ddp"],
+    "train.reduction=ordered strategy.sync_bn=true": ["needs strategy.sync_bn=false; it does without torch's DDP"],
+    "train.reduction=ordered strategy.comm_hook=fp16": ["needs strategy.comm_hook=none"],
+    "train.reduction=ordered deterministic=false": ["needs deterministic=true"],
+    "train.reduction=ordered launch.threads_per_process=2": ["needs launch.threads_per_process=1"],
+    "train.reduction=ordered tuning.compile=true": ["needs tuning.compile=false"],
+    "train.reduction=ordered model=gelu_mlp model.fused=true": ["needs model.fused=false"],
     "deterministic=true tuning.cudnn_benchmark=true": ["which deterministic=true forbids"],
     "tuning.num_workers=0 tuning.persistent_workers=false": ["no loader processes with tuning.num_workers=0"],
     "data=linear_regression": ["model=cnn: needs images", "use model=linear_regression or mlp"],
@@ -333,7 +350,7 @@ def test_torch_is_not_imported_to_find_mistakes(tmp_path: Path) -> None:
         "optimizer.momentun=0.1",
         "device=cuda",
         "model._target_=os.system",
-        "strategy.sync_bn=true",
+        "train.reduction=ordered strategy.sync_bn=true",
         "model=resnet50 model.arch=resnet_50",
         "data=mnist data.root=empty",
         "checkpoint.resume=/nowhere",

@@ -200,7 +200,7 @@ def wrapped(case: Case) -> Any:
 
 
 def placed_modules(case: Case) -> Any:
-    """The layers after `place` has converted them; CPU tensors may be converted, only their forward pass is refused."""
+    """The layers after `place` has converted them."""
     source = build_sources(case.config.data, case.config.seed)[0]
     return [type(layer).__name__ for layer in build_module(case.config, source, "cpu").modules()]
 
@@ -391,7 +391,7 @@ ROWS: dict[str, Row] = {
     "launch.timeout_seconds": Row("launch.timeout_seconds=60", process_group),
     "launch.grace_seconds": Row("launch.grace_seconds=1", patience_at_the_end),
     "launch.threads_per_process": Row("launch.threads_per_process=1", worker_environments),
-    "strategy.sync_bn": Row("strategy.sync_bn=true", placed_modules, "model.norm=batch", GPU),
+    "strategy.sync_bn": Row("strategy.sync_bn=true", placed_modules, "model.norm=batch"),
     "strategy.bucket_cap_mb": Row("strategy.bucket_cap_mb=1", wrapped),
     "strategy.bucket_cap_mb_list": Row("strategy.bucket_cap_mb_list=[1,2]", wrapped),
     "strategy.gradient_as_bucket_view": Row("strategy.gradient_as_bucket_view=true", wrapped),
@@ -406,6 +406,8 @@ ROWS: dict[str, Row] = {
     "strategy.powersgd_rank": Row("strategy.powersgd_rank=2", wrapped, "strategy.comm_hook=powersgd"),
     "train.global_batch_size": Row("train.global_batch_size=48", plan),
     "train.accumulation_steps": Row("train.accumulation_steps=2", plan),
+    "train.reduction": Row("train.reduction=ordered", plan),
+    "train.virtual_shards": Row("train.virtual_shards=4", plan, "train.reduction=ordered"),
     "train.epochs": Row("train.epochs=3", run, SMALL),
     "train.max_steps": Row("train.max_steps=3", run, SMALL),
     "train.max_grad_norm": Row("train.max_grad_norm=1e-3", weights_after_a_step, SMALL),

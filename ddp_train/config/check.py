@@ -19,7 +19,7 @@ from ddp_train.distributed.world import World
 def check(asked: Config, config: Config, machine: Machine, world: World | None) -> list[str]:
     """The problems of a config whose values obey `check_rules`. asked: what the user wrote; config: after `resolve`."""
     problems: list[str] = []
-    for one_check in (_processes, _batch, _strategy, _precision, _numbers, *outside.CHECKS):
+    for one_check in (_processes, _batch, _strategy, _reduction, _precision, _numbers, *outside.CHECKS):
         problems += one_check(asked, config, machine, world)
     return problems
 
@@ -127,26 +127,22 @@ def _batch(asked: Config, config: Config, machine: Machine, world: World | None)
         config.train.accumulation_steps,
         process_count(config),
     )
-    unit = processes * accumulation
+    ordered = config.train.reduction == "ordered"
+    unit = config.train.virtual_shards if ordered else processes * accumulation
     if not unit or batch % unit == 0:
         return []
+    over = f"{_count(processes, 'process')} x {_count(accumulation, 'accumulation step')}"
+    if ordered:
+        over = _count(unit, "virtual shard")
     lower, upper = batch // unit * unit, -(-batch // unit) * unit
     use = f"{lower} or {upper}" if lower else f"{upper}"
-    return [
-        f"train.global_batch_size={batch}: cannot be split over {_count(processes, 'process')} x "
-        f"{_count(accumulation, 'accumulation step')}; use train.global_batch_size={use}"
-    ]
+    return [f"train.global_batch_size={batch}: cannot be split over {over}; use train.global_batch_size={use}"]
 
 
 def _strategy(asked: Config, config: Config, machine: Machine, world: World | None) -> list[str]:
     strategy, problems = config.strategy, []
     if strategy.name != "ddp":
         return []
-    if strategy.sync_bn and config.device == "cpu":
-        problems.append(
-            "strategy.sync_bn=true: torch's SyncBatchNorm refuses CPU tensors; use GPUs, "
-            "strategy.sync_bn=false, or a model without batch norm (model.norm=group)"
-        )
     if strategy.bucket_cap_mb is not None and strategy.bucket_cap_mb_list is not None:
         problems.append(
             f"strategy.bucket_cap_mb_list={shown(strategy.bucket_cap_mb_list)}: contradicts "
@@ -171,6 +167,40 @@ def _strategy(asked: Config, config: Config, machine: Machine, world: World | No
     if strategy.comm_hook != "none" and config.tuning.precision == "fp64":
         problems.append(f"strategy.comm_hook={strategy.comm_hook}: would undo tuning.precision=fp64; drop one of them")
     return problems
+
+
+def _reduction(asked: Config, config: Config, machine: Machine, world: World | None) -> list[str]:
+    train, strategy, processes = config.train, config.strategy, process_count(config)
+    shards, mode = train.virtual_shards, "train.reduction=ordered"
+    if train.reduction != "ordered":
+        unused = shards != type(train)().virtual_shards
+        return [f"train.virtual_shards={shards}: has an effect only with {mode}"] if unused else []
+    problems, lower = [], 1 << shards.bit_length() - 1
+    if shards != lower:
+        problems.append(f"train.virtual_shards={shards}: must be a power of two; use {lower} or {2 * lower}")
+    elif shards % processes:
+        more = processes > shards and not processes & processes - 1
+        use = f"train.virtual_shards={processes}" if more else f"a power of two up to {shards}"
+        problems.append(
+            f"launch.nproc_per_node={config.launch.nproc_per_node}: {mode} cannot deal "
+            f"{_count(shards, 'virtual shard')} out evenly to {_count(processes, 'process')}; use {use}"
+        )
+    shapes = "it compiles for the shapes that a process meets first"
+    needed = {  # key: what it is, what it must be, why
+        "train.accumulation_steps": (train.accumulation_steps, 1, "raise train.virtual_shards for smaller passes"),
+        "strategy": (strategy.name, "ddp" if strategy.name == "dp" else strategy.name, "DataParallel splits otherwise"),
+        "deterministic": (config.deterministic, True, "it is about bits"),
+        "launch.threads_per_process": (config.launch.threads_per_process, 1, "their number changes the bits"),
+        "tuning.compile": (config.tuning.compile, False, shapes),
+        "model.fused": (getattr(config.model, "fused", False), False, shapes),
+    }
+    for name, default in dataclasses.asdict(type(strategy)()).items():
+        needed.setdefault(f"strategy.{name}", (getattr(strategy, name), default, "it does without torch's DDP"))
+    return problems + [
+        f"{key}={shown(value)}: {mode} needs {key}={shown(allowed)}; {why}"
+        for key, (value, allowed, why) in needed.items()
+        if value != allowed
+    ]
 
 
 def _precision(asked: Config, config: Config, machine: Machine, world: World | None) -> list[str]:

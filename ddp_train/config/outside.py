@@ -107,7 +107,8 @@ def _same_run(asked: Config, config: Config, machine: Machine, world: World | No
     except (OSError, ValueError, AttributeError, yaml.YAMLError):
         return []
     values = {"seed": (before.seed, config.seed), "optimizer": (before.optimizer.name, config.optimizer.name)}
-    values["train.global_batch_size"] = (before.train.global_batch_size, config.train.global_batch_size)
+    for name in ("global_batch_size", "reduction", "virtual_shards"):
+        values[f"train.{name}"] = (getattr(before.train, name), getattr(config.train, name))
     for section in ("model", "data"):
         one, other = ({**vars(getattr(c, section)), "root": "", "download": ""} for c in (before, config))
         for name in dict.fromkeys((*one, *other)):

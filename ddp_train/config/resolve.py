@@ -28,9 +28,10 @@ def resolve(config: Config, machine: Machine, world: World | None) -> Config:
     if launch.backend == "auto":
         launch.backend = "nccl" if device == "cuda" else "gloo"
     processes_here = max(1, int(launch.nproc_per_node))
-    if launch.threads_per_process == "auto":
-        launch.threads_per_process = max(1, machine.cpus // processes_here)
-    deterministic = device == "cpu" if config.deterministic == "auto" else config.deterministic
+    ordered = config.train.reduction == "ordered"
+    if launch.threads_per_process == "auto":  # the number of threads changes the bits
+        launch.threads_per_process = 1 if ordered else max(1, machine.cpus // processes_here)
+    deterministic = device == "cpu" or ordered if config.deterministic == "auto" else config.deterministic
     return dataclasses.replace(
         config,
         device=device,

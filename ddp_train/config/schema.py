@@ -44,6 +44,12 @@ class LaunchConfig:
 class TrainConfig:
     global_batch_size: int = key(96, "samples per optimizer step, over all processes", at_least=1)
     accumulation_steps: int = key(1, "micro-batches per optimizer step on each process", at_least=1)
+    reduction: str = key(
+        "all_reduce",
+        "of gradients: torch's own, or ordered, whose bits are the same on any number of processes (slower)",
+        choices=("all_reduce", "ordered"),
+    )
+    virtual_shards: int = key(8, "parts of a global batch with reduction=ordered, a power of two", at_least=1)
     epochs: int = key(30, "passes over the training set", at_least=1)
     max_steps: int | None = key(None, "stop after so many optimizer steps", at_least=1)
     max_grad_norm: float | None = key(None, "clip the global gradient norm to this", above=0)
@@ -122,7 +128,7 @@ class DdpConfig:
     """DistributedDataParallel: one process per GPU. Options that bear torch's name mean what they mean in torch."""
 
     name: str = "ddp"
-    sync_bn: bool = key(False, "batch norm over the global batch (GPUs only)")
+    sync_bn: bool = key(False, "batch norm over the samples of all processes")
     bucket_cap_mb: float | None = key(None, "size of a gradient bucket in MiB; null: torch's default", above=0)
     bucket_cap_mb_list: list[float] | None = key(None, "sizes of the gradient buckets in MiB, one by one", above=0)
     gradient_as_bucket_view: bool = key(False, "gradients are views into the buckets: one copy less")

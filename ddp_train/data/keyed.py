@@ -54,10 +54,13 @@ def _shift(state: Tensor, count: int) -> Tensor:
 
 
 class StepSeed:
-    """Seeds torch's own generators, from which dropout draws, for each step: by seed, rank and step."""
+    """Seeds torch's own generators, from which dropout draws, for each step: by seed, part and step.
 
-    def __init__(self, seed: int, rank: int, device: str) -> None:
-        self.key = mix(seed, "step", rank)
+    part: of the global batch: the rank that computes it, or the number of its virtual shard.
+    """
+
+    def __init__(self, seed: int, part: int, device: str) -> None:
+        self.key = mix(seed, "step", part)
         self.generators = [torch.default_generator]
         if device.startswith("cuda"):
             torch.cuda.init()

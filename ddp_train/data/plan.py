@@ -25,9 +25,12 @@ class Share:
     """How many of `ids` count: all, or none where a stand-in fills the place of an empty share."""
     scale: float
     """What the sum of the sample losses is multiplied by before backward: the world's mean of all shares' gradients
-    is then the gradient of the mean loss over the global batch, however unevenly that was split."""
+    (or, with virtual shards, their sum) is then the gradient of the mean loss over the global batch, however unevenly
+    that was split."""
     last: bool
     """The last share of its optimizer step: gradients are synchronised in its backward pass."""
+    part: int = 0
+    """Which part of its global batch it is, counted over all processes."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,8 @@ class Plan:
     seed: int
     rank: int = 0
     world_size: int = 1
+    virtual_shards: int | None = None
+    """With `train.reduction=ordered`: the parts of a global batch, the same whatever the number of processes."""
 
     @property
     def steps_per_epoch(self) -> int:
@@ -77,16 +82,21 @@ class Plan:
 
     def _split(self, step: int, ids: np.ndarray) -> Iterator[Share]:
         """As evenly as it goes, never padded. A short last batch takes as few micro-batches as hold it."""
-        passes = -(-len(ids) // (self.micro_batch_size * self.world_size))
-        parts = np.array_split(ids, passes * self.world_size)
-        for number in range(passes):
-            mine = parts[number * self.world_size + self.rank]
+        if self.virtual_shards:
+            count, each = self.virtual_shards, self.virtual_shards // self.world_size
+            numbers, sum_to_mean = range(self.rank * each, (self.rank + 1) * each), 1 / len(ids)
+        else:  # DDP takes the mean over the processes
+            count = -(-len(ids) // (self.micro_batch_size * self.world_size)) * self.world_size
+            numbers, sum_to_mean = range(self.rank, count, self.world_size), self.world_size / len(ids)
+        parts = np.array_split(ids, count)
+        epoch = step // self.steps_per_epoch
+        for number in numbers:
+            mine = parts[number]
             # Every process must take part in the synchronised backward pass: one without samples computes the first
             # sample of the batch with weight zero.
             real = len(mine) > 0
-            scale = self.world_size / len(ids) if real else 0.0
-            epoch = step // self.steps_per_epoch
-            yield Share(epoch, step, mine if real else ids[:1], len(mine), scale, number == passes - 1)
+            scale = sum_to_mean if real else 0.0
+            yield Share(epoch, step, mine if real else ids[:1], len(mine), scale, number == numbers[-1], number)
 
 
 @functools.lru_cache(maxsize=2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 
 import torch
@@ -92,9 +92,16 @@ def from_all_ranks(tensor: torch.Tensor) -> torch.Tensor:
     """The tensors of all ranks, stacked along a new first dimension."""
     if not dist.is_initialized():
         return tensor[None]
-    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, tensor)
-    return torch.stack(gathered)
+    gathered = tensor.new_empty(dist.get_world_size() * tensor.numel())  # flat: gloo wants no more dimensions
+    dist.all_gather_into_tensor(gathered, tensor.flatten())
+    return gathered.view(-1, *tensor.shape)
+
+
+def send_from_leader(tensors: Iterable[torch.Tensor]) -> None:
+    """Overwrites them with those of rank 0."""
+    if dist.is_initialized():
+        for tensor in tensors:
+            dist.broadcast(tensor.detach(), 0)
 
 
 def same_everywhere(number: int, device: str, what: str) -> None:
