@@ -25,7 +25,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ddp_train.errors import DataError, WriteError
+from ddp_train import lock
+from ddp_train.errors import DataError, TakenError, WriteError
 
 MODEL, TRAINING, MANIFEST = "model.safetensors", "training.pt", "manifest.json"
 log = logging.getLogger(__name__)
@@ -66,6 +67,7 @@ class Writer:
         self.run_dir, self.keep, self.keep_best = run_dir, keep, keep_best
         self.thread: threading.Thread | None = None
         self.error: Exception | None = None
+        self.owner = lock.owner(run_dir / lock.FILE)
         for part in run_dir.glob("checkpoints/step_*.part-*"):  # a process was killed while it wrote or removed it
             shutil.rmtree(part)
 
@@ -90,15 +92,18 @@ class Writer:
     def _write(self, snapshot: Snapshot) -> None:
         try:
             self.error = None
-            write(self.run_dir, snapshot)
+            write(self.run_dir, snapshot, self.owner)
             _remove_old(self.run_dir / "checkpoints", snapshot.step, self.keep, self.keep_best)
         except Exception as error:  # noqa: BLE001  `submit` and `finish` raise it in the training thread
             self.error = error  # a WriteError counts if it is the last word: until then training goes on
             log.warning("%s; training goes on, the next checkpoint will be tried", error)
 
 
-def write(run_dir: Path, snapshot: Snapshot) -> Path:
-    """Writes a checkpoint, atomically. Raises WriteError, with all others intact, if it cannot be written."""
+def write(run_dir: Path, snapshot: Snapshot, owner: dict[str, str]) -> Path:
+    """Writes a checkpoint, atomically. Raises WriteError, with all others intact, if it cannot be written.
+
+    owner: who held the lock of run_dir when this run began. Raises TakenError if somebody else does now.
+    """
     step = snapshot.step
     final = run_dir / "checkpoints" / f"step_{step:08d}"
     part = final.with_name(f"{final.name}.part-{os.getpid()}")
@@ -113,10 +118,14 @@ def write(run_dir: Path, snapshot: Snapshot) -> Path:
         (part / MANIFEST).write_text(json.dumps({**manifest, "sha256": _digest_of_values(manifest)}, indent=1))
         for path in (part / MODEL, part / TRAINING, part / MANIFEST, part):
             _flush(path)
+        lock.check_owner(run_dir, owner)  # just before the renames: what is written aside disturbs nobody
         if final.exists():  # the same step once more: the run resumed from an older one, for this one is spoilt
             final.rename(final.with_name(f"{final.name}.part-spoilt"))
         part.rename(final)
         _flush(final.parent)
+    except TakenError:
+        shutil.rmtree(part)
+        raise
     except (OSError, RuntimeError, SafetensorError) as error:  # a full disk is an OSError, or a RuntimeError of torch's
         shutil.rmtree(part, ignore_errors=True)
         needed = sum(tensor.nbytes for tensor in snapshot.model.values()) + _bytes(snapshot.training)

@@ -92,7 +92,11 @@ class Trials:
         try:
             prepared = settle(config, problems, None)
             print(f"trial {row['trial']}: {' '.join(asked)}", flush=True)
-            row["exit_code"] = launcher.launch(prepared.config, self.script.parent)
+            try:
+                row["exit_code"] = launcher.launch(prepared.config, self.script.parent)
+            finally:
+                if prepared.lock:
+                    prepared.lock.release()
             row |= _outcome(prepared.config) if row["exit_code"] == 0 else _failure(prepared.config)
         except ConfigError as error:
             print(error, file=sys.stderr)

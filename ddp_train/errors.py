@@ -62,3 +62,10 @@ class WriteError(LaunchError):
 
     exit_code = 73
     kind = "write"
+
+
+class TakenError(LaunchError):
+    """The run directory belongs to another run now. Nobody may try to write there again."""
+
+    exit_code = 73
+    kind = "write"

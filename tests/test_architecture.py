@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "ddp_train"
 
 LAYERS = """
-    errors health distributed.world
+    errors lock health distributed.world
     config.schema config.machine config.resolve config.compose config.outside config.check config.freeze config.prepare
     custom distributed.session distributed.sync_batch_norm data.keyed data.augment data.plan data.sources data.loader
     models strategy ordered tuning metrics optim checkpoint progress loop hooks build worker
@@ -24,6 +24,7 @@ LAYERS = """
 
 WITHOUT_TORCH = [
     "errors",
+    "lock",
     "health",
     "distributed.world",
     "launcher",

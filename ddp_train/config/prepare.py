@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ddp_train import lock
 from ddp_train.config.check import check, check_rules, notices
 from ddp_train.config.compose import read_config, read_overrides
 from ddp_train.config.freeze import freeze
 from ddp_train.config.machine import this_machine
+from ddp_train.config.outside import unwritable
 from ddp_train.config.resolve import resolve
 from ddp_train.config.schema import Config
 from ddp_train.distributed.world import World, visible_devices
@@ -23,7 +25,10 @@ class Prepared:
 
     config: Config
     text: str
+    """Empty for this host's part of several: there, rank 0 freezes the config, under torchrun."""
     notices: list[str]
+    lock: lock.Lock | None = None
+    """Held for the life of the run, so that no second one works in its directory."""
 
 
 def prepare(conf: Path, words: list[str], world: World | None) -> Prepared:
@@ -50,11 +55,26 @@ def settle(config: Config, problems: list[str], world: World | None) -> Prepared
     resolved, more = examine(config, world)
     if problems or more:
         raise ConfigError(list(dict.fromkeys(problems + more)))
+    told = notices(config, resolved)
+    if world is None and resolved.launch.nnodes > 1:
+        return Prepared(resolved, "", told)
+    held = lock_run_dir(resolved, world)
     if resolved.mode == "train" and resolved.checkpoint.resume == "never" and not (world and world.attempt):
-        found = set_aside(Path(str(resolved.run_dir)))
-    else:
-        found = []
-    return Prepared(resolved, freeze(resolved), notices(config, resolved) + found)
+        told += set_aside(Path(str(resolved.run_dir)))
+    return Prepared(resolved, freeze(resolved), told, held)
+
+
+def lock_run_dir(config: Config, world: World | None) -> lock.Lock:
+    """Raises ConfigError, naming the holder, if another run works in the run directory."""
+    # A new rank 0 may start while torchrun still ends the old one, on another host: SIGKILL comes 30 s after SIGTERM.
+    patience_seconds = 35.0 if world and (world.attempt or world.hosts > 1) else 0.0
+    try:
+        return lock.acquire(Path(str(config.run_dir)) / lock.FILE, patience_seconds)
+    except lock.HeldError as error:
+        remedy = "wait for it, stop it, or name another run_dir"
+        raise ConfigError([f"run_dir={config.run_dir}: another run is in it, {error}; {remedy}"]) from None
+    except OSError as error:
+        raise ConfigError([unwritable(config.run_dir, error.strerror or str(error))]) from None
 
 
 def set_aside(run_dir: Path) -> list[str]:
