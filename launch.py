@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from ddp_train import launcher
+from ddp_train import hosts, launcher
 from ddp_train.config.prepare import prepare
 from ddp_train.distributed.world import World, world_from_environment
 from ddp_train.errors import ConfigError
@@ -40,9 +40,9 @@ def main(words: list[str]) -> int:
     if world:
         from ddp_train.worker import join
 
-        join(world, prepared.text)
+        join(world, words, prepared.text)
     if prepared.config.launch.nnodes > 1:
-        return launcher.through_torchrun(prepared.config, SCRIPT, words)
+        return hosts.join_hosts(prepared.config, SCRIPT, words)
     return launcher.launch(prepared.config, SCRIPT.parent)
 
 
@@ -52,7 +52,7 @@ def follow(world: World, words: list[str]) -> int:
         return 0
     from ddp_train.worker import join
 
-    return join(world, None)
+    return join(world, words, None)
 
 
 def refuse(world: World | None) -> int:
@@ -60,7 +60,7 @@ def refuse(world: World | None) -> int:
     if world and world.hosts > 1:
         from ddp_train.worker import join
 
-        join(world, "")
+        join(world, [], "")
     return ConfigError.exit_code
 
 

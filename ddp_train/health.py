@@ -50,7 +50,8 @@ class Failure:
     """failure.json."""
 
     kind: str
-    rank: int
+    rank: int | None
+    """None where no worker had started."""
     host: str
     step: int | None
     phase: str
@@ -138,8 +139,11 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
 def headline(failure: Failure) -> str:
     """The FATAL line."""
     step = "" if failure.step is None else f", step {failure.step}"
-    where = f"rank {failure.rank} on {failure.host}{step}, {failure.phase}"
-    return f"FATAL {failure.kind} ({where}): {failure.detail}\n  remedy: {failure.remedy}\n  log: {failure.log}"
+    who = failure.host if failure.rank is None else f"rank {failure.rank} on {failure.host}"
+    log_file = f"\n  log: {failure.log}" if failure.log else ""
+    return (
+        f"FATAL {failure.kind} ({who}{step}, {failure.phase}): {failure.detail}\n  remedy: {failure.remedy}{log_file}"
+    )
 
 
 def wait_for_report(run_dir: Path, seconds: float) -> bool:

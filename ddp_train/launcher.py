@@ -15,7 +15,7 @@ from pathlib import Path
 from ddp_train import health
 from ddp_train.config.resolve import described
 from ddp_train.config.schema import Config
-from ddp_train.distributed.world import World, agent_environment, worker_environment
+from ddp_train.distributed.world import World, worker_environment
 from ddp_train.errors import ConfigError, DataError, LaunchError, WriteError
 
 POLL_SECONDS = 0.02
@@ -138,22 +138,3 @@ def _signal(workers: list[subprocess.Popen[bytes]], number: int) -> None:
     for worker in workers:
         with contextlib.suppress(ProcessLookupError):  # the whole group is gone
             os.killpg(worker.pid, number)
-
-
-def through_torchrun(config: Config, script: Path, words: list[str]) -> int:
-    """Several hosts: this host's part, under torchrun's agent and c10d rendezvous. Returns its exit code."""
-    launch_ = config.launch
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        f"--nnodes={launch_.nnodes}",
-        f"--nproc-per-node={launch_.nproc_per_node}",
-        f"--max-restarts={launch_.max_restarts}",
-        "--rdzv-backend=c10d",
-        f"--rdzv-endpoint={launch_.rdzv_endpoint}",
-        f"--rdzv-id={Path(str(config.run_dir)).name}",
-        str(script),
-        *[word for word in words if not word.startswith("launch.max_restarts")],
-    ]
-    return subprocess.run(command, env=agent_environment(), check=False).returncode

@@ -60,12 +60,14 @@ def acquire(path: Path, patience_seconds: float = 0.0) -> Lock:
 
 
 def is_held(path: Path) -> bool:
-    """Whether some process holds the lock of an existing file."""
-    with path.open("a+") as file:
-        try:
+    """Whether some process holds the lock."""
+    try:
+        with path.open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        return False
     return False
 
 

@@ -23,6 +23,7 @@ from ddp_train.config.freeze import FILE, thaw, to_values
 from ddp_train.config.resolve import described
 from ddp_train.config.schema import Config
 from ddp_train.data.sources import Source, build_sources, digests, refuse_other_data
+from ddp_train.distributed.preflight import agree
 from ddp_train.distributed.session import (
     Store,
     local_leader_first,
@@ -32,7 +33,7 @@ from ddp_train.distributed.session import (
     set_buffers,
     share_config,
 )
-from ddp_train.distributed.world import World, launcher_pid, world_from_environment
+from ddp_train.distributed.world import World, launcher_pid, say_last_word, world_from_environment
 from ddp_train.errors import LaunchError, PeerError
 from ddp_train.hooks import Record, Save
 from ddp_train.loop import evaluate, fit
@@ -49,10 +50,10 @@ def main() -> NoReturn:
     world = world_from_environment()
     assert world, "the launcher sets the environment of its workers"
     config = thaw(Path(sys.argv[1], FILE).read_text())
-    leave(run(config, world, lambda: open_store(world, config.launch.timeout_seconds)))
+    leave(run(config, world, lambda: open_store(world, config.launch.join_timeout_seconds)))
 
 
-def join(world: World, text: str | None, timeout_seconds: float = 600.0) -> NoReturn:
+def join(world: World, words: list[str], text: str | None, timeout_seconds: float = 600.0) -> NoReturn:
     """A worker of torchrun. Rank 0 brings the frozen config; the others wait for it, and leave if there is none."""
     die_with_parent()
     try:
@@ -61,7 +62,15 @@ def join(world: World, text: str | None, timeout_seconds: float = 600.0) -> NoRe
     except PeerError as error:
         print(f"FATAL peer (rank {world.rank}): {error}\n  remedy: {error.remedy}", file=sys.stderr)
         leave(error.exit_code)
-    leave(run(thaw(text), world, lambda: store) if text else 2)
+    if not text:
+        leave(2)
+    config = thaw(text)
+
+    def checked_store() -> Store:
+        agree(store, world, words, Path(str(config.run_dir), FILE), text, config.launch.join_timeout_seconds)
+        return store
+
+    leave(run(config, world, checked_store))
 
 
 def run(config: Config, world: World, get_store: Callable[[], Store]) -> int:
@@ -207,6 +216,7 @@ def leave(code: int) -> NoReturn:
     """Ends this process at once. After a failure a process group is still open, and tearing torch down takes 0.7 s."""
     for child in multiprocessing.active_children():
         child.kill()
+    say_last_word(code)
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -16,9 +16,10 @@ PACKAGE = ROOT / "ddp_train"
 LAYERS = """
     errors lock health distributed.world
     config.schema config.machine config.resolve config.compose config.outside config.check config.freeze config.prepare
-    custom distributed.session distributed.sync_batch_norm data.keyed data.augment data.plan data.sources data.loader
+    custom distributed.preflight distributed.session distributed.sync_batch_norm
+    data.keyed data.augment data.plan data.sources data.loader
     models strategy ordered tuning metrics optim checkpoint progress loop hooks build worker
-    launcher cli
+    launcher hosts cli
 """.split()  # noqa: SIM905  one word per module reads better
 """From the ground up: a module imports only what stands before it."""
 
@@ -28,6 +29,7 @@ WITHOUT_TORCH = [
     "health",
     "distributed.world",
     "launcher",
+    "hosts",
     "cli",
     *[m for m in LAYERS if m.startswith("config.")],
 ]

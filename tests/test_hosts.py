@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ddp_train import lock
-from tests.commands import ENDLESS, ONE, SMALL, checkpoints, read, run, running, wait_until, weights
+from tests.commands import ENDLESS, ONE, SMALL, checkpoints, read, run, running, weights
 
 pytestmark = pytest.mark.timeout(300)  # several commands each, on a machine that may be busy
 

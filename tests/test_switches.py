@@ -16,7 +16,6 @@ import os
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -28,7 +27,7 @@ import yaml
 from PIL import Image
 from torch import nn
 
-from ddp_train import cli, launcher, tuning, worker
+from ddp_train import cli, hosts, launcher, tuning, worker
 from ddp_train.build import build_evaluation, build_job, build_module, build_plan
 from ddp_train.config.check import check
 from ddp_train.config.compose import all_keys, bind, read_overrides
@@ -327,10 +326,7 @@ def worker_environments(case: Case) -> Any:
 
 
 def torchrun_command(case: Case) -> Any:
-    done = SimpleNamespace(returncode=0)
-    with mock.patch.object(subprocess, "run", return_value=done) as started:
-        launcher.through_torchrun(case.config, ROOT / "launch.py", [])
-    return started.call_args.args
+    return hosts.command(case.config, hosts.Place("10.0.0.1", "eth0", True), ROOT / "launch.py", [])
 
 
 def attempts(case: Case) -> Any:
@@ -389,6 +385,7 @@ ROWS: dict[str, Row] = {
     "launch.max_restarts": Row("launch.max_restarts=2", attempts),
     "launch.backend": Row("launch.backend=gloo", process_group, machine=GPU),
     "launch.timeout_seconds": Row("launch.timeout_seconds=60", process_group),
+    "launch.join_timeout_seconds": Row("launch.join_timeout_seconds=9", torchrun_command, TWO_HOSTS),
     "launch.grace_seconds": Row("launch.grace_seconds=1", patience_at_the_end),
     "launch.threads_per_process": Row("launch.threads_per_process=1", worker_environments),
     "strategy.sync_bn": Row("strategy.sync_bn=true", placed_modules, "model.norm=batch"),

@@ -13,7 +13,7 @@ from ddp_train.config.compose import did_you_mean, shown
 from ddp_train.config.machine import Machine
 from ddp_train.config.resolve import FUSED, IN_MEMORY, process_count
 from ddp_train.config.schema import OPTIONS, SECTIONS, Config
-from ddp_train.distributed.world import World
+from ddp_train.distributed.world import World, hosts_asked
 
 
 def check(asked: Config, config: Config, machine: Machine, world: World | None) -> list[str]:
@@ -83,7 +83,9 @@ def _processes(asked: Config, config: Config, machine: Machine, world: World | N
         why = "no GPU is visible on this host" if not machine.gpus else "device=cpu"
         problems.append(f"launch.backend=nccl: NCCL connects GPUs and {why}; use launch.backend=gloo")
     if world:
-        for name, actual in (("nproc_per_node", world.local_size), ("nnodes", world.hosts)):
+        # Asked for two hosts and started with one: that is no mistake in the config, distributed.preflight tells.
+        hosts = (hosts_asked() or (world.hosts,))[0]
+        for name, actual in (("nproc_per_node", world.local_size), ("nnodes", hosts)):
             if getattr(launch, name) not in ("auto", 1, actual):
                 problems.append(
                     f"launch.{name}={getattr(launch, name)}: torchrun started {actual}; leave it out, or "

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # pyright: ignore[reportPrivateImportUsage]
 
+from ddp_train.distributed.preflight import acknowledge
 from ddp_train.distributed.world import LISTEN_SOCKET, World
 from ddp_train.errors import PeerError
 
@@ -51,9 +52,13 @@ def share_config(store: Store, world: World, text: str | None) -> str:
     """
     if world.is_leader:
         store.set(CONFIG_KEY, text or "")
+        acknowledge(store, world, wait=not text)
         return text or ""
     try:
-        return store.get(CONFIG_KEY).decode()
+        text = store.get(CONFIG_KEY).decode()
+        if not text:
+            acknowledge(store, world, wait=False)
+        return text
     except dist.DistError as error:
         raise PeerError(
             f"rank {world.rank} got no config from rank 0: {_first_line(error)}", "see what rank 0 printed"

@@ -6,6 +6,7 @@ Torch-free, so that the entry can ask before it imports torch. The variables are
 from __future__ import annotations
 
 import os
+import re
 import socket
 import time
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ LISTEN_SOCKET = "DDP_TRAIN_LISTEN_FD"
 """File descriptor of the listening socket of the store, inherited by rank 0 from our own launcher."""
 LAUNCHER_PID = "DDP_TRAIN_LAUNCHER_PID"
 """Process id of our own launcher; absent under torchrun."""
+LAST_WORDS = "DDP_TRAIN_LAST_WORDS"
+"""File into which torchrun's workers write their exit codes; absent under a torchrun that is not ours."""
 
 
 @dataclass(frozen=True)
@@ -87,10 +90,53 @@ def worker_environment(world: World, port: int, listen_fd: int, threads: int, im
     return env
 
 
-def agent_environment() -> dict[str, str]:
-    """The environment of a torchrun agent that we start."""
-    # Without it restarted workers read the addresses of their dead predecessors (pytorch#135712).
-    return {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+def agent_environment(interface: str | None, last_words: Path) -> dict[str, str]:
+    """The environment of a torchrun agent that we start.
+
+    interface: the one that leads to the other hosts, None if unknown. last_words: see `say_last_word`.
+    """
+    # Without TORCH_DISABLE_SHARE... restarted workers read the addresses of their dead predecessors (pytorch#135712).
+    env = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", LAST_WORDS: str(last_words)}
+    if interface:  # else gloo takes the address of this host's name, which on Debian is 127.0.1.1
+        env.setdefault("GLOO_SOCKET_IFNAME", interface)
+        env.setdefault("NCCL_SOCKET_IFNAME", interface)
+    return env
+
+
+def say_last_word(code: int) -> None:
+    """Leaves this worker's exit code for the launcher outside of torchrun, whose agent turns all codes into 1."""
+    path = os.environ.get(LAST_WORDS)
+    if path:
+        with Path(path).open("a") as file:  # one short line is written whole
+            file.write(f"{os.environ['TORCHELASTIC_RESTART_COUNT']} {code}\n")
+
+
+def gloo_interface() -> str | None:
+    """The interface that gloo was told to use."""
+    return os.environ.get("GLOO_SOCKET_IFNAME")
+
+
+def hosts_started(world: World) -> int:
+    """How many agents take part, as torchrun says; it may start other numbers of processes on each."""
+    return int(os.environ.get("GROUP_WORLD_SIZE", world.hosts))
+
+
+def hosts_asked() -> tuple[int, int] | None:
+    """The least and the most hosts that torchrun was asked for, from its command line or PET_NNODES; None if unknown.
+
+    It does not tell its workers, and starts with fewer when a host's clock is behind: two hosts then train two models.
+    """
+    asked = os.environ.get("PET_NNODES", "")
+    try:
+        words = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")
+    except OSError:  # no /proc, or the agent is gone
+        words = []
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        name, _, value = word.partition("=")
+        if name in ("--nnodes", "--nnode"):
+            asked = value or following
+    found = re.fullmatch(r"(\d+)(?::(\d+))?", asked)
+    return (int(found[1]), int(found[2] or found[1])) if found else None
 
 
 def launcher_pid() -> int | None:

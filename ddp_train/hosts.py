@@ -1,0 +1,252 @@
+"""This host's part of a run on several hosts: torchrun's agent, started, watched and ended. Does not import torch.
+
+The agents of all hosts meet at `launch.rdzv_endpoint`. What they leave to chance is decided here: who serves the store,
+the address and the interface by which the others reach this host, and how long anything may take. An agent that is cut
+off can hang for ever, deaf to SIGTERM, in a read from the store; it is killed once its workers are gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import ipaddress
+import json
+import math
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddp_train import health, lock
+from ddp_train.config.resolve import described
+from ddp_train.config.schema import Config
+from ddp_train.distributed.world import agent_environment
+from ddp_train.errors import LaunchError, PeerError
+from ddp_train.launcher import FINAL, Stop
+
+POLL_SECONDS = 0.2
+AGENT_PATIENCE_SECONDS = 5.0
+"""From the end of the last worker to the end of its agent. The agent waits for others, 300 s if they are gone."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this host stands among the others."""
+
+    address: str
+    """Its own, on the way to the endpoint."""
+    interface: str | None
+    is_head: bool | None
+    """Whether the endpoint is here; None leaves it to torchrun."""
+
+
+def join_hosts(config: Config, script: Path, words: list[str]) -> int:
+    """Runs this host's part. Returns the exit code; what kept the hosts apart is told and in failure.json."""
+    run_dir, stop = Path(str(config.run_dir)), Stop()
+    try:
+        with stop.listening(), signed_in(run_dir), tempfile.TemporaryDirectory() as folder:
+            last_words = Path(folder, "last_words")
+            last_words.touch()
+            place = find_place(str(config.launch.rdzv_endpoint))
+            env = agent_environment(place.interface, last_words)
+            agent = subprocess.Popen(
+                command(config, place, script, words), env=env, preexec_fn=_die_with_parent, start_new_session=True
+            )
+            return _watch(config, agent, last_words, stop)
+    except PeerError as error:
+        failure = health.Failure(
+            error.kind, None, socket.gethostname(), None, "rendezvous", str(error), error.remedy, "", error.exit_code
+        )
+        if not health.report(run_dir, failure, described(config)):  # another host did, on its own terminal
+            print(health.headline(failure), file=sys.stderr)
+        return error.exit_code
+
+
+def command(config: Config, place: Place, script: Path, words: list[str]) -> list[str]:
+    """torchrun's command line."""
+    launch = config.launch
+    rendezvous = [f"join_timeout={launch.join_timeout_seconds}", f"read_timeout={launch.join_timeout_seconds}"]
+    if place.is_head is not None:
+        rendezvous.append(f"is_host={int(place.is_head)}")
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--nnodes={launch.nnodes}",
+        f"--nproc-per-node={launch.nproc_per_node}",
+        f"--max-restarts={launch.max_restarts}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={launch.rdzv_endpoint}",
+        f"--rdzv-id={Path(str(config.run_dir)).name}",
+        f"--rdzv-conf={','.join(rendezvous)}",
+        f"--local-addr={place.address}",
+        str(script),
+        *[word for word in words if not word.startswith("launch.max_restarts")],
+    ]
+
+
+def find_place(endpoint: str) -> Place:
+    """Asks the resolver and the routing table; sends nothing. Raises PeerError if hosts could not meet there."""
+    name, _, port = endpoint.rpartition(":")
+    here = socket.gethostname()
+    try:
+        family, _, _, _, target = socket.getaddrinfo(name, int(port), type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise PeerError(
+            f"launch.rdzv_endpoint={endpoint}: {name} resolves to nothing on {here} ({error.args[-1]})",
+            "add it to /etc/hosts, or use an address",
+        ) from error
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(target)
+        except OSError as error:
+            raise PeerError(
+                f"launch.rdzv_endpoint={endpoint}: there is no way from {here} to {target[0]} ({error.strerror})",
+                "check the address, and this host's network",
+            ) from error
+        address = str(probe.getsockname()[0])
+    if ipaddress.ip_address(address).is_loopback:
+        if name == "localhost" or name == target[0]:  # all "hosts" are this one: torchrun finds out who serves
+            return Place(address, None, None)
+        raise PeerError(
+            f"launch.rdzv_endpoint={endpoint}: {name} resolves to {target[0]} on {here}, where no other host finds it",
+            f"give {name} its own address in /etc/hosts (Debian writes 127.0.1.1), or use the address",
+        )
+    is_head = address == target[0]
+    if is_head:
+        _check_free(endpoint, family, int(port))
+    return Place(address, _interface(address), is_head)
+
+
+def _check_free(endpoint: str, family: int, port: int) -> None:
+    """torchrun itself takes whoever listens there for the store, and waits for its answers."""
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            taken = error.errno == errno.EADDRINUSE
+            raise PeerError(
+                f"launch.rdzv_endpoint={endpoint}: port {port} of {socket.gethostname()} "
+                + ("is taken by another process" if taken else f"cannot be used ({error.strerror})"),
+                f"use another port; `ss -ltnp sport = :{port}` shows who has it",
+            ) from error
+
+
+def _interface(address: str) -> str | None:
+    """The network interface that has an IPv4 address; None for IPv6, where gloo and NCCL must find it themselves."""
+    SIOCGIFADDR = 0x8915  # linux/sockios.h: the address of an interface is at byte 20 of struct ifreq
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without an address
+                request = struct.pack("256s", name.encode()[:15])
+                if socket.inet_ntoa(fcntl.ioctl(probe, SIOCGIFADDR, request)[20:24]) == address:
+                    return name
+    return None
+
+
+@contextlib.contextmanager
+def signed_in(run_dir: Path) -> Iterator[None]:
+    """Inside, `arrived` counts this host, wherever it sees the same run directory."""
+    path = run_dir / "hosts" / socket.gethostname()
+    try:
+        mine = lock.acquire(path)
+    except lock.HeldError as error:
+        raise PeerError(
+            f"{path} is held by {error}: this host takes part already, or another one has its name",
+            "start one launcher per host, and give each host a name of its own",
+        ) from None
+    except OSError as error:
+        raise PeerError(
+            f"run_dir={run_dir} cannot be written: {error.strerror}", "name a folder that all hosts share"
+        ) from error
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        mine.release()
+
+
+def arrived(run_dir: Path) -> list[str]:
+    """The hosts whose launchers are at work."""
+    return sorted(path.name for path in (run_dir / "hosts").iterdir() if lock.is_held(path))
+
+
+def _watch(config: Config, agent: subprocess.Popen[bytes], last_words: Path, stop: Stop) -> int:
+    """Waits for the agent, and not for ever. Returns the exit code of this host's workers, whatever became of it."""
+    launch, run_dir = config.launch, Path(str(config.run_dir))
+    began = last_seen = time.monotonic()
+    worked, stop_by = False, math.inf
+    attempt, codes = 0, []
+    try:
+        while agent.poll() is None and len(stop.received) < 2:
+            now = time.monotonic()
+            if stop.received and stop_by == math.inf:
+                agent.send_signal(signal.SIGTERM)  # it hands it on to its workers
+                stop_by = now + launch.grace_seconds
+            if _has_workers(agent.pid):
+                worked, last_seen = True, now
+            attempt, codes = _read(last_words)
+            over = worked and (attempt >= launch.max_restarts or any(code in (0, *FINAL) for code in codes))
+            patience = AGENT_PATIENCE_SECONDS + (0 if over else launch.join_timeout_seconds)
+            if now > min(stop_by, last_seen + patience):
+                break
+            time.sleep(POLL_SECONDS)
+        present = arrived(run_dir)
+    finally:
+        agent.kill()  # its workers die with it
+        agent.wait()
+    attempt, codes = _read(last_words)
+    if codes == [0] * int(launch.nproc_per_node):  # the agent may still have failed to say goodbye to the others
+        return 0
+    if stop.received:
+        print(f"stopped by {signal.Signals(stop.received[0]).name}; the same command goes on", file=sys.stderr)
+        return stop.exit_code
+    if not worked and not codes:
+        raise PeerError(
+            f"{len(present)} of {launch.nnodes} hosts came within {time.monotonic() - began:.0f} s: "
+            + ", ".join(present),
+            f"start the same command on all of them; each must reach {launch.rdzv_endpoint}, and have the time of "
+            f"launch.join_timeout_seconds={launch.join_timeout_seconds}",
+        )
+    _tell(run_dir)
+    return next((code for code in codes if code not in (0, LaunchError.exit_code)), LaunchError.exit_code)
+
+
+def _tell(run_dir: Path) -> None:
+    """Shows here what a worker on another host has reported there."""
+    if health.wait_for_report(run_dir, AGENT_PATIENCE_SECONDS):
+        failure = health.Failure(**json.loads((run_dir / health.FILE).read_text()))
+        if failure.host != socket.gethostname():
+            print(health.headline(failure), file=sys.stderr)
+
+
+def _has_workers(agent: int) -> bool:
+    """Whether a process has living children. A hung agent does not collect the dead."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it ended in between
+            state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+            if int(parent) == agent and state != "Z":
+                return True
+    return False
+
+
+def _read(last_words: Path) -> tuple[int, list[int]]:
+    """The latest attempt of which workers on this host left an exit code, and those codes."""
+    lines = [tuple(map(int, line.split())) for line in last_words.read_text().splitlines()]
+    latest = max((attempt for attempt, _ in lines), default=0)
+    return latest, [code for attempt, code in lines if attempt == latest]
+
+
+def _die_with_parent() -> None:
+    """In the agent, before it is one: if this launcher is killed, so is the agent, and with it its workers."""
+    PR_SET_PDEATHSIG = 1  # linux/prctl.h
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
