@@ -209,7 +209,7 @@ def time_ours(
         never = plan.steps + 1  # but at the end of the run
         metrics = MetricsFile(run_dir, active=True)
         record = Record(display, metrics, "cpu", 1, LOG_EVERY_STEPS, evaluate_every_epochs=never)
-        job.hooks = [record, Save(run_dir, {}, None, 2, active=False, position=position, owner={})]
+        job.hooks = [record, Save(run_dir, {}, None, 2, active=False, position=position)]
         display.start(job.step, plan.steps)
         record.begin(job)
         clock = Clock()

@@ -13,11 +13,11 @@ import hashlib
 import json
 import logging
 import os
-import pickle
 import shutil
 import threading
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -212,7 +212,7 @@ def load_training(path: Path) -> dict[str, Any]:
     """The `training` of the snapshot, on the host. Raises DataError if it is not plain data: no code runs."""
     try:
         return torch.load(path / TRAINING, weights_only=True, map_location="cpu")
-    except pickle.UnpicklingError as error:
+    except UnpicklingError as error:
         raise DataError(f"{path / TRAINING} is not plain data", "name another checkpoint.resume=PATH") from error
 
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
 from ddp_train import launcher
-from ddp_train.config.compose import bind, read_config, read_overrides, shown
+from ddp_train.config.compose import bind, plain, read_config, read_overrides, shown
 from ddp_train.config.prepare import examine, settle
 from ddp_train.config.schema import OPTIONS, SECTIONS, Config
 from ddp_train.distributed.world import World, new_run_id
@@ -77,7 +77,7 @@ class Trials:
     def run(self, composed: DictConfig) -> float:
         """One trial. Returns its objective, or NaN if it failed, so that the sweep goes on."""
         hydra_config = HydraConfig.get()
-        config, problems = bind(dict(OmegaConf.to_container(composed, resolve=True)))  # type: ignore[arg-type]
+        config, problems = bind(plain(composed))
         asked = [word.lstrip("+") for word in hydra_config.overrides.task]
         row: dict[str, Any] = {
             "trial": 0,

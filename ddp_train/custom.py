@@ -5,20 +5,40 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from ddp_train.config.compose import from_environment
+from ddp_train.config.outside import TRUSTED_MODULES, is_trusted
 from ddp_train.config.schema import CustomConfig
 from ddp_train.errors import ConfigError
 
 
 def call(section: str, custom: CustomConfig, *args: Any, **more: Any) -> Any:
-    """Imports `custom.target` and calls it. Raises ConfigError if it does not exist or refuses its arguments."""
+    """Imports `custom.target` and calls it, with the values of `${oc.env:...}` among its arguments.
+
+    Raises ConfigError if it does not exist, is not what it seems, or refuses its arguments.
+    """
     found = f"{section}._target_={custom.target}"
     module_path, _, name = custom.target.rpartition(".")
     try:
         target = getattr(importlib.import_module(module_path), name)
     except (ModuleNotFoundError, AttributeError) as error:
         raise ConfigError([f"{found}: {error}"]) from error
+    if is_trusted(custom.target, []) and not _is_harmless(target):
+        raise ConfigError([f"{found}: neither a class of {', '.join(TRUSTED_MODULES)} nor a model of torchvision"])
+    values = from_environment(custom.arguments, section)
     try:
-        return target(*args, **custom.arguments, **more)
+        return target(*args, **values, **more)
     except TypeError as error:
         arguments = ", ".join(f"{key}={value!r}" for key, value in {**custom.arguments, **more}.items())
         raise ConfigError([f"{found}: cannot be called with {arguments}: {error}"]) from error
+
+
+def _is_harmless(target: Any) -> bool:
+    """Whether what a module that we trust by ourselves holds under some name may be called with anyone's arguments.
+
+    Modules hold names of other modules too (torchvision.datasets.utils.zipfile), and functions that write files or
+    fetch them (torchvision.datasets.utils.download_url).
+    """
+    made_in = str(getattr(target, "__module__", ""))
+    if isinstance(target, type):
+        return is_trusted(made_in, [])
+    return callable(target) and f"{made_in}.".startswith("torchvision.models.")

@@ -61,9 +61,9 @@ def join_hosts(config: Config, script: Path, words: list[str]) -> int:
                 command(config, place, script, words), env=env, preexec_fn=_die_with_parent, start_new_session=True
             )
             return _watch(config, agent, last_words, stop)
-    except PeerError as error:
+    except LaunchError as error:
         failure = health.Failure(
-            error.kind, None, socket.gethostname(), None, "rendezvous", str(error), error.remedy, "", error.exit_code
+            error.kind, None, socket.gethostname(), None, "hosts", str(error), error.remedy, "", error.exit_code
         )
         if not health.report(run_dir, failure, described(config)):  # another host did, on its own terminal
             print(health.headline(failure), file=sys.stderr)
@@ -217,16 +217,19 @@ def _watch(config: Config, agent: subprocess.Popen[bytes], last_words: Path, sto
             f"start the same command on all of them; each must reach {launch.rdzv_endpoint}, and have the time of "
             f"launch.join_timeout_seconds={launch.join_timeout_seconds}",
         )
-    _tell(run_dir)
+    if not _tell(run_dir):
+        raise LaunchError(f"torchrun's agent left with {agent.returncode}, its workers without a word", "see above")
     return next((code for code in codes if code not in (0, LaunchError.exit_code)), LaunchError.exit_code)
 
 
-def _tell(run_dir: Path) -> None:
-    """Shows here what a worker on another host has reported there."""
-    if health.wait_for_report(run_dir, AGENT_PATIENCE_SECONDS):
-        failure = health.Failure(**json.loads((run_dir / health.FILE).read_text()))
-        if failure.host != socket.gethostname():
-            print(health.headline(failure), file=sys.stderr)
+def _tell(run_dir: Path) -> bool:
+    """Shows here what a worker on another host has reported there. Returns whether any did."""
+    if not health.wait_for_report(run_dir, AGENT_PATIENCE_SECONDS):
+        return False
+    failure = health.Failure(**json.loads((run_dir / health.FILE).read_text()))
+    if failure.host != socket.gethostname():
+        print(health.headline(failure), file=sys.stderr)
+    return True
 
 
 def _has_workers(agent: int) -> bool:

@@ -86,15 +86,15 @@ class NetLab:
 
     def __enter__(self) -> NetLab:
         with self.stack:  # undone if anything fails
-            folder = Path(self.stack.enter_context(tempfile.TemporaryDirectory()))
+            self.hosts_file = Path(self.stack.enter_context(tempfile.TemporaryDirectory())) / "hosts"
             switch = self._start(["unshare", "--net", "sleep", "infinity"])
             _wait_for(lambda: _link(f"/proc/{switch.pid}/ns/net") != _link("/proc/self/ns/net"))
             _ip("link", "add", "sw", "type", "bridge", through=switch.pid)
             _ip("link", "set", "sw", "up", through=switch.pid)
             names = {f"node{number}": f"10.77.0.{10 + number}" for number in range(self.count)}
-            (folder / "hosts").write_text("".join(f"{a} {n}\n" for n, a in {"localhost": "127.0.0.1", **names}.items()))
+            self.hosts_file.write_text("".join(f"{a} {n}\n" for n, a in {"localhost": "127.0.0.1", **names}.items()))
             for number, (name, address) in enumerate(names.items()):
-                self.hosts.append(self._add(name, address, switch.pid, f"port{number}", folder / "hosts"))
+                self.hosts.append(self._add(name, address, switch.pid, f"port{number}"))
             self.stack = self.stack.pop_all()
         return self
 
@@ -107,9 +107,9 @@ class NetLab:
         self.stack.callback(process.kill)
         return process
 
-    def _add(self, name: str, address: str, switch: int, port: str, hosts_file: Path) -> Host:
+    def _add(self, name: str, address: str, switch: int, port: str) -> Host:
         boot = (
-            f"mount --bind {hosts_file} /etc/hosts && mount -t tmpfs tmpfs /dev/shm && hostname {name} && "
+            f"mount --bind {self.hosts_file} /etc/hosts && mount -t tmpfs tmpfs /dev/shm && hostname {name} && "
             "exec sleep infinity"
         )
         flags = ["--net", "--uts", "--ipc", "--pid", "--mount", "--fork", "--mount-proc", "--kill-child"]

@@ -82,7 +82,7 @@ def test_no_module_is_too_long(module: str) -> None:
 
 
 def test_the_main_path_can_be_read_in_an_hour() -> None:
-    assert sum(code_lines(path_of(module)) for module in LAYERS) + code_lines(ROOT / "launch.py") <= 3500
+    assert sum(code_lines(path_of(module)) for module in LAYERS) + code_lines(ROOT / "launch.py") <= 4600
 
 
 def test_the_loop_is_a_page() -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 import typing
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,12 @@ from hydra import initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
+from omegaconf.resolvers import oc
 
 from ddp_train.config.schema import OPTIONS, SECTIONS, Config, CustomConfig, schema_of
+from ddp_train.errors import ConfigError
 
 MAY_BE_NULL = ("experiment", "debug")
 _TYPE_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
@@ -82,6 +86,9 @@ def read_overrides(conf: Path, words: list[str], sweep: bool = False) -> Overrid
 def _read_override(conf: Path, override: Override, sweep: bool, read: Overrides) -> None:
     word, name = override.input_line or "", override.key_or_group
     if name.split(".")[0].split("/")[0] == "hydra":
+        foreign = [text for key, text in leaves(override.value(), name) if _names_code(key) and _is_foreign(text)]
+        if foreign:
+            read.problems.append(f"{word}: loads code from outside hydra: {foreign[0]}")
         read.words.append(word)
     elif override.is_delete():
         read.problems.append(f"{word}: no key can be removed; leave it out for its default")
@@ -107,16 +114,87 @@ def _read_override(conf: Path, override: Override, sweep: bool, read: Overrides)
         read.words.append("++" + word.lstrip("+"))
 
 
+def _names_code(dotted: str) -> bool:
+    """Whether Hydra, or Python's logging for it, would import what stands under a key."""
+    return dotted.rpartition(".")[2] in ("_target_", "()", "class")
+
+
+def _is_foreign(path: Any) -> bool:
+    return not str(path).startswith(("hydra.", "hydra_plugins.", "logging."))
+
+
 def compose(conf: Path, overrides: Overrides) -> dict[str, Any]:
     """The composed configuration as plain data.
 
-    Raises HydraException or OmegaConfBaseException where a file under conf/ cannot be composed.
+    Raises HydraException or OmegaConfBaseException where a file under conf/ cannot be composed, ConfigError where a
+    variable of the environment is missing.
     """
     with initialize_config_dir(str(conf), version_base="1.3"):
         composed = hydra_compose("config", overrides.words)
-    values = OmegaConf.to_container(composed, resolve=True)
-    assert isinstance(values, dict)
-    return typing.cast("dict[str, Any]", values)
+    return plain(composed)
+
+
+def plain(composed: DictConfig) -> dict[str, Any]:
+    """The composed configuration as plain data, references resolved.
+
+    `${oc.env:NAME}` stays as it is in the arguments of anyone's own code, whatever refers to it: the value may be a
+    secret, and this goes into files. It is looked up where the argument is used.
+    """
+
+    def kept(name: str, *default: str) -> str:
+        return "${oc.env:" + ",".join([name, *map(str, default)]) + "}"
+
+    OmegaConf.register_new_resolver("oc.env", kept, replace=True)
+    try:
+        values = typing.cast("dict[str, Any]", OmegaConf.to_container(composed, resolve=True))
+    finally:
+        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
+    for section, content in values.items():
+        found = from_environment(content, section)  # raises for a variable that is not set, before any worker starts
+        if not (isinstance(content, dict) and content.get("_target_")):
+            values[section] = found
+    return values
+
+
+def from_environment(value: Any, key: str) -> Any:
+    """A plain value, with what the environment holds in place of each `${oc.env:NAME}`.
+
+    Raises ConfigError for a variable that is not set. key: the name of the value, for that message.
+    """
+    if isinstance(value, dict):
+        return {name: from_environment(item, f"{key}.{name}") for name, item in value.items()}
+    if isinstance(value, list):
+        return [from_environment(item, key) for item in value]
+    if isinstance(value, str) and "${oc.env:" in value:
+        try:
+            return OmegaConf.create({"value": value}).value
+        except OmegaConfBaseException:
+            raise ConfigError(
+                [f"{key}={value}: the environment has no such variable; set it before the start"]
+            ) from None
+    return value
+
+
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The plain values inside nested ones, with their dotted paths."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
+    if items is None:
+        yield path, value
+        return
+    for name, item in items:
+        yield from leaves(item, f"{path}.{name}".lstrip("."))
+
+
+_SECRET = re.compile(
+    r"((^|_)(password|passwd|passphrase|secret|secret_key|api_?key|access_key|private_key|credentials?))$"
+    r"|^((auth|access|api|hf|hub|bearer|refresh|session|github|wandb)_)?token$"
+)
+"""Names of secrets. Not `pad_token` and the like, which are words of a vocabulary."""
+
+
+def is_secret(dotted: str) -> bool:
+    """Whether a key's name says that its value is a secret."""
+    return any(_SECRET.search(part.lower()) for part in dotted.split("."))
 
 
 def read_config(conf: Path, overrides: Overrides, adopted: dict[str, Any] | None = None) -> tuple[Config, list[str]]:
@@ -127,6 +205,8 @@ def read_config(conf: Path, overrides: Overrides, adopted: dict[str, Any] | None
     """
     try:
         values = compose(conf, overrides)
+    except ConfigError as error:
+        return Config(), [*overrides.problems, *error.problems]
     except (HydraException, OmegaConfBaseException) as error:
         message = f"{error}: {error.__cause__}" if error.__cause__ else str(error)
         where = f"{key}: " if (key := getattr(error, "full_key", None)) else ""
@@ -175,9 +255,13 @@ def _custom(section: str, content: dict[str, Any]) -> dict[str, Any]:
 def _bind_fields(schema: type, prefix: str, content: dict[str, Any], problems: list[str]) -> Any:
     typed = OmegaConf.structured(schema)
     hints = typing.get_type_hints(schema)
+    as_it_is: dict[str, Any] = {}
     for name, value in content.items():
         if name not in hints or (prefix == "" and (name in SECTIONS or name in OPTIONS)):
             problems.append(_unknown_key(prefix, name, value, schema))
+            continue
+        if isinstance(value, dict) and typing.get_origin(hints[name]) is dict:
+            as_it_is[name] = value  # OmegaConf would look up the `${oc.env:...}` in it
             continue
         try:
             takes_bool = bool in (hints[name], *typing.get_args(hints[name]))
@@ -186,7 +270,10 @@ def _bind_fields(schema: type, prefix: str, content: dict[str, Any], problems: l
             OmegaConf.update(typed, name, value, merge=False)
         except OmegaConfBaseException:
             problems.append(f"{prefix}{name}={shown(value)}: must be {_expected(schema, name, hints[name])}")
-    return OmegaConf.to_object(typed)
+    bound = OmegaConf.to_object(typed)
+    for name, value in as_it_is.items():
+        setattr(bound, name, value)
+    return bound
 
 
 def _expected(schema: type, name: str, hint: Any) -> str:
@@ -198,7 +285,7 @@ def _expected(schema: type, name: str, hint: Any) -> str:
 
 
 def _unknown_key(prefix: str, name: str, value: Any, schema: type) -> str:
-    found = f"{prefix}{name}={shown(value)}: no such key"
+    found = f"{prefix}{name}={'(hidden)' if is_secret(name) else shown(value)}: no such key"
     section = prefix.rstrip(".")
     owners = [option for option, other in OPTIONS.get(section, {}).items() if name in typing.get_type_hints(other)]
     if owners:

@@ -9,12 +9,19 @@ from pathlib import Path
 
 import yaml
 
-from ddp_train.config.compose import bind, did_you_mean, shown
+from ddp_train.config.compose import bind, did_you_mean, is_secret, leaves, shown
 from ddp_train.config.machine import Machine
 from ddp_train.config.schema import Config, CustomConfig
 from ddp_train.distributed.world import World
 
-TRUSTED_MODULES = ("ddp_train", "torch.nn", "torch.optim", "torchvision")
+TRUSTED_MODULES = (
+    "ddp_train.models",
+    "ddp_train.optim",
+    "torch.nn",
+    "torch.optim",
+    "torchvision.datasets",
+    "torchvision.models",
+)
 
 TORCHVISION_FILES = {
     "mnist": [
@@ -128,10 +135,13 @@ def _code(asked: Config, config: Config, machine: Machine, world: World | None) 
         custom = getattr(config, section)
         if not isinstance(custom, CustomConfig):
             continue
+        inner = next((path for path, _ in leaves(custom.arguments) if "_target_" in path.split(".")), None)
+        if inner:
+            problems.append(f"{section}.{inner}: arguments are plain values; only {section}._target_ names code")
         found, target = f"{section}._target_={shown(custom.target or None)}", custom.target
         if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", target):
             problems.append(f"{found}: must be a dotted path, package.Name")
-        elif not any(target.startswith(module + ".") for module in (*TRUSTED_MODULES, *config.trusted_modules)):
+        elif not is_trusted(target, config.trusted_modules):
             package = target.partition(".")[0]
             problems.append(
                 f"{found}: loads code from outside {', '.join(TRUSTED_MODULES)}; if you trust it, add "
@@ -140,6 +150,22 @@ def _code(asked: Config, config: Config, machine: Machine, world: World | None) 
         elif importlib.util.find_spec(target.partition(".")[0]) is None:
             problems.append(f"{found}: there is no module {target.partition('.')[0]} beside launch.py or installed")
     return problems
+
+
+def is_trusted(path: str, trusted_modules: list[str]) -> bool:
+    """Whether a dotted path lies within what may be loaded."""
+    return any(f"{path}.".startswith(f"{module}.") for module in (*TRUSTED_MODULES, *trusted_modules))
+
+
+def _secrets(asked: Config, config: Config, machine: Machine, world: World | None) -> list[str]:
+    """What is in the config is in files, on terminals and in checkpoints: a secret must stay in the environment."""
+    return [
+        f"{section}.{path}=(hidden): a secret does not belong into the config, which is written to files; put it into "
+        f"the environment: {section}.{path}='${{oc.env:NAME}}'"
+        for section in ("model", "data", "optimizer")
+        for path, value in leaves(getattr(getattr(config, section), "arguments", {}))
+        if is_secret(path) and isinstance(value, str) and value and not re.fullmatch(r"\$\{oc\.env:\w+\}", value)
+    ]
 
 
 def _run_dir(asked: Config, config: Config, machine: Machine, world: World | None) -> list[str]:
@@ -160,4 +186,4 @@ def unwritable(run_dir: str | None, reason: str) -> str:
     return f"run_dir={run_dir}: cannot be written ({reason}); name a folder that can"
 
 
-CHECKS = (_model, _data, _checkpoint, _same_run, _code, _run_dir)
+CHECKS = (_model, _data, _checkpoint, _same_run, _code, _secrets, _run_dir)

@@ -16,6 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
+from torch.cuda import nccl
 from torch.distributed import DistError, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from ddp_train.distributed.world import World, gloo_interface, hosts_asked, hosts_started
@@ -68,14 +69,14 @@ def acknowledge(store: Store, world: World, wait: bool) -> None:
 
 def facts_here(world: World, frozen: Path, text: str) -> Facts:
     """What must be the same everywhere, and where this process is."""
-    nccl = torch.cuda.nccl.version() if torch.cuda.is_available() and torch.distributed.is_nccl_available() else ()
+    version = nccl.version() if torch.cuda.is_available() and torch.distributed.is_nccl_available() else ()
     facts = {
         "host": socket.gethostname(),
         "processes of the host": str(world.local_size),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": str(torch.version.cuda),
-        "nccl": ".".join(str(part) for part in nccl) or "none",
+        "nccl": ".".join(str(part) for part in version) or "none",
         "ddp_train": source_digest(),
     }
     if world.hosts > 1:
@@ -115,6 +116,9 @@ def _verdict(store: Store, world: World, timeout_seconds: float) -> list[str]:
     """On rank 0: what is wrong, and the remedy (empty for differing command lines). Empty if nothing is."""
     deadline = time.monotonic() + timeout_seconds
     silent = _silent(store, FACTS, world, deadline)
+    asked = time.time()
+    store.set(CLOCK, "now")
+    store.set(f"{CLOCK}/0", str(asked))
     if silent:
         return [
             f"{_ranks(silent)} of {world.size} did not answer within {timeout_seconds:g} s",
@@ -132,9 +136,6 @@ def _verdict(store: Store, world: World, timeout_seconds: float) -> list[str]:
         ]
     if any(sorted(others) != sorted(words[0]) for others in words):
         return ["\n".join(_differing_words(words, hosts)), ""]
-    asked = time.time()
-    store.set(CLOCK, "")
-    store.set(f"{CLOCK}/0", str(asked))
     silent = _silent(store, CLOCK, world, deadline)
     answered = time.time()
     clocks = [asked if rank in silent else float(store.get(f"{CLOCK}/{rank}")) for rank in range(world.size)]
