@@ -99,10 +99,11 @@ class Writer:
             log.warning("%s; training goes on, the next checkpoint will be tried", error)
 
 
-def write(run_dir: Path, snapshot: Snapshot, owner: dict[str, str]) -> Path:
+def write(run_dir: Path, snapshot: Snapshot, owner: dict[str, str] | None = None) -> Path:
     """Writes a checkpoint, atomically. Raises WriteError, with all others intact, if it cannot be written.
 
-    owner: who held the lock of run_dir when this run began. Raises TakenError if somebody else does now.
+    owner: who held the lock of run_dir when this run began, None if nobody did. Raises TakenError if somebody else does
+    now.
     """
     step = snapshot.step
     final = run_dir / "checkpoints" / f"step_{step:08d}"
@@ -118,7 +119,7 @@ def write(run_dir: Path, snapshot: Snapshot, owner: dict[str, str]) -> Path:
         (part / MANIFEST).write_text(json.dumps({**manifest, "sha256": _digest_of_values(manifest)}, indent=1))
         for path in (part / MODEL, part / TRAINING, part / MANIFEST, part):
             _flush(path)
-        lock.check_owner(run_dir, owner)  # just before the renames: what is written aside disturbs nobody
+        lock.check_owner(run_dir, owner or {})  # just before the renames: what is written aside disturbs nobody
         if final.exists():  # the same step once more: the run resumed from an older one, for this one is spoilt
             final.rename(final.with_name(f"{final.name}.part-spoilt"))
         part.rename(final)

@@ -58,6 +58,8 @@ def _checked(conf: Path, words: list[str], sweep: bool) -> tuple[list[str], Path
     for one in [[], *([f"{key}={value}"] for key, values in read.swept.items() for value in values)]:
         config, found = read_config(conf, read_overrides(conf, fixed + one))
         problems += found or (examine(config, None)[1] if sweep else [])
+    if sweep and config.launch.nnodes > 1:
+        problems.append(f"launch.nnodes={config.launch.nnodes}: a sweep (-m) runs on one host; leave one of them out")
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     ready = [word for word in words if word not in overrides] + read.words

@@ -28,10 +28,11 @@ from pathlib import Path
 from ddp_train import health, lock
 from ddp_train.config.resolve import described
 from ddp_train.config.schema import Config
-from ddp_train.distributed.world import agent_environment
+from ddp_train.distributed.world import TOLD, agent_environment
 from ddp_train.errors import LaunchError, PeerError
 from ddp_train.launcher import FINAL, Stop
 
+AGENT = "torch.distributed.run"
 POLL_SECONDS = 0.2
 AGENT_PATIENCE_SECONDS = 5.0
 """From the end of the last worker to the end of its agent. The agent waits for others, 300 s if they are gone."""
@@ -60,7 +61,7 @@ def join_hosts(config: Config, script: Path, words: list[str]) -> int:
             agent = subprocess.Popen(
                 command(config, place, script, words), env=env, preexec_fn=_die_with_parent, start_new_session=True
             )
-            return _watch(config, agent, last_words, stop)
+            return _watch(config, agent, script, last_words, stop)
     except LaunchError as error:
         failure = health.Failure(
             error.kind, None, socket.gethostname(), None, "hosts", str(error), error.remedy, "", error.exit_code
@@ -79,7 +80,7 @@ def command(config: Config, place: Place, script: Path, words: list[str]) -> lis
     return [
         sys.executable,
         "-m",
-        "torch.distributed.run",
+        AGENT,
         f"--nnodes={launch.nnodes}",
         f"--nproc-per-node={launch.nproc_per_node}",
         f"--max-restarts={launch.max_restarts}",
@@ -180,21 +181,21 @@ def arrived(run_dir: Path) -> list[str]:
     return sorted(path.name for path in (run_dir / "hosts").iterdir() if lock.is_held(path))
 
 
-def _watch(config: Config, agent: subprocess.Popen[bytes], last_words: Path, stop: Stop) -> int:
+def _watch(config: Config, agent: subprocess.Popen[bytes], script: Path, last_words: Path, stop: Stop) -> int:
     """Waits for the agent, and not for ever. Returns the exit code of this host's workers, whatever became of it."""
     launch, run_dir = config.launch, Path(str(config.run_dir))
     began = last_seen = time.monotonic()
     worked, stop_by = False, math.inf
-    attempt, codes = 0, []
+    attempt, codes, told = 0, [], False
     try:
         while agent.poll() is None and len(stop.received) < 2:
             now = time.monotonic()
             if stop.received and stop_by == math.inf:
                 agent.send_signal(signal.SIGTERM)  # it hands it on to its workers
                 stop_by = now + launch.grace_seconds
-            if _has_workers(agent.pid):
+            if _has_workers(agent.pid, script):
                 worked, last_seen = True, now
-            attempt, codes = _read(last_words)
+            attempt, codes, told = _read(last_words)
             over = worked and (attempt >= launch.max_restarts or any(code in (0, *FINAL) for code in codes))
             patience = AGENT_PATIENCE_SECONDS + (0 if over else launch.join_timeout_seconds)
             if now > min(stop_by, last_seen + patience):
@@ -204,7 +205,7 @@ def _watch(config: Config, agent: subprocess.Popen[bytes], last_words: Path, sto
     finally:
         agent.kill()  # its workers die with it
         agent.wait()
-    attempt, codes = _read(last_words)
+    attempt, codes, told = _read(last_words)
     if codes == [0] * int(launch.nproc_per_node):  # the agent may still have failed to say goodbye to the others
         return 0
     if stop.received:
@@ -217,36 +218,36 @@ def _watch(config: Config, agent: subprocess.Popen[bytes], last_words: Path, sto
             f"start the same command on all of them; each must reach {launch.rdzv_endpoint}, and have the time of "
             f"launch.join_timeout_seconds={launch.join_timeout_seconds}",
         )
-    if not _tell(run_dir):
+    if not told and not _tell(run_dir):
         raise LaunchError(f"torchrun's agent left with {agent.returncode}, its workers without a word", "see above")
     return next((code for code in codes if code not in (0, LaunchError.exit_code)), LaunchError.exit_code)
 
 
 def _tell(run_dir: Path) -> bool:
-    """Shows here what a worker on another host has reported there. Returns whether any did."""
+    """Shows here what a worker on another host has told there. Returns whether any did."""
     if not health.wait_for_report(run_dir, AGENT_PATIENCE_SECONDS):
         return False
-    failure = health.Failure(**json.loads((run_dir / health.FILE).read_text()))
-    if failure.host != socket.gethostname():
-        print(health.headline(failure), file=sys.stderr)
+    print(health.headline(health.Failure(**json.loads((run_dir / health.FILE).read_text()))), file=sys.stderr)
     return True
 
 
-def _has_workers(agent: int) -> bool:
-    """Whether a process has living children. A hung agent does not collect the dead."""
+def _has_workers(agent: int, script: Path) -> bool:
+    """Whether workers of an agent are alive. It has other children too, while torch is imported."""
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it ended in between
-            state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
-            if int(parent) == agent and state != "Z":
+            parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+            command = (folder / "cmdline").read_bytes() if int(parent) == agent else b""  # empty for the dead
+            if str(script).encode() in command and AGENT.encode() not in command:  # between fork and exec it has both
                 return True
     return False
 
 
-def _read(last_words: Path) -> tuple[int, list[int]]:
-    """The latest attempt of which workers on this host left an exit code, and those codes."""
-    lines = [tuple(map(int, line.split())) for line in last_words.read_text().splitlines()]
-    latest = max((attempt for attempt, _ in lines), default=0)
-    return latest, [code for attempt, code in lines if attempt == latest]
+def _read(last_words: Path) -> tuple[int, list[int], bool]:
+    """The latest attempt of which workers on this host left a word, their exit codes, and whether one told the user."""
+    lines = [line.split() for line in last_words.read_text().splitlines()]
+    latest = max((int(attempt) for attempt, _ in lines), default=0)
+    words = [word for attempt, word in lines if int(attempt) == latest]
+    return latest, [int(word) for word in words if word != TOLD], TOLD in words
 
 
 def _die_with_parent() -> None:

@@ -33,7 +33,7 @@ from ddp_train.distributed.session import (
     set_buffers,
     share_config,
 )
-from ddp_train.distributed.world import World, launcher_pid, say_last_word, world_from_environment
+from ddp_train.distributed.world import TOLD, World, launcher_pid, say_last_word, world_from_environment
 from ddp_train.errors import LaunchError, PeerError
 from ddp_train.hooks import Record, Save
 from ddp_train.loop import evaluate, fit
@@ -94,7 +94,8 @@ def run(config: Config, world: World, get_store: Callable[[], Store]) -> int:
         if innocent and health.wait_for_report(run_dir, ECHO_PATIENCE_SECONDS):
             return LaunchError.exit_code
         failure = health.failure_from(error, world.rank, position, log_file)
-        health.report(run_dir, failure, described(config), error, terminal)
+        if health.report(run_dir, failure, described(config), error, terminal):
+            say_last_word(TOLD)
         return failure.exit_code
 
 

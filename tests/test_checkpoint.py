@@ -105,8 +105,8 @@ def test_a_newer_one_is_verified_before_an_older_one_goes(tmp_path: Path, monkey
     writer.finish()
     whole = checkpoint.write
 
-    def spoiling(run_dir: Path, snapshot: Snapshot) -> Path:
-        path = whole(run_dir, snapshot)
+    def spoiling(run_dir: Path, snapshot: Snapshot, *more: Any) -> Path:
+        path = whole(run_dir, snapshot, *more)
         (path / checkpoint.MODEL).write_bytes(b"\0" * (path / checkpoint.MODEL).stat().st_size)
         return path
 
@@ -120,9 +120,9 @@ def test_a_newer_one_is_verified_before_an_older_one_goes(tmp_path: Path, monkey
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held, whole = threading.Event(), checkpoint.write
 
-    def slow(run_dir: Path, snapshot: Snapshot) -> Path:
+    def slow(run_dir: Path, snapshot: Snapshot, *more: Any) -> Path:
         assert held.wait(10)
-        return whole(run_dir, snapshot)
+        return whole(run_dir, snapshot, *more)
 
     monkeypatch.setattr(checkpoint, "write", slow)
     state = {"weight": torch.zeros(3)}

@@ -216,6 +216,7 @@ BAD: dict[str, list[str]] = {
     "launch.nproc_per_node=0": ["must be at least 1"],
     "launch.max_restarts=-1": ["must be at least 0"],
     "launch.timeout_seconds=0": ["must be above 0"],
+    "launch.join_timeout_seconds=0": ["must be at least 1"],
     "launch.timeout_seconds=1e300": ["must be at most"],  # timedelta overflows in the workers
     "train.max_grad_norm=0": ["must be above 0"],
     "train.label_smoothing=1": ["must be below 1"],
@@ -298,11 +299,14 @@ BAD: dict[str, list[str]] = {
     "model._target_=torch.nn..Linear": ["must be a dotted path, package.Name"],
     "trusted_modules=[nosuch] optimizer._target_=nosuch.Thing": ["there is no module nosuch"],
     "model=custom": ["model._target_=null: must be a dotted path"],
+    "hydra.sweeper._target_=os.system": ["loads code from outside hydra: os.system"],
+    "train.token=hunter2": ["train.token=(hidden): no such key"],
 }
 """Command lines with one mistake, and what the one line about it must say besides the key and the value."""
 
 STARTS = {
     "foo.bar=1": "foo=",
+    "train.token=hunter2": "train.token=(hidden)",
     "tarin.epochs=3": "tarin=",
     "model=custom": "model._target_=null",
     "optimizer.lr=${sed}": "optimizer.lr",

@@ -18,6 +18,7 @@ LAUNCHER_PID = "DDP_TRAIN_LAUNCHER_PID"
 """Process id of our own launcher; absent under torchrun."""
 LAST_WORDS = "DDP_TRAIN_LAST_WORDS"
 """File into which torchrun's workers write their exit codes; absent under a torchrun that is not ours."""
+TOLD = "told"
 
 
 @dataclass(frozen=True)
@@ -103,12 +104,15 @@ def agent_environment(interface: str | None, last_words: Path) -> dict[str, str]
     return env
 
 
-def say_last_word(code: int) -> None:
-    """Leaves this worker's exit code for the launcher outside of torchrun, whose agent turns all codes into 1."""
+def say_last_word(word: object) -> None:
+    """Leaves a word for our launcher outside of torchrun, whose agent turns all exit codes into 1.
+
+    word: this worker's exit code, or TOLD once it has told the user what went wrong.
+    """
     path = os.environ.get(LAST_WORDS)
     if path:
         with Path(path).open("a") as file:  # one short line is written whole
-            file.write(f"{os.environ['TORCHELASTIC_RESTART_COUNT']} {code}\n")
+            file.write(f"{os.environ['TORCHELASTIC_RESTART_COUNT']} {word}\n")
 
 
 def gloo_interface() -> str | None:
