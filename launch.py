@@ -16,6 +16,7 @@ from ddp_train import hosts, launcher
 from ddp_train.config.prepare import prepare
 from ddp_train.distributed.world import World, world_from_environment
 from ddp_train.errors import ConfigError
+from ddp_train.stopping import INTERRUPTED
 
 SCRIPT = Path(__file__).resolve()
 CONF = SCRIPT.parent / "conf"
@@ -65,4 +66,7 @@ def refuse(world: World | None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:  # before anything was started
+        sys.exit(INTERRUPTED)

@@ -23,6 +23,7 @@ from ddp_train.distributed.world import World, new_run_id
 from ddp_train.errors import ConfigError
 from ddp_train.health import FILE as FAILURE
 from ddp_train.health import SUMMARY
+from ddp_train.stopping import SAVED, UNSAVED
 
 RESULTS = "results.jsonl"
 
@@ -91,11 +92,12 @@ class Trials:
         if self.sweep_dir:
             row["trial"] = hydra_config.job.num
             config = dataclasses.replace(config, run_dir=hydra_config.runtime.output_dir)
+        stop = launcher.Stop()
         try:
             prepared = settle(config, problems, None)
             print(f"trial {row['trial']}: {' '.join(asked)}", flush=True)
             try:
-                row["exit_code"] = launcher.launch(prepared.config, self.script.parent)
+                row["exit_code"] = launcher.launch(prepared.config, self.script.parent, stop)
             finally:
                 if prepared.lock:
                     prepared.lock.release()
@@ -107,8 +109,8 @@ class Trials:
         if self.sweep_dir:
             with (self.sweep_dir / RESULTS).open("a") as file:
                 file.write(json.dumps(row) + "\n")
-        if row["exit_code"] in (130, 143):
-            raise SystemExit(row["exit_code"])
+        if stop.received or row["exit_code"] in (SAVED, UNSAVED):
+            raise SystemExit(row["exit_code"] or stop.exit_code(UNSAVED))
         return row["objective"]
 
     def finish(self) -> int:

@@ -64,7 +64,7 @@ class Record:
     def act(self, job: Job) -> None:
         ends = job.plan.ends_epoch(job.step)
         self.score = None
-        if ends or job.step % self.log_every_steps == 0:
+        if ends or job.step % self.log_every_steps == 0 or job.step >= job.brake.agreed:
             self._record_interval(job)
         if ends:
             self._record_epoch(job)
@@ -76,7 +76,8 @@ class Record:
         samples = job.plan.samples_seen(job.step) - job.plan.samples_seen((epoch - 1) * job.plan.steps_per_epoch)
         if epoch % self.evaluate_every_epochs == 0 or job.step == job.plan.steps:
             self.score = evaluate(job.evaluation)
-            self.metrics.write(kind="test", step=job.step, epoch=epoch, **self.score.as_dict())
+            if self.score:
+                self.metrics.write(kind="test", step=job.step, epoch=epoch, **self.score.as_dict())
         self.display.line(epoch_line(epoch, self.epochs, self.loss, self.score, seconds, samples))
         self.epoch_seconds_before = 0.0
         self.epoch_began = self.interval_began = time.perf_counter()
@@ -101,7 +102,7 @@ class Record:
 
 
 class Save:
-    """A checkpoint every so many steps or minutes, or each epoch, and at the end."""
+    """A checkpoint every so many steps or minutes, or each epoch, and where training ends or stops."""
 
     def __init__(
         self,
@@ -122,9 +123,10 @@ class Save:
     def act(self, job: Job) -> None:
         at_this_step = job.step % self.every_steps == 0 if self.every_steps else job.plan.ends_epoch(job.step)
         evaluated = self.best and self.record.score is not None
-        if at_this_step or evaluated or job.step == job.plan.steps or self._time_is_up():
+        last = job.step >= min(job.plan.steps, job.brake.agreed)
+        if at_this_step or evaluated or last or self._time_is_up():
             self._save(job)
-        if self.writer and job.step == job.plan.steps:
+        if self.writer and last:
             self.writer.finish()
 
     def _time_is_up(self) -> bool:

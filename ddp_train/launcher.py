@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -17,10 +18,13 @@ from ddp_train.config.resolve import described
 from ddp_train.config.schema import Config
 from ddp_train.distributed.world import World, worker_environment
 from ddp_train.errors import ConfigError, DataError, LaunchError, WriteError
+from ddp_train.stopping import INTERRUPTED, SAME_REQUEST_SECONDS, SAVED, SIGNALS, UNSAVED, exit_code, heard
 
 POLL_SECONDS = 0.02
 FINAL = (ConfigError.exit_code, DataError.exit_code, WriteError.exit_code)
 """Exit codes of failures that a restart would only repeat."""
+STOPPED = (UNSAVED, INTERRUPTED, *(-number for number in SIGNALS))
+"""Exit codes of workers that were stopped: they gave up to wait for the others, or did not listen yet."""
 
 
 class Stop:
@@ -28,61 +32,78 @@ class Stop:
 
     def __init__(self) -> None:
         self.received: list[int] = []
+        self.insists = False
+        """Asked twice: an end is wanted at once."""
+        self._first_time = 0.0
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Takes note of SIGINT, SIGTERM and SIGHUP inside; restores the handlers that were there."""
-        signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        before = [signal.signal(number, lambda number, _: self.received.append(number)) for number in signals]
+        """Takes note of all signals that ask for a stop; restores the handlers that were there."""
+        before = {number: signal.signal(number, self._note) for number in heard()}
         try:
             yield
         finally:
-            for number, handler in zip(signals, before, strict=True):
+            for number, handler in before.items():
                 signal.signal(number, handler)
 
-    @property
-    def exit_code(self) -> int:
-        return 130 if self.received[0] == signal.SIGINT else 143
+    def _note(self, number: int, _: object) -> None:
+        self._first_time = self._first_time or time.monotonic()
+        self.insists = time.monotonic() - self._first_time > SAME_REQUEST_SECONDS
+        self.received.append(number)
+
+    def exit_code(self, code: int) -> int:
+        """SAVED or UNSAVED, unless somebody sat at the terminal."""
+        return exit_code(self.received[0]) if self.received and exit_code(self.received[0]) == INTERRUPTED else code
 
 
-def launch(config: Config, import_path: Path) -> int:
+def launch(config: Config, import_path: Path, stop: Stop | None = None) -> int:
     """Runs a frozen config in fresh processes, again if it fails and restarts are left. Returns the exit code.
 
-    import_path: the folder from which workers import this package, and the user's own modules.
+    import_path: the folder from which workers import this package, and the user's own modules. stop: for those who
+    want to know whether the run was asked to stop, even if it was completed all the same.
     """
-    stop = Stop()
+    stop = stop or Stop()
     with stop.listening():
         for attempt in range(config.launch.max_restarts + 1):
             code = _attempt(config, import_path, attempt, stop)
-            if stop.received:
+            if code == UNSAVED:
                 if sys.stdout.isatty():
                     sys.stdout.write("\x1b[?25h")  # rank 0 hid the cursor behind its progress bar
-                name = signal.Signals(stop.received[0]).name
-                print(f"stopped by {name}; run_dir={config.run_dir} goes on from its last checkpoint", file=sys.stderr)
-                return stop.exit_code
-            if code in (0, *FINAL) or attempt == config.launch.max_restarts:
+                by = f" by {signal.Signals(stop.received[0]).name}" if stop.received else ""
+                print(f"stopped{by}; run_dir={config.run_dir} goes on from its last checkpoint", file=sys.stderr)
+            if code in (SAVED, UNSAVED):
+                return stop.exit_code(code)
+            if code in (0, *FINAL) or stop.received or attempt == config.launch.max_restarts:
                 return code
             print(f"starting again ({attempt + 1} of {config.launch.max_restarts} restarts)", file=sys.stderr)
     raise AssertionError("unreachable: the last attempt returns")
 
 
 def _attempt(config: Config, import_path: Path, attempt: int, stop: Stop) -> int:
+    """One start of all workers. Returns 0, SAVED, UNSAVED, or the exit code of a failure."""
     run_dir = Path(str(config.run_dir))
     (run_dir / health.FILE).unlink(missing_ok=True)
     workers: list[subprocess.Popen[bytes]] = []
     try:
         _start(config, import_path, attempt, workers)
-        while not stop.received:
+        deadline = math.inf
+        while True:
             codes = [worker.poll() for worker in workers]
-            failed = [rank for rank, code in enumerate(codes) if code]
+            over = stop.insists or time.monotonic() > deadline
+            if any(code in STOPPED for code in codes) or (over and None in codes):
+                return UNSAVED  # with one that left unsaved the others can agree on nothing
+            failed = [rank for rank, code in enumerate(codes) if code not in (None, 0, SAVED)]
             if failed:
                 return _blame(config, run_dir, workers, failed)
-            if not any(code is None for code in codes):
-                return 0
+            if None not in codes:
+                return SAVED if SAVED in codes else 0
+            if deadline == math.inf and (stop.received or SAVED in codes):
+                deadline = time.monotonic() + config.launch.grace_seconds
+                if stop.received:
+                    _ask_to_stop(workers)
             time.sleep(POLL_SECONDS)
-        return stop.exit_code
     finally:
-        _end(workers, config.launch.grace_seconds if stop.received else 0.0, stop)
+        _end(workers)
 
 
 def _start(config: Config, import_path: Path, attempt: int, workers: list[subprocess.Popen[bytes]]) -> None:
@@ -120,21 +141,16 @@ _SPOKEN = tuple(cls.exit_code for cls in (LaunchError, *LaunchError.__subclasses
 """Exit codes by which a worker says that it reported its failure itself."""
 
 
-def _end(workers: list[subprocess.Popen[bytes]], grace_seconds: float, stop: Stop) -> None:
-    """SIGTERM, then after the grace time, or at a second signal, SIGKILL; to whole process groups."""
-    if grace_seconds and any(worker.poll() is None for worker in workers):
-        _signal(workers, signal.SIGTERM)
-        deadline = time.monotonic() + grace_seconds
-        while (
-            any(worker.poll() is None for worker in workers) and time.monotonic() < deadline and len(stop.received) < 2
-        ):
-            time.sleep(POLL_SECONDS)
-    _signal(workers, signal.SIGKILL)
+def _ask_to_stop(workers: list[subprocess.Popen[bytes]]) -> None:
+    """SIGTERM, whatever came here: a worker that still imports would die of SIGINT with a traceback."""
     for worker in workers:
-        worker.wait()
+        worker.send_signal(signal.SIGTERM)
 
 
-def _signal(workers: list[subprocess.Popen[bytes]], number: int) -> None:
+def _end(workers: list[subprocess.Popen[bytes]]) -> None:
+    """SIGKILL, to whole process groups."""
     for worker in workers:
         with contextlib.suppress(ProcessLookupError):  # the whole group is gone
-            os.killpg(worker.pid, number)
+            os.killpg(worker.pid, signal.SIGKILL)
+    for worker in workers:
+        worker.wait()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -13,6 +13,7 @@ from ddp_train.data.loader import Batch
 from ddp_train.data.plan import Plan
 from ddp_train.metrics import Score, Scorer
 from ddp_train.optim import Stepper
+from ddp_train.stopping import Brake
 from ddp_train.strategy import ModelWithLoss, Strategy
 
 
@@ -24,6 +25,7 @@ class Evaluation:
     strategy: Strategy
     batches: Iterable[Batch]
     new_scorer: Callable[[], Scorer]
+    brake: Brake = field(default_factory=Brake)
 
 
 @dataclass
@@ -39,6 +41,7 @@ class Job:
     evaluation: Evaluation
     seed_step: Callable[[int], None]
     hooks: Sequence[Hook] = ()
+    brake: Brake = field(default_factory=Brake)
     step: int = 0
 
 
@@ -55,18 +58,18 @@ class Hook(Protocol):
 
 
 def fit(job: Job) -> None:
-    """Trains from `job.step` to the end of the plan."""
+    """Trains from `job.step` to the end of the plan, or to where the brake stops it."""
     batches = iter(job.batches)
-    while job.step < job.plan.steps:
+    while job.step < job.plan.steps and job.brake.allows(job.step):
         train(job, batches, until=min([job.plan.epoch_end(job.step), *(hook.due(job) for hook in job.hooks)]))
         for hook in job.hooks:
             hook.act(job)
 
 
 def train(job: Job, batches: Iterator[Batch], until: int) -> None:
-    """Trains until `until` optimizer steps are done."""
+    """Trains until `until` optimizer steps are done, or until the brake stops it."""
     job.module.train()
-    while job.step < until:
+    while (job.step < job.brake.limit or job.brake.allows(job.step)) and job.step < until:
         job.seed_step(job.step)
         exchange = False
         while not exchange:
@@ -80,12 +83,14 @@ def train(job: Job, batches: Iterator[Batch], until: int) -> None:
 
 
 @torch.no_grad()
-def evaluate(evaluation: Evaluation) -> Score:
-    """Scores the test set: each sample once, the same numbers on any number of processes."""
+def evaluate(evaluation: Evaluation) -> Score | None:
+    """Scores the test set: each sample once, the same numbers on any number of processes. None if one was stopped."""
     evaluation.module.eval()
     scorer = evaluation.new_scorer()
     with evaluation.strategy.averaged(evaluation.module):
         for batch in evaluation.batches:
+            if evaluation.brake.pulled.is_set():
+                break
             loss, correct = evaluation.module.score(batch.inputs, batch.targets)
             scorer.add(batch.share.step, loss, correct, batch.share.count)
     return scorer.result()

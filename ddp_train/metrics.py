@@ -98,11 +98,14 @@ class Scorer:
             self.counts[batch, 0] = correct
             self.labelled += 1
 
-    def result(self) -> Score:
-        """The score over all processes."""
+    def result(self) -> Score | None:
+        """The score over all processes, or None on all of them if a batch is missing."""
         loss = math.fsum(total(self.losses).tolist())
-        correct, samples = total(self.counts).sum(0).tolist()
+        counts = total(self.counts)
         labelled = int(total(self.labelled).item()) > 0
+        if not counts[:, 1].all():
+            return None
+        correct, samples = counts.sum(0).tolist()
         return Score(loss / samples, correct / samples if labelled else None, correct if labelled else None, samples)
 
 

@@ -89,8 +89,11 @@ class Display:
             self.bar = None
 
     def summary(self, summary: dict[str, Any], run_dir: Path) -> None:
-        """The end of a run."""
+        """The end of a run, or of its part until it was stopped."""
         test = summary["test"]
+        if summary["status"] == "preempted":
+            self.line(f"stopped after step {summary['steps']:,} and saved; go on with run_dir={run_dir}")
+            return
         if test["accuracy"] is not None:
             self.line(
                 f"test accuracy {test['accuracy']:.2%} ({test['correct']}/{test['samples']}), loss {test['loss']:.4f}"

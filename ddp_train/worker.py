@@ -38,6 +38,7 @@ from ddp_train.errors import LaunchError, PeerError
 from ddp_train.hooks import Record, Save
 from ddp_train.loop import evaluate, fit
 from ddp_train.metrics import MetricsFile, Score
+from ddp_train.stopping import SAVED, Brake
 
 ECHO_PATIENCE_SECONDS = 3.0
 """How long a worker that failed through another one waits for that one to report, before it reports itself."""
@@ -85,9 +86,10 @@ def run(config: Config, world: World, get_store: Callable[[], Store]) -> int:
             torch.cuda.set_device(device)
         grouped = config.strategy.name == "ddp"
         timeout, backend = config.launch.timeout_seconds, config.launch.backend
-        with session(world, device, backend, get_store(), timeout) if grouped else contextlib.nullcontext():
-            _work(config, world, device, run_dir, position)
-        return 0
+        store = get_store() if grouped else None
+        with session(world, device, backend, store, timeout) if store else contextlib.nullcontext():
+            completed = _work(config, world, device, run_dir, position, store)
+        return 0 if completed else SAVED
     except BaseException as error:
         log.error("failed in step %d, %s", position.step, position.phase, exc_info=error)
         innocent = health.is_echo(error) or getattr(error, "rank", None) not in (None, world.rank)
@@ -99,8 +101,13 @@ def run(config: Config, world: World, get_store: Callable[[], Store]) -> int:
         return failure.exit_code
 
 
-def _work(config: Config, world: World, device: str, run_dir: Path, position: health.Position) -> None:
-    """Everything between the opening of the session and its end. What it builds is gone when it returns."""
+def _work(
+    config: Config, world: World, device: str, run_dir: Path, position: health.Position, store: Store | None
+) -> bool:
+    """Everything between the opening of the session and its end. What it builds is gone when it returns.
+
+    Returns whether the run is completed; if not, it was stopped and saved.
+    """
     tuning.set_process_flags(config)
     display = progress.Display(active=world.is_leader, position=position)
     position.phase = "data set"
@@ -115,10 +122,11 @@ def _work(config: Config, world: World, device: str, run_dir: Path, position: he
         summary = _evaluate(config, world, device, position, sources, found)
         display.line(f"checkpoint {found}")
     else:
-        summary = _train(config, world, device, run_dir, position, display, sources, found)
+        summary = _train(config, world, device, run_dir, position, display, sources, found, store)
     if world.is_leader:
         health.write_json(run_dir / health.SUMMARY, summary)
         display.summary(summary, run_dir)
+    return summary["status"] == "completed"
 
 
 def _train(
@@ -130,6 +138,7 @@ def _train(
     display: progress.Display,
     sources: tuple[Source, Source],
     found: Path | None,
+    store: Store | None,
 ) -> dict[str, Any]:
     manifest: dict[str, Any] = checkpoint.read_manifest(found) if found else {"step": 0}
     module = build_module(config, sources[0], device)
@@ -157,14 +166,18 @@ def _train(
     facts = {"config": to_values(config), "world_size": world.size, "torch": torch.__version__}
     save = Save(writer, record, {**facts, "data_digests": data_digests}, config.checkpoint, position)
     job.hooks = [record, save]
+    job.brake = job.evaluation.brake = brake = Brake()
     display.plan(plan_rows(config, job))
     display.start(job.step, job.plan.steps)
     record.begin(job)
+    connection = store.clone() if store else None
     try:
-        fit(job)
+        with brake.armed(position, world, connection, config.launch.grace_seconds / 2, leave):
+            fit(job)
+            # Without a score at the end, nothing was left to train: the run was complete already.
+            score = None if job.step < job.plan.steps else record.score or evaluate(job.evaluation)
     finally:
         display.stop()
-    score = record.score or evaluate(job.evaluation)  # nothing was left to train: the run was complete already
     return _summary(
         config,
         device,
@@ -173,7 +186,7 @@ def _train(
         seconds=record.seconds,
         samples_seen=job.plan.samples_seen(job.step),
         epoch_seconds=record.epoch_seconds,
-        samples_per_second=job.plan.samples_seen(job.step) / sum(record.epoch_seconds),
+        samples_per_second=job.plan.samples_seen(job.step) / (sum(record.epoch_seconds) if score else record.seconds),
     )
 
 
@@ -190,15 +203,15 @@ def _evaluate(
     )
 
 
-def _summary(config: Config, device: str, score: Score, **numbers: Any) -> dict[str, Any]:
+def _summary(config: Config, device: str, score: Score | None, **numbers: Any) -> dict[str, Any]:
     name = torch.cuda.get_device_name(device) if config.device == "cuda" else "cpu"
     return {
-        "status": "completed",
+        "status": "completed" if score else "preempted",
         **described(config),
         "device_name": name,
         "torch": torch.__version__,
         **numbers,
-        "test": score.as_dict(),
+        "test": score.as_dict() if score else None,
     }
 
 

@@ -153,15 +153,24 @@ class Running:
         return self.output.with_suffix(".err").read_text()
 
 
+def hear_signals() -> None:
+    """A test run in the background of a script was started to ignore some, and would hand that on."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 @contextlib.contextmanager
-def running(run_dir: Path, *words: str, env: dict[str, str] | None = None) -> Iterator[Running]:
+def running(
+    run_dir: Path, *words: str, env: dict[str, str] | None = None, command: list[str] = LAUNCH
+) -> Iterator[Running]:
     """Starts `python launch.py` with a run directory; leaves nothing of it behind, whatever the test does."""
     output = run_dir.with_name(run_dir.name + ".out")
     with output.open("w") as out, output.with_suffix(".err").open("w") as err:
         # Into files: nobody reads a pipe while the test waits, and a full one would stop the run.
         process = subprocess.Popen(
-            [*LAUNCH, f"run_dir={run_dir}", *words], cwd=ROOT, env=environment(env), stdout=out, stderr=err
-        )
+            [*command, f"run_dir={run_dir}", *words], cwd=ROOT, env=environment(env), stdout=out, stderr=err,
+            preexec_fn=hear_signals,
+        )  # fmt: skip
     try:
         yield Running(process, run_dir, output)
     finally:

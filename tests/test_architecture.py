@@ -16,7 +16,7 @@ PACKAGE = ROOT / "ddp_train"
 LAYERS = """
     errors lock health distributed.world
     config.schema config.machine config.resolve config.compose config.outside config.check config.freeze config.prepare
-    custom distributed.preflight distributed.session distributed.sync_batch_norm
+    custom stopping distributed.preflight distributed.session distributed.sync_batch_norm
     data.keyed data.augment data.plan data.sources data.loader
     models strategy ordered tuning metrics optim checkpoint progress loop hooks build worker
     launcher hosts cli
@@ -28,6 +28,7 @@ WITHOUT_TORCH = [
     "lock",
     "health",
     "distributed.world",
+    "stopping",
     "launcher",
     "hosts",
     "cli",

@@ -11,8 +11,10 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import itertools
 import json
 import os
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -42,6 +44,7 @@ from ddp_train.distributed.world import World
 from ddp_train.errors import NonFiniteLossError
 from ddp_train.health import Position
 from ddp_train.optim import build_optimizer, build_schedule
+from ddp_train.stopping import SIGNALS
 from ddp_train.strategy import build_strategy
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -287,7 +290,7 @@ def run(case: Case) -> Any:
     """A whole run in this process: what stands in its files, but for the clock."""
     freeze(case.config)
     run_dir = Path(str(case.config.run_dir))
-    worker._work(case.config, World(), "cpu", run_dir, Position())
+    worker._work(case.config, World(), "cpu", run_dir, Position(), store=None)
     lines = (run_dir / "metrics.jsonl").read_text().splitlines() if (run_dir / "metrics.jsonl").exists() else []
     summary = json.loads((run_dir / "summary.json").read_text())
     timeless = [{k: v for k, v in json.loads(line).items() if "second" not in k} for line in lines]
@@ -336,12 +339,17 @@ def attempts(case: Case) -> Any:
 
 
 def patience_at_the_end(case: Case) -> Any:
-    """How long the workers may take to stop once somebody asked them to."""
-    stop = launcher.Stop()
-    stop.received.append(15)
-    with mock.patch.object(launcher, "_start"), mock.patch.object(launcher, "_end") as ended:
-        launcher._attempt(case.config, ROOT, 0, stop)
-    return ended.call_args.args[1]
+    """How many seconds workers that do not listen are left alive once somebody asked them to stop."""
+    stop, worker, seconds = launcher.Stop(), mock.Mock(**{"poll.return_value": None}), itertools.count()
+    stop.received.append(signal.SIGTERM)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(launcher, "_start", lambda *given: given[-1].append(worker)))
+        stack.enter_context(mock.patch.object(launcher, "_end"))
+        stack.enter_context(mock.patch.object(launcher.time, "monotonic", lambda: next(seconds)))
+        stack.enter_context(mock.patch.object(launcher.time, "sleep"))
+        assert launcher._attempt(case.config, ROOT, 0, stop) == launcher.UNSAVED
+    worker.send_signal.assert_called_once_with(signal.SIGTERM)
+    return next(seconds)
 
 
 def process_group(case: Case) -> Any:
@@ -508,8 +516,11 @@ def flags() -> dict[str, Any]:
 def flags_restored() -> Iterator[None]:
     """A worker sets its flags in a fresh process and never takes them back; here they must not reach the next look."""
     before, random_state = flags(), torch.get_rng_state()
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
     with mock.patch.dict(os.environ):
         yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
     torch.set_num_threads(before["threads"])
     torch.use_deterministic_algorithms(before["deterministic"][0])
     torch.backends.cudnn.deterministic = before["deterministic"][1]

@@ -14,6 +14,7 @@ from ddp_train.config.schema import TuningConfig
 from ddp_train.data.plan import Share
 from ddp_train.data.sources import Source
 from ddp_train.health import Position
+from ddp_train.stopping import ignore_signals
 
 
 @dataclass(slots=True)
@@ -50,6 +51,11 @@ class _Batches(Dataset):
         return Batch(*self.source.fetch(share.ids, share.epoch), share)
 
 
+def _enter_worker(_: int) -> None:
+    """Called first in each loader process."""
+    ignore_signals()
+
+
 class Loader:
     """Batches of the given shares in order: on the device, in the run's precision and memory format.
 
@@ -72,6 +78,7 @@ class Loader:
             persistent_workers=tuning.persistent_workers and workers > 0,
             pin_memory=bool(tuning.pin_memory) and self.device.type == "cuda",
             generator=torch.Generator(),  # else its iterator draws from the one that a step's dropout was seeded in
+            worker_init_fn=_enter_worker,
         )
 
     def __iter__(self) -> Iterator[Batch]:
