@@ -31,6 +31,7 @@ from ddp_train.config.schema import Config
 from ddp_train.distributed.world import TOLD, agent_environment
 from ddp_train.errors import LaunchError, PeerError
 from ddp_train.launcher import FINAL, Stop
+from ddp_train.stopping import SAVED, UNSAVED
 
 AGENT = "torch.distributed.run"
 POLL_SECONDS = 0.2
@@ -188,7 +189,7 @@ def _watch(config: Config, agent: subprocess.Popen[bytes], script: Path, last_wo
     worked, stop_by = False, math.inf
     attempt, codes, told = 0, [], False
     try:
-        while agent.poll() is None and len(stop.received) < 2:
+        while agent.poll() is None and not stop.insists:
             now = time.monotonic()
             if stop.received and stop_by == math.inf:
                 agent.send_signal(signal.SIGTERM)  # it hands it on to its workers
@@ -196,7 +197,7 @@ def _watch(config: Config, agent: subprocess.Popen[bytes], script: Path, last_wo
             if _has_workers(agent.pid, script):
                 worked, last_seen = True, now
             attempt, codes, told = _read(last_words)
-            over = worked and (attempt >= launch.max_restarts or any(code in (0, *FINAL) for code in codes))
+            over = worked and (attempt >= launch.max_restarts or any(code in (0, SAVED, *FINAL) for code in codes))
             patience = AGENT_PATIENCE_SECONDS + (0 if over else launch.join_timeout_seconds)
             if now > min(stop_by, last_seen + patience):
                 break
@@ -208,9 +209,11 @@ def _watch(config: Config, agent: subprocess.Popen[bytes], script: Path, last_wo
     attempt, codes, told = _read(last_words)
     if codes == [0] * int(launch.nproc_per_node):  # the agent may still have failed to say goodbye to the others
         return 0
+    if codes and set(codes) <= {0, SAVED}:
+        return stop.exit_code(SAVED)
     if stop.received:
         print(f"stopped by {signal.Signals(stop.received[0]).name}; the same command goes on", file=sys.stderr)
-        return stop.exit_code
+        return stop.exit_code(UNSAVED)
     if not worked and not codes:
         raise PeerError(
             f"{len(present)} of {launch.nnodes} hosts came within {time.monotonic() - began:.0f} s: "
