@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from ddp_train import hosts, launcher
+from ddp_train import hosts, launcher, output
 from ddp_train.config.prepare import prepare
 from ddp_train.distributed.world import World, world_from_environment
 from ddp_train.errors import ConfigError
@@ -66,6 +66,7 @@ def refuse(world: World | None) -> int:
 
 
 if __name__ == "__main__":
+    output.survive_closing()
     try:
         sys.exit(main(sys.argv[1:]))
     except KeyboardInterrupt:  # before anything was started

@@ -67,7 +67,7 @@ from ddp_train.data.keyed import StepSeed
 from ddp_train.data.loader import Batch, Loader
 from ddp_train.data.plan import Plan, evaluation_shares
 from ddp_train.data.sources import ArraySource, build_sources
-from ddp_train.health import Position
+from ddp_train.heartbeat import Position
 from ddp_train.hooks import Record, Save
 from ddp_train.loop import Evaluation, Job, fit
 from ddp_train.metrics import MetricsFile, Scorer
@@ -207,8 +207,8 @@ def time_ours(
             file=stream, force_terminal=bar, width=100, highlight=False, soft_wrap=True, legacy_windows=False
         )
         never = plan.steps + 1  # but at the end of the run
-        metrics = MetricsFile(run_dir, active=True)
-        record = Record(display, metrics, "cpu", 1, LOG_EVERY_STEPS, evaluate_every_epochs=never)
+        metrics = MetricsFile(run_dir, active=True, first_step=0)
+        record = Record(display, metrics, "cpu", 1, LOG_EVERY_STEPS, evaluate_every_epochs=never, position=position)
         job.hooks = [record, Save(run_dir, {}, None, 2, active=False, position=position)]
         display.start(job.step, plan.steps)
         record.begin(job)

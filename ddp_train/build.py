@@ -18,7 +18,7 @@ from ddp_train.data.plan import Plan, evaluation_shares
 from ddp_train.data.sources import Source
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
-from ddp_train.health import Position
+from ddp_train.heartbeat import Position
 from ddp_train.loop import Evaluation, Job
 from ddp_train.metrics import Scorer
 from ddp_train.models import build_model
@@ -56,7 +56,7 @@ def build_evaluation(
     return Evaluation(
         module=module,
         strategy=_strategy(config, device),
-        batches=Loader(source, shares, config.tuning, device, position),
+        batches=Loader(source, shares, config.tuning, device, position, "evaluation "),
         new_scorer=lambda: Scorer(-(-len(source) // batch_size), device),
     )
 

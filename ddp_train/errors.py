@@ -46,6 +46,13 @@ class PeerError(LaunchError):
     kind = "peer"
 
 
+class HangError(LaunchError):
+    """No progress: some rank stays where it is, and the others wait for it."""
+
+    exit_code = 71
+    kind = "hang"
+
+
 class NonFiniteLossError(LaunchError):
     """The loss of a step is NaN or infinite on some rank; raised on all ranks before the optimizer step."""
 

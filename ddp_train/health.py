@@ -10,11 +10,14 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 from ddp_train.errors import LaunchError
+from ddp_train.heartbeat import Position
+from ddp_train.output import Output
 
 FILE, SUMMARY = "failure.json", "summary.json"
 log = logging.getLogger(__name__)
@@ -33,16 +36,9 @@ _ECHOES = (
     "sendbytes failed",
     "connection closed",
     "failed to recv",
+    "pair closure",
 )
 """What gloo, NCCL and the store say to the survivors when a peer is gone: never the cause."""
-
-
-@dataclass
-class Position:
-    """Where a process is. Those who wait or work say so, the loop does not."""
-
-    step: int = 0
-    phase: str = "start"
 
 
 @dataclass(frozen=True)
@@ -67,35 +63,72 @@ def is_echo(error: BaseException) -> bool:
     return any(echo in text for echo in _ECHOES) and not isinstance(error, LaunchError)
 
 
-def failure_from(error: BaseException, rank: int, position: Position, log_file: Path) -> Failure:
-    """Describes an exception that ended a worker."""
+def is_timeout(error: BaseException) -> bool:
+    """Whether an echo says that another process is there no more than that it is gone: nothing came for too long."""
+    text = str(error).lower()
+    return "timed out" in text or "timeout" in text
+
+
+def failure_from(error: BaseException, rank: int, position: Position, log_file: Path, sizes: str) -> Failure:
+    """Describes an exception that ended a worker. sizes: the memory of each process of this host, in words."""
+    text = str(error).strip()
+    kind, remedy, code, detail = "exception", "see the traceback", 70, f"{type(error).__name__}: {text}"
     if isinstance(error, LaunchError):
         kind, remedy, code, detail = error.kind, error.remedy, error.exit_code, str(error)
     elif isinstance(error, SystemExit):
-        kind, remedy, code = "exit", "a worker must not call sys.exit()", 70
+        kind, remedy = "exit", "a worker must not call sys.exit()"
         detail = f"sys.exit({error.code!r}) was called"
     elif is_echo(error):
-        kind, remedy, code = "peer", "the cause is in the log of the rank that left first", 70
-        detail = f"another process is gone: {str(error).strip().partition(chr(10))[0]}"
-    else:
-        memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-        kind, code = ("oom" if memory else "exception"), 70
-        remedy = "lower train.global_batch_size or raise train.accumulation_steps" if memory else "see the traceback"
-        detail = f"{type(error).__name__}: {str(error).strip()}"
+        kind, remedy = "peer", "the cause is in the log of the rank that left first"
+        detail = f"another process is gone: {_first_line(error)}"
+    elif _is_out_of_memory(error):
+        kind, remedy, detail = "oom", _LESS_MEMORY, f"{detail}; held at the time: {sizes}"
+    elif text.startswith("DataLoader worker (pid"):  # torch's own words, raised wherever the main thread happened to be
+        kind, detail = "data_worker", f"a loader process died: {_first_line(error)}"
+        if position.fetching:
+            detail += f"; the next batch was samples {position.fetching[0].ids.tolist()[:20]}"
+        remedy = f"{_LESS_MEMORY}; tuning.num_workers=0 lets the data set fail in the rank itself"
     return Failure(kind, rank, socket.gethostname(), position.step, position.phase, detail, remedy, str(log_file), code)
 
 
-def failure_from_exit(returncode: int, rank: int, log_file: Path) -> Failure:
-    """Describes a worker that ended without a word. returncode: as subprocess gives it, negative for a signal."""
-    remedy = f"see {log_file}"
+_LESS_MEMORY = (
+    "lower train.global_batch_size or raise train.accumulation_steps; on the host, tuning.num_workers and "
+    "tuning.prefetch_factor hold batches too"
+)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """torch's allocator says so on GPUs by a class of its own, on CPU by a RuntimeError."""
+    named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return named or "can't allocate memory" in str(error)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def failure_from_exit(
+    returncode: int, rank: int, position: Position, log_file: Path, oom_killed: bool, sizes: str
+) -> Failure:
+    """Describes a worker that ended without a word.
+
+    returncode: as subprocess gives it, negative for a signal. oom_killed: whether the kernel killed processes for want
+    of memory meanwhile. sizes: as in `failure_from`.
+    """
+    kind, remedy = "died", f"see {log_file}"
     if returncode < 0:
-        name = signal.Signals(-returncode).name
-        detail = f"the process was ended by {name}"
-        if name == "SIGKILL":
-            remedy = "often the kernel's out-of-memory killer: see dmesg; lower train.global_batch_size if so"
+        detail = f"the process was ended by {signal.Signals(-returncode).name}"
+        if returncode == -signal.SIGKILL and oom_killed:
+            kind, remedy = "oom", _LESS_MEMORY
+            detail = f"the kernel killed the process for want of memory; held before: {sizes}"
+        elif returncode == -signal.SIGKILL:
+            remedy = "somebody killed it: a person, a batch system, or a container at its memory limit"
     else:
         detail = f"the process left with exit code {returncode} before the run was done"
-    return Failure("died", rank, socket.gethostname(), None, "unknown", detail, remedy, str(log_file), 70)
+        if not returncode:
+            remedy = "a worker must not leave by itself: look for os._exit() and the like"
+    step, phase = position.step, position.phase
+    return Failure(kind, rank, socket.gethostname(), step, phase, detail, remedy, str(log_file), 70)
 
 
 def report(
@@ -103,12 +136,13 @@ def report(
     failure: Failure,
     described: dict[str, Any],
     error: BaseException | None = None,
-    stream: TextIO | None = None,
+    stream: TextIO | Output | None = None,
+    stack: Sequence[str] = (),
 ) -> bool:
     """Writes failure.json and tells the user, unless another process did so before. Returns whether it did.
 
     described: what summary.json says of the run beside its failure. stream: where the user reads, standard error
-    unless that was redirected into a log file.
+    unless that was redirected into a log file. stack: of a process that could not raise, in lines.
     """
     part = run_dir / f"{FILE}.part-{os.getpid()}"
     try:
@@ -124,9 +158,20 @@ def report(
     out = stream or sys.stderr
     if error is not None and not isinstance(error, LaunchError):
         out.write("".join(traceback.format_exception(error)))
+    if stack:
+        out.write("\n".join([f"stack of rank {failure.rank} (most recent call last):", *stack, ""]))
     out.write(headline(failure) + "\n")
     out.flush()
     return True
+
+
+def append(log_file: Path, lines: Sequence[str]) -> None:
+    """To the log of a process that cannot write it itself."""
+    try:
+        with log_file.open("a") as file:
+            file.write("\n".join([*lines, ""]))
+    except OSError as cannot:
+        log.error("%s cannot be written: %s", log_file, cannot)
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ import torch
 from ddp_train.checkpoint import Snapshot, Writer, copy_of
 from ddp_train.config.schema import CheckpointConfig
 from ddp_train.distributed.session import total
-from ddp_train.health import Position
+from ddp_train.heartbeat import Position
 from ddp_train.loop import Job, evaluate
 from ddp_train.metrics import MetricsFile, Score
 from ddp_train.progress import Display, epoch_line
@@ -27,8 +27,10 @@ class Record:
         epochs: int,
         log_every_steps: int,
         evaluate_every_epochs: int,
+        position: Position,
     ) -> None:
         self.display, self.metrics, self.device, self.epochs = display, metrics, device, epochs
+        self.position = position
         self.log_every_steps, self.evaluate_every_epochs = log_every_steps, evaluate_every_epochs
         self.epoch_seconds: list[float] = []
         self.score: Score | None = None
@@ -62,6 +64,7 @@ class Record:
         return min(_next_multiple(self.log_every_steps, job.step), job.plan.epoch_end(job.step))
 
     def act(self, job: Job) -> None:
+        self.position.phase = "record"
         ends = job.plan.ends_epoch(job.step)
         self.score = None
         if ends or job.step % self.log_every_steps == 0 or job.step >= job.brake.agreed:

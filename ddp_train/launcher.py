@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import signal
@@ -17,8 +18,12 @@ from ddp_train import health
 from ddp_train.config.resolve import described
 from ddp_train.config.schema import Config
 from ddp_train.distributed.world import World, worker_environment
-from ddp_train.errors import ConfigError, DataError, LaunchError, WriteError
+from ddp_train.errors import ConfigError, DataError, HangError, LaunchError, WriteError
+from ddp_train.heartbeat import END, Board
+from ddp_train.processes import adopting_orphans, oom_kills
+from ddp_train.restarts import Restarts
 from ddp_train.stopping import INTERRUPTED, SAME_REQUEST_SECONDS, SAVED, SIGNALS, UNSAVED, exit_code, heard
+from ddp_train.watch import Watch, working_stack
 
 POLL_SECONDS = 0.02
 FINAL = (ConfigError.exit_code, DataError.exit_code, WriteError.exit_code)
@@ -62,9 +67,9 @@ def launch(config: Config, import_path: Path, stop: Stop | None = None) -> int:
     import_path: the folder from which workers import this package, and the user's own modules. stop: for those who
     want to know whether the run was asked to stop, even if it was completed all the same.
     """
-    stop = stop or Stop()
-    with stop.listening():
-        for attempt in range(config.launch.max_restarts + 1):
+    stop, restarts = stop or Stop(), Restarts(config.launch.max_restarts, Path(str(config.run_dir)))
+    with stop.listening(), adopting_orphans():
+        for attempt in itertools.count():
             code = _attempt(config, import_path, attempt, stop)
             if code == UNSAVED:
                 if sys.stdout.isatty():
@@ -73,10 +78,14 @@ def launch(config: Config, import_path: Path, stop: Stop | None = None) -> int:
                 print(f"stopped{by}; run_dir={config.run_dir} goes on from its last checkpoint", file=sys.stderr)
             if code in (SAVED, UNSAVED):
                 return stop.exit_code(code)
-            if code in (0, *FINAL) or stop.received or attempt == config.launch.max_restarts:
+            if code in (0, *FINAL) or stop.received:
                 return code
-            print(f"starting again ({attempt + 1} of {config.launch.max_restarts} restarts)", file=sys.stderr)
-    raise AssertionError("unreachable: the last attempt returns")
+            if refusal := restarts.refusal():
+                if restarts.allowed:
+                    print(f"not started again: {refusal}", file=sys.stderr)
+                return code
+            print(f"starting again ({restarts.used} of {restarts.allowed} restarts)", file=sys.stderr)
+    raise AssertionError("unreachable: it counts for ever")
 
 
 def _attempt(config: Config, import_path: Path, attempt: int, stop: Stop) -> int:
@@ -84,29 +93,37 @@ def _attempt(config: Config, import_path: Path, attempt: int, stop: Stop) -> int
     run_dir = Path(str(config.run_dir))
     (run_dir / health.FILE).unlink(missing_ok=True)
     workers: list[subprocess.Popen[bytes]] = []
+    board, oom_kills_before = Board.create(int(config.launch.nproc_per_node)), oom_kills()
     try:
-        _start(config, import_path, attempt, workers)
+        _start(config, import_path, attempt, board, workers)
+        watch = Watch(board, [worker.pid for worker in workers], config.launch.timeout_seconds)
         deadline = math.inf
         while True:
             codes = [worker.poll() for worker in workers]
             over = stop.insists or time.monotonic() > deadline
             if any(code in STOPPED for code in codes) or (over and None in codes):
                 return UNSAVED  # with one that left unsaved the others can agree on nothing
-            failed = [rank for rank, code in enumerate(codes) if code not in (None, 0, SAVED)]
+            early = [rank for rank, code in enumerate(codes) if code == 0 and board.positions[rank].phase != END]
+            failed = early + [rank for rank, code in enumerate(codes) if code not in (None, 0, SAVED)]
             if failed:
-                return _blame(config, run_dir, workers, failed)
+                return _blame(config, run_dir, workers, failed, board, oom_kills() > oom_kills_before)
             if None not in codes:
                 return SAVED if SAVED in codes else 0
             if deadline == math.inf and (stop.received or SAVED in codes):
                 deadline = time.monotonic() + config.launch.grace_seconds
                 if stop.received:
                     _ask_to_stop(workers)
+            if deadline == math.inf and watch.look():
+                return _report_hang(config, run_dir, watch)
             time.sleep(POLL_SECONDS)
     finally:
         _end(workers)
+        board.close()
 
 
-def _start(config: Config, import_path: Path, attempt: int, workers: list[subprocess.Popen[bytes]]) -> None:
+def _start(
+    config: Config, import_path: Path, attempt: int, board: Board, workers: list[subprocess.Popen[bytes]]
+) -> None:
     """One process per rank, each in a session of its own so that it can be ended with all its children."""
     size = int(config.launch.nproc_per_node)
     with socket.socket() as listener:
@@ -115,22 +132,52 @@ def _start(config: Config, import_path: Path, attempt: int, workers: list[subpro
         port = listener.getsockname()[1]
         for rank in range(size):
             world = World(rank, size, rank, size, attempt)
-            env = worker_environment(
-                world, port, listener.fileno(), int(config.launch.threads_per_process), import_path.absolute()
-            )
+            threads = int(config.launch.threads_per_process)
+            env = worker_environment(world, port, listener.fileno(), board.descriptor, threads, import_path.absolute())
             command = [sys.executable, "-m", "ddp_train.worker", str(Path(str(config.run_dir)).absolute())]
-            fds = (listener.fileno(),) if world.is_leader else ()
+            fds = (board.descriptor, listener.fileno()) if world.is_leader else (board.descriptor,)
             workers.append(subprocess.Popen(command, env=env, pass_fds=fds, start_new_session=True))
 
 
-def _blame(config: Config, run_dir: Path, workers: list[subprocess.Popen[bytes]], failed: list[int]) -> int:
+def _report_hang(config: Config, run_dir: Path, watch: Watch) -> int:
+    """Names the rank that keeps the run from going on, here and in its own log. Returns the exit code."""
+    hang = watch.explain(run_dir)
+    log_file = run_dir / "logs" / f"rank_{hang.rank}.log"
+    detail = f"no progress for {hang.seconds:.1f} s (launch.timeout_seconds={config.launch.timeout_seconds:g})"
+    detail += "".join(f"; {known}" for known in (hang.reason, hang.others) if known)
+    failure = health.Failure(
+        kind=HangError.kind,
+        rank=hang.rank,
+        host=socket.gethostname(),
+        step=hang.row.step,
+        phase=hang.row.phase,
+        detail=detail,
+        remedy="see the stack of that rank; if it is only slow, raise launch.timeout_seconds",
+        log=str(log_file),
+        exit_code=HangError.exit_code,
+    )
+    health.append(log_file, [health.headline(failure), "stack (most recent call last):", *hang.stack])
+    health.report(run_dir, failure, described(config), stack=hang.stack)
+    return failure.exit_code
+
+
+def _blame(
+    config: Config,
+    run_dir: Path,
+    workers: list[subprocess.Popen[bytes]],
+    failed: list[int],
+    board: Board,
+    oom_killed: bool,
+) -> int:
     """The exit code of a failed attempt. A worker that could not speak for itself is reported here."""
-    silent = [rank for rank in failed if workers[rank].returncode < 0 or workers[rank].returncode not in _SPOKEN]
+    silent = [rank for rank in failed if workers[rank].returncode not in _SPOKEN]
     if silent:
         rank = silent[0]
-        log_file = run_dir / "logs" / f"rank_{rank}.log"
-        failure = health.failure_from_exit(workers[rank].returncode, rank, log_file)
-        health.report(run_dir, failure, described(config))
+        code, log_file = workers[rank].returncode, run_dir / "logs" / f"rank_{rank}.log"
+        position = board.positions[rank]
+        failure = health.failure_from_exit(code, rank, position, log_file, oom_killed, board.sizes())
+        # A fault (SIGSEGV, SIGABRT ...) writes the stack where it happened.
+        health.report(run_dir, failure, described(config), stack=working_stack(run_dir, rank))
     else:
         health.wait_for_report(run_dir, 5.0)
     codes = [worker.returncode for worker in workers if worker.returncode and worker.returncode > 0]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ from ddp_train.data.plan import Share
 from ddp_train.distributed.session import from_all_ranks, total
 
 METRICS = "metrics.jsonl"
-
+log = logging.getLogger(__name__)
 
 SeenLoss = float | Tensor
 """The sum of the sample losses of a forward pass: a number on CPU, where looking costs nothing; on a GPU, where looking
@@ -110,21 +113,34 @@ class Scorer:
 
 
 class MetricsFile:
-    """metrics.jsonl: a line per logging interval and per evaluation. Inactive on all ranks but one."""
+    """metrics.jsonl: a line per logging interval and per evaluation. Inactive on all ranks but one.
+
+    What cannot be written is left out, with one warning; each later line is tried again.
+    """
 
     def __init__(self, run_dir: Path, active: bool, first_step: int) -> None:
         """Lines of steps after `first_step` go: they are of a process that was lost, and come again."""
-        path = run_dir / METRICS
-        if active and path.exists():
-            part = path.with_name(METRICS + ".part")
-            part.write_text("".join(line for line in _whole_lines(path) if json.loads(line)["step"] <= first_step))
-            part.replace(path)
-        self.file = path.open("a", buffering=1) if active else None
+        self.path, self.active, self.warned = run_dir / METRICS, active, False
+        if active and self.path.is_file():
+            part = self.path.with_name(METRICS + ".part")
+            part.write_text("".join(line for line in _whole_lines(self.path) if json.loads(line)["step"] <= first_step))
+            part.replace(self.path)
 
     def write(self, **values: Any) -> None:
-        if self.file:
-            known = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in values.items()}
-            self.file.write(json.dumps(known) + "\n")  # JSON knows no NaN
+        if not self.active:
+            return
+        known = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in values.items()}
+        line = (json.dumps(known) + "\n").encode()  # JSON knows no NaN
+        try:
+            with self.path.open("ab", buffering=0) as file:
+                before = file.seek(0, os.SEEK_END)
+                if file.write(line) < len(line):  # the disk became full within the line
+                    file.truncate(before)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            if not self.warned:
+                self.warned = True
+                log.warning("%s cannot be written: %s; training goes on", self.path, error)
 
 
 def _whole_lines(path: Path) -> list[str]:

@@ -16,7 +16,7 @@ from ddp_train.custom import call
 from ddp_train.data.plan import Share
 from ddp_train.distributed.session import from_all_ranks
 from ddp_train.errors import NonFiniteLossError
-from ddp_train.health import Position
+from ddp_train.heartbeat import Position
 from ddp_train.metrics import RunningLoss, is_finite
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ddp_train.health import Position
+from ddp_train.heartbeat import Position
 from ddp_train.metrics import Score
 
 REFRESHES_PER_SECOND = 4
@@ -21,10 +21,21 @@ REFRESHES_PER_SECOND = 4
 log = logging.getLogger(__name__)
 
 
+class LogFile(logging.FileHandler):
+    """A log whose disk may be full: said once where the user reads, not with a traceback per line."""
+
+    lost = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not self.lost:
+            self.lost = True  # before the warning, which comes by here too
+            log.warning("%s cannot be written: %s; training goes on", self.baseFilename, sys.exc_info()[1])
+
+
 def start_logging(log_file: Path, rank: int, to_terminal: bool) -> None:
     """Sends this process's log to its own file, and what it prints too, unless it may use the terminal."""
     log_file.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(log_file)
+    handler = LogFile(log_file)
     handler.setFormatter(logging.Formatter(f"%(asctime)s rank {rank} %(levelname)s %(message)s"))
     handlers: list[logging.Handler] = [handler]
     if to_terminal:

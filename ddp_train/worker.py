@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import multiprocessing
 import os
@@ -16,13 +15,14 @@ from typing import Any, NoReturn
 
 import torch
 
-from ddp_train import checkpoint, health, progress, tuning
+from ddp_train import checkpoint, health, heartbeat, output, progress, tuning
 from ddp_train.build import build_evaluation, build_job, build_module, plan_rows
 from ddp_train.checkpoint import Writer
 from ddp_train.config.freeze import FILE, thaw, to_values
 from ddp_train.config.resolve import described
 from ddp_train.config.schema import Config
 from ddp_train.data.sources import Source, build_sources, digests, refuse_other_data
+from ddp_train.distributed import roll_call
 from ddp_train.distributed.preflight import agree
 from ddp_train.distributed.session import (
     Store,
@@ -33,25 +33,37 @@ from ddp_train.distributed.session import (
     set_buffers,
     share_config,
 )
-from ddp_train.distributed.world import TOLD, World, launcher_pid, say_last_word, world_from_environment
+from ddp_train.distributed.world import (
+    TOLD,
+    World,
+    board_descriptor,
+    launcher_pid,
+    say_last_word,
+    world_from_environment,
+)
 from ddp_train.errors import LaunchError, PeerError
 from ddp_train.hooks import Record, Save
 from ddp_train.loop import evaluate, fit
 from ddp_train.metrics import MetricsFile, Score
+from ddp_train.processes import end_with_parent
 from ddp_train.stopping import SAVED, Brake
 
 ECHO_PATIENCE_SECONDS = 3.0
 """How long a worker that failed through another one waits for that one to report, before it reports itself."""
+LAUNCHER_FIRST_SECONDS = 5.0
+"""Collectives wait so much longer than the launcher, which knows who is guilty: it ends a run that stands still."""
 log = logging.getLogger(__name__)
 
 
 def main() -> NoReturn:
     """A worker of our own launcher, `python -m ddp_train.worker RUN_DIR`: the config is frozen already."""
+    output.survive_closing()
     die_with_parent()
     world = world_from_environment()
     assert world, "the launcher sets the environment of its workers"
     config = thaw(Path(sys.argv[1], FILE).read_text())
-    leave(run(config, world, lambda: open_store(world, config.launch.join_timeout_seconds)))
+    join_timeout = config.launch.join_timeout_seconds
+    leave(run(config, world, lambda: open_store(world, join_timeout)))
 
 
 def join(world: World, words: list[str], text: str | None, timeout_seconds: float = 600.0) -> NoReturn:
@@ -76,33 +88,53 @@ def join(world: World, words: list[str], text: str | None, timeout_seconds: floa
 
 def run(config: Config, world: World, get_store: Callable[[], Store]) -> int:
     """Trains or evaluates. Returns the exit code; reports what went wrong."""
-    run_dir, position = Path(str(config.run_dir)), health.Position()
-    terminal = os.fdopen(os.dup(2), "w")  # where the user reads: standard error may become this rank's log file
+    run_dir = Path(str(config.run_dir))
+    # Where the user reads: standard error may become this rank's log file.
+    terminal = output.Output(os.fdopen(os.dup(2), "w"))
     log_file = run_dir / "logs" / f"rank_{world.rank}.log"
+    descriptor, store = board_descriptor(), None
+    board = None if descriptor is None else heartbeat.Board(descriptor, world.local_size)  # torchrun has none
+    position = board.positions[world.rank] if board else heartbeat.Position()
     try:
         progress.start_logging(log_file, world.rank, to_terminal=world.is_leader)
+        heartbeat.show_stacks(run_dir, world.rank)
+        position.keep_beating()
         device = world.device(config.device)
         if config.device == "cuda":
             torch.cuda.set_device(device)
         grouped = config.strategy.name == "ddp"
-        timeout, backend = config.launch.timeout_seconds, config.launch.backend
-        store = get_store() if grouped else None
-        with session(world, device, backend, store, timeout) if store else contextlib.nullcontext():
+        timeout = _watched_timeout(config) if board else config.launch.timeout_seconds
+        if grouped:
+            store = get_store()
+            roll_call.announce(store, world)
+        with session(world, device, config.launch.backend, store, timeout) if store else contextlib.nullcontext():
             completed = _work(config, world, device, run_dir, position, store)
+            position.phase = heartbeat.END  # the launcher asks for it: exit code 0 alone is not the end of a run
         return 0 if completed else SAVED
     except BaseException as error:
         log.error("failed in step %d, %s", position.step, position.phase, exc_info=error)
-        innocent = health.is_echo(error) or getattr(error, "rank", None) not in (None, world.rank)
+        echo = health.is_echo(error)
+        innocent = echo or getattr(error, "rank", None) not in (None, world.rank)
+        if echo and store and not board:
+            roll_call.answer(store, world, position)
         if innocent and health.wait_for_report(run_dir, ECHO_PATIENCE_SECONDS):
             return LaunchError.exit_code
-        failure = health.failure_from(error, world.rank, position, log_file)
-        if health.report(run_dir, failure, described(config), error, terminal):
+        sizes = board.sizes() if board else f"rank {world.rank} {position.resident_bytes / 2**30:.2f} GiB"
+        failure = health.failure_from(error, world.rank, position, log_file, sizes)
+        if echo and store and not board:
+            failure = roll_call.blame(failure, error, store, world)
+        if health.report(run_dir, failure, described(config), None if echo else error, terminal):
             say_last_word(TOLD)
         return failure.exit_code
 
 
+def _watched_timeout(config: Config) -> float:
+    """Of collectives, where our own launcher watches."""
+    return max(config.launch.timeout_seconds, heartbeat.START_SECONDS) + LAUNCHER_FIRST_SECONDS
+
+
 def _work(
-    config: Config, world: World, device: str, run_dir: Path, position: health.Position, store: Store | None
+    config: Config, world: World, device: str, run_dir: Path, position: heartbeat.Position, store: Store | None
 ) -> bool:
     """Everything between the opening of the session and its end. What it builds is gone when it returns.
 
@@ -134,7 +166,7 @@ def _train(
     world: World,
     device: str,
     run_dir: Path,
-    position: health.Position,
+    position: heartbeat.Position,
     display: progress.Display,
     sources: tuple[Source, Source],
     found: Path | None,
@@ -150,6 +182,7 @@ def _train(
         config.train.epochs,
         config.train.log_every_steps,
         config.train.evaluate_every_epochs,
+        position,
     )
     data_digests = digests(sources[0])
     if found:
@@ -191,7 +224,7 @@ def _train(
 
 
 def _evaluate(
-    config: Config, world: World, device: str, position: health.Position, sources: tuple[Source, Source], found: Path
+    config: Config, world: World, device: str, position: heartbeat.Position, sources: tuple[Source, Source], found: Path
 ) -> dict[str, Any]:
     module = build_module(config, sources[0], device)
     checkpoint.load_model(found, module.model)
@@ -218,9 +251,7 @@ def _summary(config: Config, device: str, score: Score | None, **numbers: Any) -
 def die_with_parent() -> None:
     """Linux ends this process when the one that started it dies, even by SIGKILL: no worker is left behind."""
     expected = launcher_pid()
-    if sys.platform == "linux":
-        PR_SET_PDEATHSIG = 1  # linux/prctl.h
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     if expected is not None and os.getppid() != expected:  # it died before we could ask
         os._exit(LaunchError.exit_code)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback per rank when torchrun hands Ctrl-C on

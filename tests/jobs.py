@@ -16,7 +16,7 @@ from ddp_train.config.resolve import resolve
 from ddp_train.config.schema import Config
 from ddp_train.data.sources import ArraySource, Source, build_sources
 from ddp_train.distributed.world import World
-from ddp_train.health import Position
+from ddp_train.heartbeat import Position
 from ddp_train.loop import Job, fit
 
 

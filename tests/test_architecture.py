@@ -14,19 +14,24 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "ddp_train"
 
 LAYERS = """
-    errors lock health distributed.world
+    errors lock output processes heartbeat health distributed.world
     config.schema config.machine config.resolve config.compose config.outside config.check config.freeze config.prepare
-    custom stopping distributed.preflight distributed.session distributed.sync_batch_norm
+    custom stopping distributed.preflight distributed.session distributed.roll_call distributed.sync_batch_norm
     data.keyed data.augment data.plan data.sources data.loader
     models strategy ordered tuning metrics optim checkpoint progress loop hooks build worker
-    launcher hosts cli
+    restarts watch launcher hosts cli
 """.split()  # noqa: SIM905  one word per module reads better
 """From the ground up: a module imports only what stands before it."""
 
 WITHOUT_TORCH = [
     "errors",
     "lock",
+    "output",
+    "processes",
     "health",
+    "heartbeat",
+    "restarts",
+    "watch",
     "distributed.world",
     "stopping",
     "launcher",

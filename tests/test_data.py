@@ -28,7 +28,7 @@ from ddp_train.data.plan import Plan, Share, evaluation_shares
 from ddp_train.data.sources import ForeignSource, Source, build_sources
 from ddp_train.distributed.world import World
 from ddp_train.errors import DataError
-from ddp_train.health import Position
+from ddp_train.heartbeat import Position
 from tests.jobs import config_of, job_of
 from tests.ranks import on_ranks
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from ddp_train.restarts import Restarts
 from tests.commands import (
     ENDLESS,
     LAUNCH,
@@ -59,10 +61,11 @@ def test_a_run_that_is_started_again_ends_where_it_would_have(tmp_path: Path) ->
     words = ["train.max_steps=40", "checkpoint.every_steps=5", THREE]
     slow, fast = (foreign_net(deterministic=True, delay=delay) for delay in (0.05, 0.0))
     with running(tmp_path / "run", *slow, *words, "launch.max_restarts=1", env=env) as job:
-        job.wait_for_file("checkpoints/step_00000005")
-        os.kill(job.workers()[0], signal.SIGKILL)  # rank 0 holds the store and writes the checkpoints
+        for step, rank in ((5, 0), (15, 2)):  # rank 0 holds the store and writes the checkpoints
+            job.wait_for_file(f"checkpoints/step_{step:08d}")
+            os.kill(job.workers()[rank], signal.SIGKILL)
         assert job.end() == 0, job.said()
-        assert "starting again (1 of 1 restarts)" in job.said()
+        assert job.said().count("starting again (1 of 1 restarts)") == 2, "a new checkpoint refills the budget"
         assert processes_of(job.run_dir) == {}
         assert read(job.run_dir, "summary.json")["status"] == "completed"
         assert read(job.run_dir, "summary.json")["steps"] == 40
@@ -89,6 +92,38 @@ def test_torchrun_restarts_a_lost_rank_into_the_same_run_directory(tmp_path: Pat
     assert "from step 3" in done.stdout
     assert weights(run_dir)
     assert not (run_dir / "failure.json").exists(), "a completed run has not failed"
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_in_the_same_way_three_times_is_given_up(tmp_path: Path) -> None:
+    words = [*foreign_net(fault="raise", rank=1, call=3), "launch.max_restarts=9", THREE]
+    done = run(*words, f"run_dir={tmp_path}/run", env=foreign_code(tmp_path))
+    assert done.returncode == 70
+    assert len(fatal_lines(done.stderr)) == 3
+    assert done.stderr.endswith("not started again: 3 attempts ended in the same failure at the same step: "
+                                "it would only come again\n")  # fmt: skip
+
+
+def failures(allowed: int, run_dir: Path, *steps_of_failure_and_checkpoint: tuple[int, int]) -> list[str]:
+    """What `Restarts` says to failures at these steps, each with the newest checkpoint at the time."""
+    restarts, said = Restarts(allowed, run_dir), []
+    for step, newest in steps_of_failure_and_checkpoint:
+        (run_dir / f"checkpoints/step_{newest:08d}").mkdir(parents=True, exist_ok=True)
+        (run_dir / "failure.json").write_text(
+            json.dumps({"kind": "died", "step": step, "detail": f"pid {time.time()}"})
+        )
+        said.append(restarts.refusal())
+    return said
+
+
+def test_restarts_are_counted_between_checkpoints(tmp_path: Path) -> None:
+    used_up = failures(2, tmp_path / "a", (1, 0), (2, 0), (3, 0))
+    assert used_up == ["", "", "launch.max_restarts=2 without a new checkpoint"]
+    assert failures(1, tmp_path / "b", (7, 5), (12, 10), (17, 15), (18, 15))[:3] == ["", "", ""]
+    assert failures(1, tmp_path / "c", (7, 5), (12, 10), (13, 10))[2] != ""
+    assert failures(0, tmp_path / "d", (7, 5))[0] != ""
+    assert failures(9, tmp_path / "e", (7, 5), (7, 5), (8, 5), (7, 5), (7, 5))[4] == "", "not three in a row"
+    assert "same failure" in failures(9, tmp_path / "f", (7, 5), (7, 5), (7, 5))[2]
 
 
 # --- the launcher is stopped ----------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ from ddp_train.data.loader import Loader
 from ddp_train.data.sources import ArraySource, build_sources
 from ddp_train.distributed.world import World
 from ddp_train.errors import NonFiniteLossError
-from ddp_train.health import Position
+from ddp_train.heartbeat import Position
 from ddp_train.optim import build_optimizer, build_schedule
 from ddp_train.stopping import SIGNALS
 from ddp_train.strategy import build_strategy
@@ -323,7 +323,7 @@ def worker_environments(case: Case) -> Any:
     """What our own launcher gives to its workers."""
     started: list[Any] = []
     with mock.patch.object(subprocess, "Popen", lambda command, env, **more: started.append(env)):
-        launcher._start(case.config, ROOT, 0, [])
+        launcher._start(case.config, ROOT, 0, mock.Mock(descriptor=3), [])
     names = ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
     return [{name: env[name] for name in names} for env in started]
 
@@ -357,7 +357,8 @@ def process_group(case: Case) -> Any:
     with contextlib.ExitStack() as stack:
         opened = stack.enter_context(mock.patch.object(dist, "init_process_group"))
         unwanted = [(dist, "barrier"), (dist, "destroy_process_group"), (gc, "collect"), (torch.cuda, "set_device")]
-        for owner, name in (*unwanted, (worker, "_work"), (worker.progress, "start_logging")):
+        unwanted += [(worker, "_work"), (worker.progress, "start_logging"), (worker.heartbeat, "show_stacks")]
+        for owner, name in unwanted:
             stack.enter_context(mock.patch.object(owner, name))
         assert worker.run(case.config, World(), lambda: mock.Mock()) == 0
     return opened.call_args.args, opened.call_args.kwargs["timeout"]

@@ -29,10 +29,10 @@ class LaunchConfig:
     )
     nnodes: int = key(1, "hosts", at_least=1)
     rdzv_endpoint: str | None = key(None, "host:port where several hosts meet")
-    max_restarts: int = key(0, "how often a failed run is started again by itself", at_least=0)
+    max_restarts: int = key(0, "how often a failed run is started again before it gets to a new checkpoint", at_least=0)
     backend: str = key("auto", "auto: nccl on GPUs, gloo on CPU", choices=("auto", "nccl", "gloo"))
     timeout_seconds: float = key(
-        600.0, "the longest a collective may wait for the other processes", above=0, at_most=1e6
+        600.0, "the longest a process may stay where it is, and a collective wait for others", above=0, at_most=1e6
     )
     join_timeout_seconds: int = key(
         600, "how long hosts and processes wait for each other before the first step", at_least=1, at_most=10**6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,8 @@ from torch.utils.data import DataLoader, Dataset
 from ddp_train.config.schema import TuningConfig
 from ddp_train.data.plan import Share
 from ddp_train.data.sources import Source
-from ddp_train.health import Position
+from ddp_train.heartbeat import Position
+from ddp_train.processes import end_loader_with_parent
 from ddp_train.stopping import ignore_signals
 
 
@@ -51,9 +53,23 @@ class _Batches(Dataset):
         return Batch(*self.source.fetch(share.ids, share.epoch), share)
 
 
-def _enter_worker(_: int) -> None:
+def _enter_worker(worker: int) -> None:
     """Called first in each loader process."""
+    end_loader_with_parent(worker)
     ignore_signals()
+
+
+class _Noted:
+    """Shares, noted as they are handed to loader processes."""
+
+    def __init__(self, shares: Iterable[Share], handed_out: deque[Share]) -> None:
+        self.shares, self.handed_out = shares, handed_out
+
+    def __iter__(self) -> Iterator[Share]:
+        self.handed_out.clear()
+        for share in self.shares:
+            self.handed_out.append(share)
+            yield share
 
 
 class Loader:
@@ -64,15 +80,25 @@ class Loader:
     """
 
     def __init__(
-        self, source: Source, shares: Iterable[Share], tuning: TuningConfig, device: str, position: Position
+        self,
+        source: Source,
+        shares: Iterable[Share],
+        tuning: TuningConfig,
+        device: str,
+        position: Position,
+        phases: str = "",
     ) -> None:
+        """phases: what stands before the names of its phases, data and forward."""
         self.device, self.tuning, self.position = torch.device(device), tuning, position
         self.dtype = torch.float64 if tuning.precision == "fp64" else None
+        self.data, self.forward, self.end = phases + "data", phases + "forward", phases + "end"
+        self.fetching: deque[Share] = deque()
+        """What loader processes are working on."""
         workers = int(tuning.num_workers)
         self.on_host = DataLoader(
             _Batches(source),
             batch_size=None,  # an item is a batch already
-            sampler=shares,
+            sampler=_Noted(shares, self.fetching) if workers else shares,
             num_workers=workers,
             prefetch_factor=tuning.prefetch_factor if workers else None,
             persistent_workers=tuning.persistent_workers and workers > 0,
@@ -82,12 +108,17 @@ class Loader:
         )
 
     def __iter__(self) -> Iterator[Batch]:
-        self.position.phase = "data"
+        position = self.position
+        position.phase, position.fetching = self.data, self.fetching
         for batch in self.on_host:
+            if self.fetching:
+                self.fetching.popleft()
             placed = batch.map(self._place)
-            self.position.phase = "forward"
+            position.batches += 1
+            position.phase = self.forward
             yield placed
-            self.position.phase = "data"
+            position.phase, position.fetching = self.data, self.fetching
+        position.phase = self.end
 
     def _place(self, tensor: Tensor) -> Tensor:
         placed = tensor.to(self.device, non_blocking=bool(self.tuning.non_blocking))

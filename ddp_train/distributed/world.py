@@ -19,6 +19,8 @@ LAUNCHER_PID = "DDP_TRAIN_LAUNCHER_PID"
 LAST_WORDS = "DDP_TRAIN_LAST_WORDS"
 """File into which torchrun's workers write their exit codes; absent under a torchrun that is not ours."""
 TOLD = "told"
+BOARD = "DDP_TRAIN_BOARD_FD"
+"""File descriptor of the board (see `heartbeat`), inherited from our own launcher."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,9 @@ def world_from_environment() -> World | None:
     )
 
 
-def worker_environment(world: World, port: int, listen_fd: int, threads: int, import_path: Path) -> dict[str, str]:
+def worker_environment(
+    world: World, port: int, listen_fd: int, board_fd: int, threads: int, import_path: Path
+) -> dict[str, str]:
     """The environment of one worker that our own launcher starts on this host."""
     path = os.environ.get("PYTHONPATH")
     env = {
@@ -79,6 +83,7 @@ def worker_environment(world: World, port: int, listen_fd: int, threads: int, im
         "OMP_NUM_THREADS": str(threads),
         "PYTHONPATH": str(import_path) + (os.pathsep + path if path else ""),
         LAUNCHER_PID: str(os.getpid()),
+        BOARD: str(board_fd),
     }
     # One host needs no other interface: nothing listens beyond loopback, and a host name that resolves to nothing
     # cannot stop the run.
@@ -147,6 +152,12 @@ def launcher_pid() -> int | None:
     """The process id of our own launcher, if it started this process."""
     pid = os.environ.get(LAUNCHER_PID)
     return int(pid) if pid else None
+
+
+def board_descriptor() -> int | None:
+    """The file descriptor of the launcher's board, for its direct children alone; None under torchrun."""
+    descriptor = os.environ.pop(BOARD, None)
+    return int(descriptor) if descriptor else None
 
 
 def visible_devices() -> str | None:

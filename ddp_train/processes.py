@@ -1,0 +1,93 @@
+"""What Linux knows about processes and does for them: ends, orphans, states, memory. Torch-free."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+
+
+def end_with_parent() -> None:
+    """Linux ends this process when the one that started it dies, even by SIGKILL."""
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def end_loader_with_parent(_worker: int) -> None:
+    """The `worker_init_fn` of DataLoaders: torch's own watch looks only every five seconds."""
+    end_with_parent()
+    parent = multiprocessing.parent_process()
+    if parent and parent.pid and state_of(parent.pid) in ("", "Z"):  # it died before we could ask
+        os._exit(1)
+
+
+@contextlib.contextmanager
+def adopting_orphans() -> Iterator[None]:
+    """Whatever is started inside, by whomever, becomes a child of this process when its own parent dies; at the end it
+    is killed. Processes that left their session (a daemon of the user's code) are found in no other way."""
+    before = set(_children())
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield
+    finally:
+        while orphans := set(_children()) - before:  # the children of a killed one are adopted in turn
+            for pid in orphans:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+        _prctl(PR_SET_CHILD_SUBREAPER, 0)
+
+
+def state_of(pid: int) -> str:
+    """The letter of the kernel (man 5 proc): R, S, D, T for stopped, Z; empty where it cannot be known."""
+    fields = _fields(pid)
+    return fields[0] if fields else ""
+
+
+def signal_main_thread(pid: int, number: int) -> None:
+    """Like os.kill, but no other thread may take the signal: a stopped process handles it before all else."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "tgkill"):  # glibc 2.30
+        libc.tgkill(pid, pid, number)
+    else:
+        os.kill(pid, number)
+
+
+def resident_bytes() -> int:
+    """The memory that this process holds."""
+    with contextlib.suppress(OSError):  # no /proc
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
+
+
+def oom_kills() -> int:
+    """How many processes the kernel has killed for want of memory since it started; 0 where it does not say."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0
+
+
+def _children() -> list[int]:
+    own = str(os.getpid())
+    pids = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
+    return [pid for pid in pids if (fields := _fields(pid)) and fields[1] == own]
+
+
+def _fields(pid: int) -> list[str]:
+    """/proc/PID/stat from the state on: the name before it may hold anything."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:  # it has ended
+        return []
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value)

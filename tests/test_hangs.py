@@ -1,0 +1,400 @@
+"""Ranks that stop moving, that are slow, or that leave: who is guilty, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from ddp_train import watch
+from ddp_train.distributed import roll_call
+from ddp_train.distributed.world import World
+from ddp_train.health import failure_from, failure_from_exit
+from ddp_train.heartbeat import Board, Position
+from ddp_train.watch import Watch
+from tests.commands import (
+    LAUNCH,
+    ONE,
+    ROOT,
+    SMALL,
+    THREE,
+    environment,
+    fatal_lines,
+    processes_of,
+    read,
+    run,
+    running,
+    torchrun,
+    wait_until,
+)  # fmt: skip
+from tests.ranks import on_ranks
+
+pytestmark = pytest.mark.timeout(300)  # the machine may be busy
+
+TIMEOUT_SECONDS = 6.0
+WAYWARD = '''
+import ctypes
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+RANK = int(os.environ["RANK"])
+
+
+def misbehave(how):
+    if how == "sleep":
+        time.sleep(1000)
+    elif how == "gil":
+        ctypes.PyDLL(None).sleep(1000)
+    elif how == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif how == "segfault":
+        ctypes.string_at(0)
+    elif how == "abort":
+        os.abort()
+    elif how == "exit":
+        sys.exit(0)
+    elif how == "vanish":
+        os._exit(0)
+    elif how == "memory":
+        torch.empty(2**60)
+    elif how == "raise":
+        raise ValueError("boom")
+    elif how == "killed loader":
+        assert multiprocessing.parent_process(), "this is a loader process"
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Net(nn.Module):
+    """Goes astray on one rank at its given training step, in `where`. Every forward pass takes `delay` seconds there.
+
+    daemon: what stands on the command line of a process that leaves the session of this one.
+    """
+
+    def __init__(self, how="", where="forward", rank=1, step=3, delay=0.0, daemon=""):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 2))
+        self.how, self.where, self.mine, self.step, self.delay = how, where, rank == RANK, step, delay
+        self.calls = 0
+        self.layers[1].weight.register_hook(self.in_backward)
+        if daemon:
+            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)", daemon], start_new_session=True)
+
+    def now(self, where):
+        if self.mine and self.where == where and self.calls >= self.step:
+            misbehave(self.how)
+
+    def in_backward(self, gradient):
+        self.now("all-reduce")
+
+    def state_dict(self, *arguments, **more):
+        self.now("checkpoint")
+        return super().state_dict(*arguments, **more)
+
+    def forward(self, images):
+        if self.training:
+            self.calls += 1
+            self.now("forward")
+            if self.mine:
+                time.sleep(self.delay)
+        else:
+            self.now("evaluation")
+        return self.layers(images)
+
+
+class Rows(Dataset):
+    """Random rows of 64 numbers; fetching the given one goes astray on one rank."""
+
+    classes = ("left", "right")
+
+    def __init__(self, train, how="", rank=1, reads=0):
+        self.rows = torch.randn(3000 if train else 300, 64, generator=torch.Generator().manual_seed(int(train)))
+        self.how, self.mine, self.reads = how, train and rank == RANK, reads
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, number):
+        if self.mine:
+            self.reads -= 1
+            if self.reads == -1:
+                misbehave(self.how)
+        return self.rows[number], number % 2
+'''
+
+
+@pytest.fixture
+def env(tmp_path: Path) -> dict[str, str]:
+    """In which the module `wayward` can be imported."""
+    (tmp_path / "wayward.py").write_text(WAYWARD)
+    return {"PYTHONPATH": str(tmp_path)}
+
+
+def words(model: dict[str, Any] | None = None, data: dict[str, Any] | None = None) -> list[str]:
+    """wayward.Net on wayward.Rows, with arguments; 3 ranks, 32 samples each per step."""
+    given = [f"+{section}.{name}='{value}'" if isinstance(value, str) else f"+{section}.{name}={value}"
+             for section, arguments in (("model", model), ("data", data))
+             for name, value in (arguments or {}).items()]  # fmt: skip
+    named = ["model._target_=wayward.Net", "data._target_=wayward.Rows", "trusted_modules=[wayward]"]
+    fixed = [
+        "schedule=constant",
+        "tuning.num_workers=0",
+        "deterministic=false",
+        THREE,
+    ]  # no passes before the first step
+    return [*named, *fixed, *given]
+
+
+# --- a rank stands still --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["data", "forward", "all-reduce", "checkpoint"])
+@pytest.mark.parametrize("how", ["sleep", "stop", "gil"])
+def test_a_rank_that_stands_still_is_named(how: str, where: str, tmp_path: Path, env: dict[str, str]) -> None:
+    rank = 0 if where == "checkpoint" else 1
+    if where == "data":
+        faulty = words(data={"how": how, "rank": rank, "reads": 100})
+    else:
+        faulty = words({"how": how, "where": where, "rank": rank, "step": 4})
+    limit = f"launch.timeout_seconds={TIMEOUT_SECONDS}"
+    with running(tmp_path / "run", *faulty, "checkpoint.every_steps=4", limit, env=env) as job:
+        began = time.monotonic()
+        assert job.end() == 71, job.said()
+        assert processes_of(job.run_dir) == {}
+        assert time.monotonic() - began < TIMEOUT_SECONDS + 60
+        failure = read(job.run_dir, "failure.json")
+        phase = {"all-reduce": "backward"}.get(where, where)
+        assert (failure["kind"], failure["rank"], failure["phase"]) == ("hang", rank, phase), failure
+        # A sample or more is read before training: the step of the hundredth read is not ours to know.
+        assert failure["step"] in {"data": (1, 2, 3), "checkpoint": (4,)}.get(where, (3,))
+        seconds = float(failure["detail"].split()[3])
+        assert TIMEOUT_SECONDS - 1 <= seconds <= TIMEOUT_SECONDS + 4, failure["detail"]
+        known = {"sleep": "rank", "stop": "stopped by a signal", "gil": "Python's lock (GIL)"}
+        assert known[how] in failure["detail"]
+        (fatal,) = fatal_lines(job.said())
+        assert f"hang (rank {rank} on" in fatal and f", step {failure['step']}, {phase})" in fatal
+        assert "Traceback" not in job.said()
+        log = (job.run_dir / f"logs/rank_{rank}.log").read_text()
+        for text in (job.said(), log):
+            assert text.count(" in misbehave") == 1, "the stack, once, where the user reads and in the rank's own log"
+
+
+@pytest.mark.slow
+def test_under_torchrun_a_roll_call_names_the_rank_that_stands_still(tmp_path: Path, env: dict[str, str]) -> None:
+    faulty = [word for word in words({"how": "sleep", "rank": 1, "step": 4}) if word != THREE]
+    done = run(*faulty, f"run_dir={tmp_path}/run", f"launch.timeout_seconds={TIMEOUT_SECONDS}",
+               command=torchrun(), env=env)  # fmt: skip
+    assert done.returncode == 1, "torchrun's own"
+    failure = read(tmp_path / "run", "failure.json")
+    assert (failure["kind"], failure["rank"], failure["exit_code"]) == ("hang", 1, 71)
+    assert failure["detail"].startswith("rank 1 on ")
+    assert "did not answer the roll call" in failure["detail"]
+    assert failure["log"].endswith("rank_1.log")
+    (fatal,) = fatal_lines(done.stderr)
+    assert "hang (rank 1 on" in fatal
+    wait_until(lambda: not processes_of(tmp_path / "run"), "end of the workers", seconds=10)
+
+
+def place_in_line(world: World) -> Any:
+    """What each rank makes of a time-out; all of them answer."""
+    store, position = dist.distributed_c10d._get_default_store(), Position(step=7, phase="backward")
+    if world.rank == 2:
+        position.phase = "data"
+    roll_call.announce(store, world)
+    dist.barrier()
+    error = RuntimeError("Timed out waiting 6000ms for recv operation to complete")
+    failure = failure_from(error, world.rank, position, Path("logs/rank_0.log"), "")
+    roll_call.answer(store, world, position)
+    dist.barrier()  # in place of the patience of a worker
+    return roll_call.blame(failure, error, store, world)
+
+
+def test_a_roll_call_that_all_answer_names_the_last_in_line() -> None:
+    for failure in on_ranks(3, place_in_line):
+        assert (failure.kind, failure.rank, failure.step, failure.phase) == ("hang", 2, 7, "data")
+        assert failure.log == "logs/rank_2.log"
+
+
+def test_a_store_that_is_gone_points_at_the_host_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "node0")
+    error = RuntimeError("Connection closed by peer [10.0.0.1]:1234")
+    failure = failure_from(error, 1, Position(step=3, phase="backward"), Path("logs/rank_1.log"), "")
+    store = mock.Mock(**{"get.side_effect": dist.DistNetworkError("gone"), "set.side_effect": dist.DistStoreError("x")})
+    roll_call.answer(store, World(1, 2, 0, 1), Position())
+    failure = roll_call.blame(failure, error, store, World(1, 2, 0, 1))
+    assert (failure.kind, failure.exit_code, failure.rank, failure.host) == ("peer", 70, 0, "node0")
+    assert "gives no answer" in failure.detail and "closed by peer" in failure.detail
+
+
+# --- a rank is slow -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_slow_rank_is_no_hang_but_a_straggler(tmp_path: Path, env: dict[str, str]) -> None:
+    limit = f"launch.timeout_seconds={TIMEOUT_SECONDS}"
+    with running(tmp_path / "run", *words({"rank": 2, "delay": 0.1}), "train.epochs=100000", limit, env=env) as job:
+        wait_until(lambda: "slower" in job.said(), "warning")
+        time.sleep(2 * watch.WINDOW_SECONDS)
+        assert job.process.poll() is None, job.said()
+        (line,) = job.said().splitlines()
+        assert line.startswith("warning: rank 2 is slower than the others") and "mostly forward" in line
+
+
+def watched(shares: list[float], monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether a rank ever stood still, of ranks that spend these shares of their time in forward."""
+    now = 0.0
+    monkeypatch.setattr(watch.time, "monotonic", lambda: now)
+    board = Board.create(len(shares))
+    try:
+        eye, hung = Watch(board, [os.getpid()] * len(shares), timeout_seconds=5.0), False
+        for beat in range(1, 200):
+            now = beat * 0.2
+            for rank, share in enumerate(shares):
+                position = board.positions[rank]
+                position.beats, position.step, position.batches = beat, beat // 4, beat
+                position.phase = "forward" if beat % 10 < round(share * 10) else "backward"
+            hung |= eye.look()
+        return hung
+    finally:
+        board.close()
+
+
+def test_ranks_that_differ_a_little_are_not_reported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert not watched([0.4, 0.5, 0.3], monkeypatch)
+    assert capsys.readouterr().err == ""
+    assert not watched([0.4, 0.5, 0.8], monkeypatch)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "rank 2 is slower" in line and "80% of its time is data and forward, mostly forward" in line
+
+
+# --- a rank leaves --------------------------------------------------------------------------------------------------
+
+LEAVING = {
+    "segfault": ("died", "ended by SIGSEGV"),
+    "abort": ("died", "ended by SIGABRT"),
+    "exit": ("exit", r"sys\.exit\(0\) was called"),
+    "vanish": ("died", "left with exit code 0 before the run was done"),
+    "memory": ("oom", r"held at the time: rank 0 \d+\.\d\d GiB, rank 1 \d+\.\d\d GiB, rank 2 "),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", LEAVING)
+def test_a_rank_that_leaves_is_named_with_what_it_died_of(how: str, tmp_path: Path, env: dict[str, str]) -> None:
+    with running(tmp_path / "run", *words({"how": how, "rank": 1, "step": 4}), env=env) as job:
+        assert job.end() == 70, job.said()
+        assert processes_of(job.run_dir) == {}
+        failure, (kind, detail) = read(job.run_dir, "failure.json"), LEAVING[how]
+        assert (failure["kind"], failure["rank"], failure["step"], failure["phase"]) == (kind, 1, 3, "forward"), failure
+        assert re.search(detail, failure["detail"]), failure["detail"]
+        (fatal,) = fatal_lines(job.said())
+        assert f"{kind} (rank 1 on" in fatal
+        # Where it happened: from faulthandler, or as a traceback. os._exit() leaves no trace.
+        assert job.said().count(" in misbehave") == (how != "vanish")
+
+
+def test_a_kill_for_want_of_memory_is_told_from_other_kills() -> None:
+    arguments = -signal.SIGKILL, 2, Position(step=7, phase="forward"), Path("logs/rank_2.log")
+    failure = failure_from_exit(*arguments, oom_killed=True, sizes="rank 0 1.00 GiB, rank 1 9.00 GiB")
+    assert (failure.kind, failure.rank, failure.step, failure.phase) == ("oom", 2, 7, "forward")
+    assert "rank 1 9.00 GiB" in failure.detail and "train.accumulation_steps" in failure.remedy
+    assert failure_from_exit(*arguments, oom_killed=False, sizes="").kind == "died"
+
+
+@pytest.mark.slow
+def test_a_loader_process_that_is_killed_is_named_with_its_samples(tmp_path: Path, env: dict[str, str]) -> None:
+    faulty = words(data={"how": "killed loader", "rank": 1, "reads": 64})
+    with running(tmp_path / "run", *faulty, "tuning.num_workers=2", env=env) as job:
+        assert job.end() == 70, job.said()
+        assert processes_of(job.run_dir) == {}
+        failure = read(job.run_dir, "failure.json")
+        assert (failure["kind"], failure["rank"]) == ("data_worker", 1)
+        assert re.search(r"killed by signal: Killed.*samples \[\d+, ", failure["detail"]), failure["detail"]
+        assert "tuning.num_workers=0" in failure["remedy"]
+        assert len(fatal_lines(job.said())) == 1
+
+
+# --- nothing is left behind -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["launcher", "rank"])
+def test_loader_processes_do_not_outlive_a_killed_process(victim: str, tmp_path: Path, env: dict[str, str]) -> None:
+    with running(tmp_path / "run", *words(), "train.epochs=100000", "tuning.num_workers=2", env=env) as job:
+        job.wait_for_step()
+        wait_until(lambda: len(processes_of(job.run_dir)) >= 1 + 3 + 6, "launcher, ranks and loader processes")
+        if victim == "launcher":
+            job.process.kill()
+            job.process.wait()
+        else:
+            os.kill(rank_process(job, 2), signal.SIGKILL)
+        wait_until(lambda: not processes_of(job.run_dir), "end of the loader processes", seconds=2 * 3)
+        assert victim == "launcher" or job.end() == 70
+
+
+def rank_process(job: Any, rank: int) -> int:
+    """The worker itself, of all processes that carry its rank: the one that the launcher started."""
+    pids = [pid for pid, its in processes_of(job.run_dir).items() if its == rank]
+    (pid,) = [pid for pid in pids if f"PPid:\t{job.process.pid}\n" in Path(f"/proc/{pid}/status").read_text()]
+    return pid
+
+
+def test_a_process_that_left_its_session_ends_with_the_run(tmp_path: Path, env: dict[str, str]) -> None:
+    run_dir = tmp_path / "run"
+    done = run(*words({"daemon": f"daemon of {run_dir}"}), "train.max_steps=3", f"run_dir={run_dir}", env=env)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert processes_of(run_dir) == {}
+
+
+# --- nobody listens, nothing can be written -------------------------------------------------------------------------
+
+
+def test_a_run_goes_on_when_nobody_reads_its_output(tmp_path: Path) -> None:
+    command = [*LAUNCH, *SMALL, ONE, "train.epochs=20", f"run_dir={tmp_path}/run"]
+    with subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as job:
+        assert job.stdout and job.stderr
+        assert job.stdout.readline().startswith(b"processes")
+        job.stdout.close()
+        assert job.stderr.read() == b""
+        assert job.wait(60) == 0
+    assert read(tmp_path / "run", "summary.json")["steps"] == 60
+    assert "output is lost" in (tmp_path / "run/logs/rank_0.log").read_text()
+
+
+def test_help_may_be_cut_short() -> None:
+    with subprocess.Popen([*LAUNCH, "--help"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as job:
+        assert job.stdout and job.stderr
+        job.stdout.close()
+        assert job.stderr.read() == b""
+        assert job.wait(60) == 0
+
+
+def test_a_full_disk_under_the_logs_is_a_warning(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    (run_dir / "logs").mkdir(parents=True)
+    for name in ("metrics.jsonl", "logs/rank_0.log", "logs/rank_1.log"):
+        (run_dir / name).symlink_to("/dev/full")  # every write ends in ENOSPC
+    done = run(*SMALL, "train.epochs=2", "train.log_every_steps=1", f"run_dir={run_dir}")
+    assert done.returncode == 0, done.stderr
+    lines = done.stderr.splitlines()
+    assert sorted(line.split()[1] for line in lines) == [f"{run_dir}/logs/rank_0.log", f"{run_dir}/metrics.jsonl"]
+    assert all(line.startswith("warning: ") and "No space left on device" in line for line in lines)
+    assert read(run_dir, "summary.json")["status"] == "completed"
