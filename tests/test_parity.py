@@ -142,7 +142,8 @@ def test_evaluation_is_the_same_to_the_last_bit_on_any_number_of_ranks(limit: in
             assert result == reference
 
 
-def buffers_after_training(world: World, broadcast_buffers: bool) -> tuple[dict, dict]:
+def buffers_around_an_evaluation(world: World, broadcast_buffers: bool) -> tuple[dict, dict, dict]:
+    """Before it, in it, after it."""
     config = config_of(
         world,
         model={"name": "cnn", "norm": "batch"},
@@ -152,20 +153,26 @@ def buffers_after_training(world: World, broadcast_buffers: bool) -> tuple[dict,
     )
     job = job_of(config, world)
     train(job, iter(job.batches), until=job.plan.epoch_end(0))
-    before = {name: buffer.clone() for name, buffer in job.module.model.named_buffers()}
+
+    def buffers() -> dict:
+        return {name: buffer.clone() for name, buffer in job.module.model.named_buffers()}
+
+    before, within = buffers(), {}
+    job.module.model.register_forward_hook(lambda *_: within.update(buffers()))
     score = evaluate(job.evaluation)
-    assert score.samples == SAMPLES
-    return before, {name: buffer.clone() for name, buffer in job.module.model.named_buffers()}
+    assert score and score.samples == SAMPLES
+    return before, within, buffers()
 
 
 @pytest.mark.parametrize("broadcast_buffers", [True, False])
-def test_batch_norm_statistics_are_averaged_before_an_evaluation(broadcast_buffers: bool) -> None:
-    results = on_ranks(3, buffers_after_training, broadcast_buffers)
+def test_batch_norm_statistics_are_averaged_for_an_evaluation_and_put_back(broadcast_buffers: bool) -> None:
+    results = on_ranks(3, buffers_around_an_evaluation, broadcast_buffers)
     for name in results[0][1]:
-        local = torch.stack([before[name].double() for before, _ in results])
-        for _, after in results:
+        local = torch.stack([before[name].double() for before, _, _ in results])
+        for before, within, after in results:
+            assert torch.equal(after[name], before[name]), "training does not know that it was looked at"
             if name.endswith("num_batches_tracked"):
-                assert after[name] == local[0]
+                assert within[name] == local[0]
             else:
                 assert local.std(0).max() > 0, "ranks saw different samples"
-                torch.testing.assert_close(after[name].double(), local.mean(0), rtol=1e-6, atol=1e-7)
+                torch.testing.assert_close(within[name].double(), local.mean(0), rtol=1e-6, atol=1e-7)
