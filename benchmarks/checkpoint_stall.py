@@ -32,7 +32,7 @@ from ddp_train.config.resolve import resolve
 from ddp_train.config.schema import CheckpointConfig
 from ddp_train.data.sources import build_sources
 from ddp_train.distributed.world import World
-from ddp_train.health import Position
+from ddp_train.heartbeat import Position
 from ddp_train.hooks import Record, Save
 from ddp_train.loop import Job, fit
 from ddp_train.metrics import MetricsFile
@@ -91,7 +91,7 @@ def job_and_clock(arguments: argparse.Namespace, run_dir: Path) -> tuple[Job, Cl
     sources, position = build_sources(config.data, 0), Position()
     job = build_job(config, World(), device, build_module(config, sources[0], device), sources, position, 0)
     job.plan.__dict__["steps"] = steps
-    record = Record(Display(False, position), MetricsFile(run_dir, False, 0), device, 1, steps + 1, steps + 1)
+    record = Record(Display(False, position), MetricsFile(run_dir, False, 0), device, 1, steps + 1, steps + 1, position)
     writer = Writer(run_dir, keep=2)
     save = Save(writer, record, {}, CheckpointConfig(every_steps=arguments.every), position)
     clock = Clock(save, writer)
