@@ -55,6 +55,8 @@ def join_hosts(config: Config, script: Path, words: list[str]) -> int:
     run_dir, stop = Path(str(config.run_dir)), Stop()
     try:
         with stop.listening(), signed_in(run_dir), tempfile.TemporaryDirectory() as folder:
+            if arrived(run_dir) == [socket.gethostname()]:  # the first: what it finds is of an earlier run
+                (run_dir / health.FILE).unlink(missing_ok=True)
             last_words = Path(folder, "last_words")
             last_words.touch()
             place = find_place(str(config.launch.rdzv_endpoint))
@@ -186,7 +188,8 @@ def _watch(config: Config, agent: subprocess.Popen[bytes], script: Path, last_wo
     """Waits for the agent, and not for ever. Returns the exit code of this host's workers, whatever became of it."""
     launch, run_dir = config.launch, Path(str(config.run_dir))
     began = last_seen = time.monotonic()
-    worked, stop_by = False, math.inf
+    met: list[str] = []  # the hosts that were there when the workers started
+    stop_by = math.inf
     attempt, codes, told = 0, [], False
     try:
         while agent.poll() is None and not stop.insists:
@@ -195,9 +198,10 @@ def _watch(config: Config, agent: subprocess.Popen[bytes], script: Path, last_wo
                 agent.send_signal(signal.SIGTERM)  # it hands it on to its workers
                 stop_by = now + launch.grace_seconds
             if _has_workers(agent.pid, script):
-                worked, last_seen = True, now
+                met = met or arrived(run_dir)
+                last_seen = now
             attempt, codes, told = _read(last_words)
-            over = worked and (attempt >= launch.max_restarts or any(code in (0, SAVED, *FINAL) for code in codes))
+            over = met and (attempt >= launch.max_restarts or any(code in (0, SAVED, *FINAL) for code in codes))
             patience = AGENT_PATIENCE_SECONDS + (0 if over else launch.join_timeout_seconds)
             if now > min(stop_by, last_seen + patience):
                 break
@@ -214,7 +218,7 @@ def _watch(config: Config, agent: subprocess.Popen[bytes], script: Path, last_wo
     if stop.received:
         print(f"stopped by {signal.Signals(stop.received[0]).name}; the same command goes on", file=sys.stderr)
         return stop.exit_code(UNSAVED)
-    if not worked and not codes:
+    if not met and not codes:
         raise PeerError(
             f"{len(present)} of {launch.nnodes} hosts came within {time.monotonic() - began:.0f} s: "
             + ", ".join(present),
@@ -222,7 +226,9 @@ def _watch(config: Config, agent: subprocess.Popen[bytes], script: Path, last_wo
             f"launch.join_timeout_seconds={launch.join_timeout_seconds}",
         )
     if not told and not _tell(run_dir):
-        raise LaunchError(f"torchrun's agent left with {agent.returncode}, its workers without a word", "see above")
+        left = f"torchrun's agent left with {agent.returncode}, its workers without a word"
+        gone = ", ".join(sorted(set(met) - set(present)))
+        raise PeerError(f"{gone} is gone; {left}", "look at that host") if gone else LaunchError(left, "see above")
     return next((code for code in codes if code not in (0, LaunchError.exit_code)), LaunchError.exit_code)
 
 
