@@ -302,7 +302,9 @@ def test_the_others_end_when_a_host_is_lost(lost: str, silent: bool, cluster: Cl
     assert time.monotonic() - began < 6 + 10 + 5, "timeout + 10 s, and room for a busy machine"
     assert not left.commands()
     assert len(fatal_lines(cluster.said(left.name))) == 1
-    assert read(cluster.run_dir, "failure.json")["kind"] in ("peer", "hang")
+    failure = read(cluster.run_dir, "failure.json")
+    assert failure["kind"] in ("peer", "hang")
+    assert gone.name in failure["detail"] or gone.address in failure["detail"], failure
 
 
 @on_hosts
