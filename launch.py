@@ -28,7 +28,7 @@ def main(words: list[str]) -> int:
     if world and not world.is_leader:  # rank 0 composes, prints and refuses for all
         return follow(world, words)
     try:
-        if any(word.startswith("-") or word.startswith("hydra") for word in words):
+        if any(word.startswith("-") for word in words):
             from ddp_train.cli import through_hydra
 
             return through_hydra(__doc__ or "", SCRIPT, CONF, words, world)

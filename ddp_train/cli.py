@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
-from ddp_train import launcher
-from ddp_train.config.compose import bind, plain, read_config, read_overrides, shown
-from ddp_train.config.prepare import examine, settle
-from ddp_train.config.schema import OPTIONS, SECTIONS, Config
+from ddp_train import __version__, launcher
+from ddp_train.config.compose import did_you_mean, read_overrides, shown
+from ddp_train.config.prepare import examine, prepare, read_run
+from ddp_train.config.schema import OPTIONS, SECTIONS, Config, CustomConfig
 from ddp_train.distributed.world import World, new_run_id
 from ddp_train.errors import ConfigError
 from ddp_train.health import FILE as FAILURE
@@ -26,118 +30,166 @@ from ddp_train.health import SUMMARY
 from ddp_train.stopping import SAVED, UNSAVED
 
 RESULTS = "results.jsonl"
+SWEEP = ("-m", "--multirun")
+FLAGS = (
+    *("-h", "--help", "--version", *SWEEP, "-c", "--cfg", "--resolve", "-p", "--package"),
+    *("-i", "--info", "-sc", "--shell-completion", "--hydra-help"),
+)
 
 
 def through_hydra(usage: str, script: Path, conf: Path, words: list[str], world: World | None) -> int:
-    """Does what the flags ask. Returns the exit code; raises ConfigError before any trial starts."""
-    flags = [word for word in words if word.startswith("-")]
+    """Does what the flags ask: tells something, or runs a sweep. Returns the exit code.
+
+    Raises ConfigError before any trial starts.
+    """
+    flags = [word.partition("=")[0] for word in words if word.startswith("-")]
+    unknown = [flag for flag in flags if flag not in FLAGS]
+    if unknown:
+        raise ConfigError([f"{flag}: no such flag{did_you_mean(flag, list(FLAGS))}" for flag in unknown])
+    sweep = not set(SWEEP).isdisjoint(flags)
+    if not sweep:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends without a traceback
     if {"-h", "--help"} & set(flags):
         print(help_text(usage, conf))
         return 0
-    sweep = bool({"-m", "--multirun"} & set(flags)) or "hydra.mode=MULTIRUN" in words
+    if "--version" in flags:
+        print(f"ddp_train {__version__}")
+        return 0
     if world and sweep:
         instead = f"python launch.py {' '.join(words)} launch.nproc_per_node={world.local_size}"
         raise ConfigError([f"-m: torchrun would start one sweep per rank; use: {instead}"])
-    sweep_dir = None
-    if {"-sc", "--shell-completion", "--hydra-help", "--version"}.isdisjoint(flags):
-        words, sweep_dir = _checked(conf, words, sweep)
-    trials = Trials(script, sweep_dir)
+    if not sweep and set(flags) <= {"--resolve", "-p", "--package"}:
+        raise ConfigError([f"{flags[0]}: belongs to --cfg job; add that, or leave it out"])
+    trials = Trials(script, conf)
+    if {"-sc", "--shell-completion", "--hydra-help"}.isdisjoint(flags):
+        words = trials.check(words, sweep)
     sys.argv = [str(script), *words]
     hydra.main(config_path=str(conf), config_name="config", version_base="1.3")(trials.run)()
     return trials.finish()
 
 
-def _checked(conf: Path, words: list[str], sweep: bool) -> tuple[list[str], Path | None]:
-    """Checks the overrides among the words before Hydra sees them; in a sweep, every swept value by itself.
-
-    Returns the words for Hydra and, for a sweep, its directory.
-    """
-    overrides = [word for word in words if "=" in word and not word.startswith("-")]
-    read = read_overrides(conf, overrides, sweep)
-    problems, config = list(read.problems), Config()
-    fixed = [word for word in overrides if word.split("=")[0].lstrip("+") not in read.swept]
-    for one in [[], *([f"{key}={value}"] for key, values in read.swept.items() for value in values)]:
-        config, found = read_config(conf, read_overrides(conf, fixed + one))
-        problems += found or (examine(config, None)[1] if sweep else [])
-    if sweep and config.launch.nnodes > 1:
-        problems.append(f"launch.nnodes={config.launch.nnodes}: a sweep (-m) runs on one host; leave one of them out")
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)))
-    ready = [word for word in words if word not in overrides] + read.words
-    if not sweep:
-        return ready, None
-    sweep_dir = Path(config.run_dir or f"runs/{config.name}/sweep_{new_run_id(None)}")
-    return [*ready, f"hydra.sweep.dir='{sweep_dir}'"], sweep_dir
-
-
 class Trials:
     """The trials that Hydra asks for, each in fresh processes; a row of results for each, also for those that fail."""
 
-    def __init__(self, script: Path, sweep_dir: Path | None) -> None:
-        self.script, self.sweep_dir = script, sweep_dir
+    def __init__(self, script: Path, conf: Path) -> None:
+        self.script, self.conf, self.sweep_dir = script, conf, Path()
+        self.swept: set[str] = set()
+        self.objective = ""
         self.rows: list[dict[str, Any]] = []
 
-    def run(self, composed: DictConfig) -> float:
-        """One trial. Returns its objective, or NaN if it failed, so that the sweep goes on."""
-        hydra_config = HydraConfig.get()
-        config, problems = bind(plain(composed))
-        asked = [word.lstrip("+") for word in hydra_config.overrides.task]
-        row: dict[str, Any] = {
-            "trial": 0,
-            "overrides": asked,
-            "status": "failed",
-            "exit_code": 2,
-            "objective": math.nan,
-        }
-        if self.sweep_dir:
-            row["trial"] = hydra_config.job.num
-            config = dataclasses.replace(config, run_dir=hydra_config.runtime.output_dir)
+    def check(self, words: list[str], sweep: bool) -> list[str]:
+        """Checks the overrides among the words before Hydra sees them, and returns the words for Hydra.
+
+        In a sweep, every swept value is tried with the first values of the other swept keys: a trial of the grid.
+        """
+        overrides = [word for word in words if not word.startswith("-") and ("=" in word or sweep)]
+        read = read_overrides(self.conf, overrides, sweep)
+        problems, config = list(read.problems), Config()
+        fixed = [word for word in read.words if _key(word) not in read.swept and _key(word).split("/")[0] != "hydra"]
+        first = {key: values[0] for key, values in read.swept.items() if values}
+        tries = [first, *(first | {key: value} for key, values in read.swept.items() for value in values[1:])]
+        for one in tries:
+            config, found = read_run(
+                self.conf, read_overrides(self.conf, fixed + [f"{key}={value}" for key, value in one.items()])
+            )
+            problems += found
+            if sweep and not found:
+                problems += _unfit(config)
+        if problems:
+            raise ConfigError(list(dict.fromkeys(problems)))
+        ready = [word for word in words if word not in overrides] + read.words
+        if not sweep:
+            return ready
+        self.swept, self.objective = set(read.swept), config.objective
+        self.sweep_dir = Path(config.run_dir or f"runs/{config.name}/sweep_{new_run_id(None)}")
+        return [*ready, f"hydra.sweep.dir='{self.sweep_dir}'"]
+
+    def run(self, _: DictConfig) -> float:
+        """One trial. Returns its objective, or NaN if it has none, so that the sweep goes on."""
+        job = HydraConfig.get()
+        words, run_dir = list(job.overrides.task), str(job.runtime.output_dir)
+        asked = [word.lstrip("+") for word in words if _key(word) in self.swept]
+        row: dict[str, Any] = {"trial": job.job.num, "overrides": asked, "status": "failed", "exit_code": 2}
+        print(f"trial {row['trial']}: {' '.join(asked)}", flush=True)
         stop = launcher.Stop()
         try:
-            prepared = settle(config, problems, None)
-            print(f"trial {row['trial']}: {' '.join(asked)}", flush=True)
+            with _another_hydra():
+                prepared = prepare(self.conf, words, None, run_dir)
+            for notice in prepared.notices:
+                print(f"note: {notice}", file=sys.stderr)
             try:
                 row["exit_code"] = launcher.launch(prepared.config, self.script.parent, stop)
             finally:
                 if prepared.lock:
                     prepared.lock.release()
-            row |= _outcome(prepared.config) if row["exit_code"] == 0 else _failure(prepared.config)
+            row |= _outcome(prepared.config) if row["exit_code"] == 0 else _failure(run_dir)
         except ConfigError as error:
             print(error, file=sys.stderr)
-            row["reason"] = str(error)
+            row |= {"kind": error.kind, "reason": str(error)}
         self.rows.append(row)
-        if self.sweep_dir:
-            with (self.sweep_dir / RESULTS).open("a") as file:
-                file.write(json.dumps(row) + "\n")
+        with (self.sweep_dir / RESULTS).open("a") as file:
+            file.write(json.dumps(row, allow_nan=False) + "\n")
         if stop.received or row["exit_code"] in (SAVED, UNSAVED):
             raise SystemExit(row["exit_code"] or stop.exit_code(UNSAVED))
-        return row["objective"]
+        return math.nan if row.get("objective") is None else row["objective"]
 
     def finish(self) -> int:
         """Shows the table. Returns 0 if every trial was completed, else the exit code of the first that was not."""
-        if self.sweep_dir and self.rows:
+        if self.rows:
             Console(soft_wrap=False).print(_table(self.rows))
+            scored = [row for row in self.rows if row.get("objective") is not None]
+            if scored:
+                pick = max if self.objective in ("test.accuracy", "samples_per_second") else min
+                best = pick(scored, key=lambda row: row["objective"])
+                print(
+                    f"best trial {best['trial']}: {' '.join(best['overrides'])}  {self.objective} {best['objective']:g}"
+                )
             print(f"results {self.sweep_dir / RESULTS}")
         return next((row["exit_code"] for row in self.rows if row["exit_code"]), 0)
+
+
+@contextlib.contextmanager
+def _another_hydra() -> Iterator[None]:
+    """Inside, something else can be composed than the trial that Hydra runs: it knows only one at a time."""
+    outer = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        yield
+    finally:
+        GlobalHydra.instance().hydra = outer
+
+
+def _key(word: str) -> str:
+    return word.lstrip("+").partition("=")[0]
+
+
+def _unfit(config: Config) -> list[str]:
+    """Why a trial of a sweep cannot run on this host."""
+    if config.launch.nnodes > 1:
+        return [
+            f"launch.nnodes={config.launch.nnodes}: a sweep runs on one host; leave it out, or start each run by itself"
+        ]
+    return examine(config, None)[1]
 
 
 def _outcome(config: Config) -> dict[str, Any]:
     summary = json.loads((Path(str(config.run_dir)) / SUMMARY).read_text())
     objective: Any = summary
     for part in config.objective.split("."):
-        objective = objective[part]
+        objective = objective.get(part)
     return {
         "status": "completed",
-        "objective": float(objective),
+        "objective": objective,
         **summary["test"],
         "seconds": summary["seconds"],
         "samples_per_second": summary.get("samples_per_second"),
     }
 
 
-def _failure(config: Config) -> dict[str, Any]:
-    path = Path(str(config.run_dir)) / FAILURE
-    return {"reason": json.loads(path.read_text())["detail"] if path.exists() else "stopped"}
+def _failure(run_dir: str) -> dict[str, Any]:
+    path = Path(run_dir) / FAILURE
+    failure = json.loads(path.read_text()) if path.exists() else {"kind": "stopped", "detail": "stopped"}
+    return {"kind": failure["kind"], "reason": failure["detail"]}
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
@@ -148,9 +200,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
     for row in rows:
         formats = (("accuracy", ".2%"), ("loss", ".4f"), ("seconds", ".1f"), ("samples_per_second", ",.0f"))
         numbers = [format(row[name], spec) if row.get(name) is not None else "-" for name, spec in formats]
-        status = (
-            row["status"] if row["status"] == "completed" else f"failed ({row['exit_code']}): {row.get('reason', '')}"
-        )
+        status = row["status"] if row["status"] == "completed" else f"failed ({row['exit_code']}): {row['kind']}"
         table.add_row(str(row["trial"]), " ".join(row["overrides"]), status, *numbers)
     return table
 
@@ -159,7 +209,10 @@ def help_text(usage: str, conf: Path) -> str:
     """Usage, the groups and their options, and every key with its default, its rule and its meaning."""
     lines = [usage.strip(), "", "Groups (group=option; the files are in conf/):"]
     for group in sorted(path for path in conf.iterdir() if path.is_dir()):
-        lines.append(f"  {group.name:<11} {', '.join(sorted(path.stem for path in group.glob('*.yaml')))}")
+        files = sorted(group.glob("*.yaml"))
+        lines.append(f"  {group.name:<11} {', '.join(path.stem for path in files)}")
+        if "# @package" in files[0].read_text():  # a whole run: its comment says what it is
+            lines += [f"    {path.stem:<19} {path.read_text().splitlines()[1].lstrip('# ')}" for path in files]
     lines += ["", "Keys (key=value):", *_keys("", Config)]
     for section, schema in SECTIONS.items():
         lines += ["", f"{section}:", *_keys(section + ".", schema)]
@@ -175,9 +228,14 @@ def help_text(usage: str, conf: Path) -> str:
 
 
 def _keys(prefix: str, schema: type) -> list[str]:
+    if schema is CustomConfig:
+        words = {"_target_=package.Name": "target", "ANY=value": "arguments"}
+        meanings = {f.name: f.metadata.get("meaning") for f in dataclasses.fields(schema)}
+        return [f"  {prefix + word:<44} {meanings[name]}" for word, name in words.items()]
     lines = []
     for f in dataclasses.fields(schema):
         if "meaning" in f.metadata:
             default = getattr(schema(), f.name)
-            lines.append(f"  {prefix + f.name + '=' + shown(default):<44} {f.metadata['meaning']}")
+            choices = f" ({', '.join(f.metadata['choices'])})" if "choices" in f.metadata else ""
+            lines.append(f"  {prefix + f.name + '=' + shown(default):<44} {f.metadata['meaning']}{choices}")
     return lines

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import math
 import os
 import subprocess
@@ -18,6 +19,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ddp_train import __version__
+from ddp_train.cli import Trials, _outcome
 from ddp_train.config.check import check, check_rules
 from ddp_train.config.compose import all_keys, bind, read_config, read_overrides, shown
 from ddp_train.config.freeze import FILE, freeze, thaw
@@ -148,6 +151,10 @@ BAD: dict[str, list[str]] = {
     "schedule.step_size=3": ["no such key in schedule=cosine; schedule=step has it"],
     "strategy=single strategy.sync_bn=true": ["strategy.sync_bn=true", "no such key in strategy=single"],
     "data.samples=3": ["no such key in data=digits; data=synthetic and linear_regression have it"],
+    "model.target=a.b": ["no such key; did you mean model._target_?"],
+    "model=custom model.target=a.b": ["the key is model._target_; use model._target_=a.b"],
+    "hydra.verbose=false": ["Hydra's own keys act on sweeps only; add -m, or leave it out"],
+    "hydra/sweeper=optuna": ["Hydra's own keys act on sweeps only; add -m, or leave it out"],
     "schedule._target_=a.b": ["schedule._target_=a.b", "no such key"],
     "train._target_=a.b": ["train._target_=a.b", "no such key"],
     # options that do not exist
@@ -309,6 +316,7 @@ STARTS = {
     "train.token=hunter2": "train.token=(hidden)",
     "tarin.epochs=3": "tarin=",
     "model=custom": "model._target_=null",
+    "model=custom model.target=a.b": "model.target=a.b",
     "optimizer.lr=${sed}": "optimizer.lr",
     "strategy.bucket_cap_mb_list=[1,0]": "strategy.bucket_cap_mb_list=[1.0,0.0]",
     "strategy.bucket_cap_mb_list=[1,nan]": "strategy.bucket_cap_mb_list=[1.0,nan]",
@@ -386,7 +394,11 @@ def test_torch_is_not_imported_to_find_mistakes(tmp_path: Path) -> None:
         "model._target_=evil.Thing",
         "train.epochs=0 model=resnet51 foo=1",
         "-m optimizer.lr=0.1,oops",
+        "-m launch.nnodes=2",
+        "-m optimizer.lr=0.1,0.2 nonsense",
         "--cfg job optimizer.momentun=0.1",
+        "--hlep",
+        "--resolve",
     ],
 )
 def test_the_command_refuses_quickly_and_once(line: str, tmp_path: Path) -> None:
@@ -509,10 +521,30 @@ def test_help_names_every_key() -> None:
     done = launch("--help")
     assert (done.returncode, done.stderr) == (0, "")
     for key in all_keys():
-        if not key.endswith(".name"):
+        if not key.endswith((".name", ".arguments")):
             assert f"  {key}=" in done.stdout.replace("._target_=", ".target="), key
     for name in FILES:
         assert name.split("/")[1] in done.stdout
+
+
+def test_help_names_choices_and_what_works() -> None:
+    told = launch("--help").stdout
+    for expected in (
+        "model._target_=", "model.ANY=", "(none, batch, group)", "(auto, nccl, gloo)", "(train, evaluate)",
+        "MNIST to 99 %", "Small, slow and loud",
+    ):  # fmt: skip
+        assert expected in told
+
+
+def test_help_into_a_pipe_that_closes_ends_quietly() -> None:
+    command = f"{sys.executable} {ROOT / 'launch.py'} --help | head -1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert done.stdout.count("\n") == 1
+    assert done.stderr == ""
+
+
+def test_the_version_is_ours() -> None:
+    assert launch("--version").stdout == f"ddp_train {__version__}\n"
 
 
 def test_cfg_job_shows_the_config_and_runs_nothing(tmp_path: Path) -> None:
@@ -559,6 +591,26 @@ def test_completion_installs_itself() -> None:
     done = launch("-sc", "install=bash")
     assert done.returncode == 0, done.stderr
     assert "complete " in done.stdout
+
+
+# --- sweeps ---------------------------------------------------------------------------------------------------------
+
+
+def test_only_combinations_of_a_sweep_are_checked_not_the_defaults() -> None:
+    """The default batch, 96, cannot be split over 5 processes, and nobody asked for it."""
+    Trials(ROOT / "launch.py", CONF).check(["-m", "launch.nproc_per_node=5", "train.global_batch_size=50,100"], True)
+    with pytest.raises(ConfigError) as caught:
+        Trials(ROOT / "launch.py", CONF).check(["-m", "launch.nproc_per_node=1,5", "train.global_batch_size=96"], True)
+    assert [problem.split(":")[0] for problem in caught.value.problems] == ["train.global_batch_size=96"]
+
+
+def test_a_trial_without_its_objective_keeps_its_row(tmp_path: Path) -> None:
+    """A regression on data of one's own has no accuracy, which is not known before it ran."""
+    test = {"loss": 0.5, "accuracy": None, "correct": None, "samples": 3}
+    (tmp_path / "summary.json").write_text(json.dumps({"test": test, "seconds": 1.0}))
+    row = _outcome(Config(run_dir=str(tmp_path), objective="test.accuracy"))
+    assert (row["status"], row["objective"], row["loss"]) == ("completed", None, 0.5)
+    assert _outcome(Config(run_dir=str(tmp_path), objective="samples_per_second"))["objective"] is None
 
 
 # --- properties -----------------------------------------------------------------------------------------------------

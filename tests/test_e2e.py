@@ -147,9 +147,10 @@ def test_three_ranks_are_one_run_whoever_starts_them(by_three: tuple[Path, str],
     [
         (["modle=mlp"], "modle=mlp: no such key; did you mean mode?"),
         (["-m", "optimizer.lr=0.1,0.2"], "use: python launch.py -m optimizer.lr=0.1,0.2 launch.nproc_per_node=3"),
+        (["hydra.verbose=false"], "hydra.verbose=false: Hydra's own keys act on sweeps only; add -m, or leave it out"),
         (["launch.nproc_per_node=2"], "launch.nproc_per_node=2: torchrun started 3; leave it out, or use torchrun"),
     ],
-    ids=["typo", "sweep", "number of processes"],
+    ids=["typo", "sweep", "a key of Hydra's", "number of processes"],
 )
 def test_torchrun_is_refused_once_and_leaves_no_file(words: list[str], problem: str, tmp_path: Path) -> None:
     done = run(*words, command=torchrun(), cwd=tmp_path)
@@ -297,14 +298,35 @@ def test_a_sweep_goes_on_after_a_failed_trial_and_shows_both(tmp_path: Path) -> 
     assert (failed["trial"], failed["status"], failed["exit_code"]) == (0, "failed", 70)
     assert "not finite" in failed["reason"]
     assert (completed["trial"], completed["status"], completed["exit_code"]) == (1, "completed", 0)
-    assert completed["overrides"][0] == "optimizer.lr=0.01"
+    assert completed["overrides"] == ["optimizer.lr=0.01"], "what all trials share is left out"
+    assert failed["kind"] == "non_finite_loss" and "objective" not in failed
     assert completed["objective"] == read(sweep / "1", "summary.json")["test"]["loss"]
     assert read(sweep / "0", "failure.json")["kind"] == "non_finite_loss"
     assert read(sweep / "0", "summary.json")["status"] == "failed"
     assert not (sweep / "1/failure.json").exists()
     assert re.search(r"^ *trials *$", done.stdout, re.M)
+    assert f"best trial 1: optimizer.lr=0.01  test.loss {completed['objective']:g}" in done.stdout
     assert re.search(r"│ +0 │.*failed", done.stdout) and re.search(r"│ +1 │.*completed", done.stdout)
     assert f"results {sweep}/results.jsonl" in done.stdout.replace("\n", "")
+
+
+@pytest.mark.slow
+def test_a_sweep_over_checkpoints_evaluates_each_with_its_own_model(by_one: Path, tmp_path: Path) -> None:
+    """The checkpoints are of model=mlp, the default is another; a run and a single checkpoint both are a path."""
+    places = f"{by_one},{by_one}/checkpoints/step_00000030"
+    words = (
+        "-m",
+        "mode=evaluate",
+        f"checkpoint.resume={places}",
+        "tuning.pin_memory=true",
+        f"run_dir={tmp_path}/sweep",
+    )
+    done = run(*words, ONE, "objective=test.accuracy")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("note: tuning.pin_memory=true has no effect on CPU") == 2
+    newest, older = (json.loads(line) for line in (tmp_path / "sweep/results.jsonl").read_text().splitlines())
+    assert newest["loss"] == read(by_one, "summary.json")["test"]["loss"] != older["loss"]
+    assert read(tmp_path / "sweep/1", "summary.json")["steps"] == 30
 
 
 def test_a_bad_value_refuses_the_whole_sweep(tmp_path: Path) -> None:

@@ -79,7 +79,8 @@ def read_overrides(conf: Path, words: list[str], sweep: bool = False) -> Overrid
             read.problems.append(
                 f"{target}={shown(read.given[target])}: contradicts {section}={chosen}; give one of them"
             )
-        read.words.insert(0, f"{section}=custom")
+        if f"{section}=custom" not in read.words:
+            read.words.insert(0, f"{section}=custom")
     return read
 
 
@@ -89,6 +90,8 @@ def _read_override(conf: Path, override: Override, sweep: bool, read: Overrides)
         foreign = [text for key, text in leaves(override.value(), name) if _names_code(key) and _is_foreign(text)]
         if foreign:
             read.problems.append(f"{word}: loads code from outside hydra: {foreign[0]}")
+        if not sweep:
+            read.problems.append(f"{word}: Hydra's own keys act on sweeps only; add -m, or leave it out")
         read.words.append(word)
     elif override.is_delete():
         read.problems.append(f"{word}: no key can be removed; leave it out for its default")
@@ -287,6 +290,8 @@ def _expected(schema: type, name: str, hint: Any) -> str:
 def _unknown_key(prefix: str, name: str, value: Any, schema: type) -> str:
     found = f"{prefix}{name}={'(hidden)' if is_secret(name) else shown(value)}: no such key"
     section = prefix.rstrip(".")
+    if name == "target" and "custom" in OPTIONS.get(section, {}):
+        return f"{found}; did you mean {section}._target_?"
     owners = [option for option, other in OPTIONS.get(section, {}).items() if name in typing.get_type_hints(other)]
     if owners:
         own = [f.name for f in dataclasses.fields(schema) if f.name != "name"]

@@ -139,7 +139,10 @@ def _code(asked: Config, config: Config, machine: Machine, world: World | None) 
         if inner:
             problems.append(f"{section}.{inner}: arguments are plain values; only {section}._target_ names code")
         found, target = f"{section}._target_={shown(custom.target or None)}", custom.target
-        if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", target):
+        if not target and "target" in custom.arguments:
+            typed = shown(custom.arguments["target"])
+            problems.append(f"{section}.target={typed}: the key is {section}._target_; use {section}._target_={typed}")
+        elif not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", target):
             problems.append(f"{found}: must be a dotted path, package.Name")
         elif not is_trusted(target, config.trusted_modules):
             package = target.partition(".")[0]

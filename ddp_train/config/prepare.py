@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ddp_train import lock
 from ddp_train.config.check import check, check_rules, notices
-from ddp_train.config.compose import read_config, read_overrides
+from ddp_train.config.compose import Overrides, read_config, read_overrides
 from ddp_train.config.freeze import freeze
 from ddp_train.config.machine import this_machine
 from ddp_train.config.outside import unwritable
@@ -31,13 +31,20 @@ class Prepared:
     """Held for the life of the run, so that no second one works in its directory."""
 
 
-def prepare(conf: Path, words: list[str], world: World | None) -> Prepared:
-    """Raises ConfigError with every problem."""
-    overrides = read_overrides(conf, words)
+def prepare(conf: Path, words: list[str], world: World | None, run_dir: str | None = None) -> Prepared:
+    """Raises ConfigError with every problem. run_dir: that of a trial, in place of the one that the words name."""
+    config, problems = read_run(conf, read_overrides(conf, words))
+    if run_dir:
+        config = replace(config, run_dir=run_dir)
+    return settle(config, problems, world)
+
+
+def read_run(conf: Path, overrides: Overrides) -> tuple[Config, list[str]]:
+    """The config, composed and bound, and all problems; an evaluation's with its checkpoint's model and data."""
     config, problems = read_config(conf, overrides)
     if config.mode == "evaluate" and not problems:
         config, problems = read_config(conf, overrides, adopted_sections(Path(config.checkpoint.resume)))
-    return settle(config, problems, world)
+    return config, problems
 
 
 def examine(config: Config, world: World | None) -> tuple[Config, list[str]]:
