@@ -38,7 +38,6 @@ import argparse
 import contextlib
 import cProfile
 import datetime
-import functools
 import gc
 import importlib.metadata
 import os
@@ -73,7 +72,7 @@ from ddp_train.loop import Evaluation, Job, fit
 from ddp_train.metrics import MetricsFile, Scorer
 from ddp_train.optim import Stepper, build_optimizer, build_schedule
 from ddp_train.progress import Display
-from ddp_train.strategy import ModelWithLoss, build_strategy
+from ddp_train.strategy import ModelWithLoss, build_strategy, cross_entropy
 
 BATCH_SIZE, LOG_EVERY_STEPS, SEED = 32, 50, 0
 DIFFERENT_BATCHES = 40
@@ -180,9 +179,7 @@ def time_ours(
     run_dir = scene.folder / f"run_{scene.runs}"
     run_dir.mkdir()
     strategy = build_strategy(DdpConfig() if ddp else OPTIONS["strategy"]["single"](), "cpu")
-    module = strategy.place(
-        ModelWithLoss(scene.new_model(), functools.partial(nn.functional.cross_entropy, reduction="sum"), "cpu", None)
-    )
+    module = strategy.place(ModelWithLoss(scene.new_model(), cross_entropy(10, 0.0), "cpu", None))
     optimizer = build_optimizer(module.parameters(), OPTIONS["optimizer"]["sgd"](lr=0.05, momentum=0.9), "foreach")
     schedule = build_schedule(OPTIONS["schedule"]["cosine"](), plan.steps)
     evaluation = Evaluation(

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import torch
-from torch.nn.functional import cross_entropy
 
 from ddp_train import tuning
 from ddp_train.config.resolve import process_count
@@ -24,7 +22,7 @@ from ddp_train.metrics import Scorer
 from ddp_train.models import build_model
 from ddp_train.optim import Stepper, build_optimizer, build_schedule
 from ddp_train.ordered import OrderedReduction
-from ddp_train.strategy import ModelWithLoss, Strategy, build_strategy, settle_buckets, squared_error
+from ddp_train.strategy import ModelWithLoss, Strategy, build_strategy, cross_entropy, settle_buckets, squared_error
 
 
 def build_module(config: Config, source: Source, device: str) -> ModelWithLoss:
@@ -36,8 +34,7 @@ def build_module(config: Config, source: Source, device: str) -> ModelWithLoss:
         raise ConfigError(
             [f"train.loss={config.train.loss}: the targets of data={config.data.name} are {kind}; use train.loss=auto"]
         )
-    smoothing = config.train.label_smoothing
-    loss = squared_error if regression else partial(cross_entropy, reduction="sum", label_smoothing=smoothing)
+    loss = squared_error if regression else cross_entropy(source.outputs, config.train.label_smoothing)
     torch.manual_seed(mix(config.seed, "model"))
     custom = config.model.name == "custom"
     model = build_model(config.model, () if custom else inputs.shape[1:], 0 if custom else source.outputs)
@@ -69,18 +66,18 @@ def _strategy(config: Config, device: str) -> Strategy:
 
 def build_plan(config: Config, world: World, samples: int) -> Plan:
     """Who computes what, in numbers."""
-    per_epoch = -(-samples // config.train.global_batch_size)
-    steps = config.train.epochs * per_epoch
-    return Plan(
+    plan = Plan(
         samples=samples,
         global_batch_size=config.train.global_batch_size,
         accumulation_steps=config.train.accumulation_steps,
-        steps=min(steps, config.train.max_steps or steps),
+        steps=0,
         seed=config.seed,
         rank=world.rank,
         world_size=world.size,
         virtual_shards=config.train.virtual_shards if config.train.reduction == "ordered" else None,
     )
+    whole = config.train.epochs * plan.steps_per_epoch
+    return replace(plan, steps=min(whole, config.train.max_steps or whole))
 
 
 def build_job(

@@ -19,7 +19,8 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
-from ddp_train import __version__, launcher
+import ddp_train
+from ddp_train import launcher
 from ddp_train.config.compose import did_you_mean, read_overrides, shown
 from ddp_train.config.prepare import examine, prepare, read_run
 from ddp_train.config.schema import OPTIONS, SECTIONS, Config, CustomConfig
@@ -53,7 +54,7 @@ def through_hydra(usage: str, script: Path, conf: Path, words: list[str], world:
         print(help_text(usage, conf))
         return 0
     if "--version" in flags:
-        print(f"ddp_train {__version__}")
+        print(f"ddp_train {ddp_train.__version__}")
         return 0
     if world and sweep:
         instead = f"python launch.py {' '.join(words)} launch.nproc_per_node={world.local_size}"

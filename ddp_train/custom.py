@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from typing import Any
 
-from ddp_train.config.compose import from_environment
+from ddp_train.config.compose import did_you_mean, from_environment
 from ddp_train.config.outside import TRUSTED_MODULES, is_trusted
 from ddp_train.config.schema import CustomConfig
 from ddp_train.errors import ConfigError
@@ -14,22 +15,31 @@ from ddp_train.errors import ConfigError
 def call(section: str, custom: CustomConfig, *args: Any, **more: Any) -> Any:
     """Imports `custom.target` and calls it, with the values of `${oc.env:...}` among its arguments.
 
-    Raises ConfigError if it does not exist, is not what it seems, or refuses its arguments.
+    Raises ConfigError if it does not exist, is not what it seems, or has no such arguments; what it raises itself comes
+    through.
     """
     found = f"{section}._target_={custom.target}"
     module_path, _, name = custom.target.rpartition(".")
     try:
-        target = getattr(importlib.import_module(module_path), name)
-    except (ModuleNotFoundError, AttributeError) as error:
+        module = importlib.import_module(module_path)
+    except ModuleNotFoundError as error:
+        if not f"{module_path}.".startswith(f"{error.name}."):
+            raise  # it exists, and misses a module itself
         raise ConfigError([f"{found}: {error}"]) from error
+    if not hasattr(module, name):
+        raise ConfigError([f"{found}: {module_path} has no {name}{did_you_mean(name, dir(module))}"])
+    target = getattr(module, name)
     if is_trusted(custom.target, []) and not _is_harmless(target):
         raise ConfigError([f"{found}: neither a class of {', '.join(TRUSTED_MODULES)} nor a model of torchvision"])
     values = from_environment(custom.arguments, section)
     try:
-        return target(*args, **values, **more)
-    except TypeError as error:
+        inspect.signature(target).bind(*args, **values, **more)
+    except TypeError as error:  # with the arguments as they were written: a value of the environment may be a secret
         arguments = ", ".join(f"{key}={value!r}" for key, value in {**custom.arguments, **more}.items())
         raise ConfigError([f"{found}: cannot be called with {arguments}: {error}"]) from error
+    except ValueError:  # written in C, without a signature: the call itself will tell
+        pass
+    return target(*args, **values, **more)
 
 
 def _is_harmless(target: Any) -> bool:

@@ -88,6 +88,8 @@ def failure_from(error: BaseException, rank: int, position: Position, log_file: 
         if position.fetching:
             detail += f"; the next batch was samples {position.fetching[0].ids.tolist()[:20]}"
         remedy = f"{_LESS_MEMORY}; tuning.num_workers=0 lets the data set fail in the rank itself"
+    elif "in DataLoader worker process" in text:  # torch's text holds that process's traceback, and ends with it
+        detail = text.splitlines()[-1]
     return Failure(kind, rank, socket.gethostname(), position.step, position.phase, detail, remedy, str(log_file), code)
 
 

@@ -9,10 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from ddp_train.custom import call
+from ddp_train.errors import ConfigError
 
 
 def build_model(model: Any, input_shape: Sequence[int], outputs: int) -> nn.Module:
-    """The model of a section of the config. input_shape: of one sample; outputs: classes, or 1 for a regression."""
+    """The model of a section of the config. input_shape: of one sample; outputs: classes, or 1 for a regression.
+
+    Raises ConfigError if a network cannot take such images.
+    """
     return _BUILDERS[model.name](model, tuple(input_shape), outputs)
 
 
@@ -101,7 +105,18 @@ def _features(shape: tuple[int, ...]) -> int:
 def _torchvision(model: Any, shape: tuple[int, ...], outputs: int) -> nn.Module:
     from torchvision.models import get_model
 
-    network = get_model(model.arch, weights=None, num_classes=outputs)
+    more: dict[str, Any] = {"num_classes": outputs}
+    if model.arch in ("googlenet", "inception_v3"):
+        more |= {"aux_logits": False, "init_weights": True}  # one output, not three
+    elif model.arch.startswith("vit_"):
+        more["image_size"] = shape[1]
+    try:  # on tensors without content: it costs some milliseconds
+        with torch.device("meta"):
+            get_model(model.arch, weights=None, **more).eval()(torch.empty(2, 3, *shape[1:]))
+    except (RuntimeError, AssertionError, ValueError) as error:
+        size, why = f"{shape[1]} x {shape[2]}", str(error).strip().partition("\n")[0]
+        raise ConfigError([f"model.arch={model.arch}: cannot take images of {size} pixels: {why}"]) from error
+    network = get_model(model.arch, weights=None, **more)
     return nn.Sequential(_Rgb(), network) if shape[0] == 1 else network
 
 

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +16,37 @@ from ddp_train.data.loader import Batch
 from ddp_train.data.plan import Share
 from ddp_train.distributed.session import averaged_buffers
 from ddp_train.distributed.sync_batch_norm import SyncBatchNorm, synchronised
+from ddp_train.errors import DataError
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """(outputs [n, ...], targets [n]) -> the sum of the sample losses, a scalar."""
 
 
+def cross_entropy(classes: int, label_smoothing: float) -> Loss:
+    """The loss of a classification. It raises DataError if a model has fewer outputs than there are classes."""
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        if outputs.shape[-1] < classes:  # a GPU would only say that an assertion failed
+            _refuse(outputs, f"the data have {classes} classes")
+        return nn.functional.cross_entropy(outputs, targets, reduction="sum", label_smoothing=label_smoothing)
+
+    return loss
+
+
 def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
-    """The loss of a regression; outputs may have dimensions of size 1 that targets [n] lack."""
+    """The loss of a regression; outputs may have dimensions of size 1 that targets [n] lack.
+
+    Raises DataError if a model has more than one output.
+    """
+    if outputs.numel() != targets.numel():
+        _refuse(outputs, f"the targets are of shape {list(targets.shape)}")
     return nn.functional.mse_loss(outputs.view_as(targets), targets, reduction="sum")
+
+
+def _refuse(outputs: Tensor, wanted: str) -> NoReturn:
+    raise DataError(
+        f"the model's outputs are of shape {list(outputs.shape)}, {wanted}", "correct the model's last layer"
+    )
 
 
 class ModelWithLoss(nn.Module):

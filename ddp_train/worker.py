@@ -201,6 +201,8 @@ def _train(
     job.hooks = [record, save]
     job.brake = job.evaluation.brake = brake = Brake()
     display.plan(plan_rows(config, job))
+    if job.step >= job.plan.steps:
+        display.line(f"nothing is left to train: {job.step:,} steps are done, {job.plan.steps:,} were asked for")
     display.start(job.step, job.plan.steps)
     record.begin(job)
     connection = store.clone() if store else None
@@ -211,15 +213,17 @@ def _train(
             score = None if job.step < job.plan.steps else record.score or evaluate(job.evaluation)
     finally:
         display.stop()
+    samples_seen = job.plan.samples_seen(job.step)
+    trained = sum(record.epoch_seconds) if score else record.seconds
     return _summary(
         config,
         device,
         score,
         steps=job.step,
         seconds=record.seconds,
-        samples_seen=job.plan.samples_seen(job.step),
+        samples_seen=samples_seen,
         epoch_seconds=record.epoch_seconds,
-        samples_per_second=job.plan.samples_seen(job.step) / (sum(record.epoch_seconds) if score else record.seconds),
+        samples_per_second=samples_seen / trained if trained else None,
     )
 
 

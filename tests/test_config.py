@@ -255,6 +255,9 @@ BAD: dict[str, list[str]] = {
     "strategy.powersgd_rank=2": ["only with strategy.comm_hook=powersgd"],
     "strategy.static_graph=true strategy.comm_hook=powersgd": ["use strategy.static_graph=false"],
     "strategy.static_graph=true strategy.find_unused_parameters=true": ["give one of them"],
+    "train.accumulation_steps=2 strategy.static_graph=true": [
+        "train.accumulation_steps=2; use strategy.static_graph=f"
+    ],
     "strategy.skip_all_reduce_unused_params=true": ["needs strategy.find_unused_parameters=true"],
     "tuning.precision=fp64 strategy.comm_hook=fp16": ["would undo tuning.precision=fp64"],
     "train.virtual_shards=4": ["only with train.reduction=ordered"],
@@ -293,6 +296,8 @@ BAD: dict[str, list[str]] = {
     "data=image_folder data.root=nowhere": ["nowhere/train must be a folder with one sub-folder per class"],
     "model=resnet50 model.arch=resnet_50": ["no classifier of that name; did you mean resnet50?"],
     "checkpoint.resume=/nowhere": ["no such folder; use auto, never, or the path"],
+    "checkpoint.resume=.": ["holds no checkpoint; use the path of a run or a checkpoint"],
+    "mode=evaluate checkpoint.resume=.": ["holds no checkpoint"],
     "checkpoint.resume=": ["must not be empty"],
     "mode=evaluate": ["needs a checkpoint", "add checkpoint.resume=PATH"],
     "mode=evaluate checkpoint.resume=never": ["needs a checkpoint", "add checkpoint.resume=PATH"],
@@ -425,8 +430,82 @@ def test_trusted_code_is_imported_when_it_is_called(tmp_path: Path, monkeypatch:
     assert not (tmp_path / "imported").exists()
     assert call("model", config.model) == {"size": 3}
     assert (tmp_path / "imported").exists()
-    with pytest.raises(ConfigError, match="has no attribute 'Other'"):
-        call("model", dataclasses.replace(config.model, target="mine_alone.Other"))
+    with pytest.raises(ConfigError, match="mine_alone has no Thin; did you mean Thing"):
+        call("model", dataclasses.replace(config.model, target="mine_alone.Thin"))
+
+
+def test_arguments_are_judged_by_the_signature_and_errors_inside_come_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ddp_train.custom import call
+
+    (tmp_path / "mine_broken.py").write_text("class Thing:\n    def __init__(self, size):\n        len(size)\n")
+    (tmp_path / "mine_lacking.py").write_text("import nosuch\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"cannot be called with size=1, width=3: .*'width'"):
+        call("model", CustomConfig(target="mine_broken.Thing", arguments={"size": 1, "width": 3}))
+    with pytest.raises(TypeError, match="object of type 'int' has no len"):
+        call("model", CustomConfig(target="mine_broken.Thing", arguments={"size": 3}))
+    with pytest.raises(ModuleNotFoundError, match="nosuch"):
+        call("model", CustomConfig(target="mine_lacking.Thing"))
+    with pytest.raises(ConfigError, match="No module named 'mine_nowhere'"):
+        call("model", CustomConfig(target="mine_nowhere.Thing"))
+
+
+# --- a run that is continued ------------------------------------------------------------------------------------------
+
+
+def checkpoint_of(run_dir: Path, *words: str) -> Path:
+    """A run that looks as if it had been trained with these words, up to its manifest."""
+    config = prepare(CONF, [*words, f"run_dir={run_dir}"], None).config
+    place = run_dir / "checkpoints/step_00000010"
+    place.mkdir(parents=True)
+    (place / "manifest.json").write_text(json.dumps({"step": 10, "config": dataclasses.asdict(config)}))
+    return place
+
+
+def test_another_run_cannot_take_up_a_state_that_does_not_fit_it(tmp_path: Path) -> None:
+    checkpoint_of(tmp_path / "one", "model=mlp")
+    for place in ("one", "one/checkpoints/step_00000010"):
+        words = ["model=mlp", f"checkpoint.resume={place}", "run_dir=two"]
+        problems = problems_of(*words, "optimizer=adamw", "train.global_batch_size=48")
+        assert sorted(problems) == [
+            f"optimizer=adamw: the run in checkpoint.resume={place} has optimizer=sgd; "
+            "use that, or checkpoint.resume=never",
+            f"train.global_batch_size=48: the run in checkpoint.resume={place} has train.global_batch_size=96; "
+            "use that, or checkpoint.resume=never",
+        ]
+    prepare(CONF, ["model=mlp", "checkpoint.resume=one", "run_dir=two", "tuning.precision=bf16"], None)
+    on_gpu = composed("model=mlp", "checkpoint.resume=one", "tuning.precision=fp16")
+    gpu = Machine(cpus=2, gpus=1, compute_capability=(9, 0))
+    (problem,) = check(on_gpu, resolve(on_gpu, gpu, None), gpu, None)
+    assert "tuning.precision=fp16: the run in checkpoint.resume=one has tuning.precision=fp32" in problem
+
+
+def test_another_option_of_a_group_is_one_mistake(tmp_path: Path) -> None:
+    checkpoint_of(tmp_path / "run", "model=cnn")
+    (problem,) = problems_of("run_dir=run", "model=mlp")
+    assert problem == "model=mlp: the run in run_dir=run has model=cnn; use that, or another run_dir"
+    (problem,) = problems_of("run_dir=run", "model.channels=8")
+    assert problem == "model.channels=8: the run in run_dir=run has model.channels=32; use that, or another run_dir"
+
+
+@pytest.mark.parametrize("place", ["run", "run/checkpoints/step_00000010"])
+def test_an_evaluation_adopts_the_model_and_the_data_of_its_checkpoint(place: str, tmp_path: Path) -> None:
+    words = ["model._target_=torch.nn.Linear", "model.in_features=64", "data=synthetic", "data.samples=100"]
+    checkpoint_of(tmp_path / "run", *words)
+    config = prepare(CONF, ["mode=evaluate", f"checkpoint.resume={place}", "run_dir=out"], None).config
+    assert (config.model.target, config.model.arguments) == ("torch.nn.Linear", {"in_features": 64})
+    assert (config.data.name, config.data.samples) == ("synthetic", 100)
+    other = prepare(CONF, ["mode=evaluate", f"checkpoint.resume={place}", "run_dir=out", "model=mlp"], None).config
+    assert (other.model.name, other.data.samples) == ("mlp", 100)
+
+
+def test_the_summary_of_an_earlier_run_goes_when_the_next_begins(tmp_path: Path) -> None:
+    for name in ("summary.json", "failure.json"):
+        (tmp_path / name).write_text("{}")
+    freeze(resolve(composed(f"run_dir={tmp_path}"), CPU, None))
+    assert not any((tmp_path / name).exists() for name in ("summary.json", "failure.json"))
 
 
 def test_a_file_that_gives_a_wrong_value_is_named(tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from PIL import Image
 from torch import Tensor
 
+from ddp_train.config import outside
+from ddp_train.config.machine import Machine
 from ddp_train.config.schema import (
     Cifar10Config,
     DigitsConfig,
@@ -27,7 +29,8 @@ from ddp_train.data.loader import Loader
 from ddp_train.data.plan import Plan, Share, evaluation_shares
 from ddp_train.data.sources import ForeignSource, Source, build_sources
 from ddp_train.distributed.world import World
-from ddp_train.errors import DataError
+from ddp_train.errors import ConfigError, DataError
+from ddp_train.health import failure_from
 from ddp_train.heartbeat import Position
 from tests.jobs import config_of, job_of
 from tests.ranks import on_ranks
@@ -227,6 +230,26 @@ def test_mnist_files_are_read_and_normalised(tmp_path: Path) -> None:
     assert targets.tolist() == labels[[3, 7]].tolist() and len(test) == 10
 
 
+def test_a_truncated_mnist_file_is_named_before_anything_starts(tmp_path: Path) -> None:
+    for split, count in (("train", 30), ("t10k", 5)):
+        write_idx(tmp_path / f"MNIST/raw/{split}-images-idx3-ubyte", np.zeros((count, 28, 28), np.uint8))
+        write_idx(tmp_path / f"MNIST/raw/{split}-labels-idx1-ubyte", np.zeros(count, np.uint8))
+    config = config_of(World(), data={"name": "mnist", "root": str(tmp_path), "download": True})
+    assert outside._data(config, config, Machine(2), None) == []
+    images = tmp_path / "MNIST/raw/train-images-idx3-ubyte"
+    for length in (1000, 10, 2):
+        images.write_bytes(images.read_bytes()[:length])
+        (problem,) = outside._data(config, config, Machine(2), None)
+        assert f"{images} is truncated; remove it" in problem
+
+
+def test_numbers_in_a_tensor_are_a_regression() -> None:
+    source = ForeignSource([(torch.zeros(3), torch.tensor(0.5))], seed=0)
+    assert source.outputs == 1
+    with pytest.raises(ConfigError, match="needs an attribute `classes`"):
+        _ = ForeignSource([(torch.zeros(3), torch.tensor(1))], seed=0).outputs
+
+
 def test_cifar_without_files_names_the_option(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"data\.root="):
         build_sources(Cifar10Config(root=str(tmp_path)), 0)
@@ -249,8 +272,33 @@ def test_an_image_folder_is_read_and_a_spoilt_file_is_named(tmp_path: Path) -> N
         "the test set is not augmented"
     )
     (tmp_path / "train" / "dog" / "2.png").write_bytes(gzip.compress(b"no image"))
-    with pytest.raises(DataError, match=r"2\.png \(sample 5\)"):
-        train.fetch(np.array([5]), 0)
+    shares = [Share(0, 0, np.array([5]), 1, 1.0, True)]
+    for workers in (0, 1):  # in a process of the loader, too, the error keeps its type and its remedy
+        tuning = config_of(World(), tuning={"num_workers": workers}).tuning
+        with pytest.raises(DataError, match=r"2\.png \(sample 5\)") as caught:
+            next(iter(Loader(train, shares, tuning, "cpu", Position())))
+        assert caught.value.remedy == "repair or remove the file"
+
+
+class Broken:
+    """A source with an error of its own."""
+
+    outputs = 2
+
+    def __len__(self) -> int:
+        return 1
+
+    def fetch(self, ids: np.ndarray, epoch: int | None) -> tuple[Tensor, Tensor]:
+        raise RuntimeError("broken sample 77")
+
+
+def test_an_exception_in_a_process_of_the_loader_is_told_by_its_last_line(tmp_path: Path) -> None:
+    tuning = config_of(World(), tuning={"num_workers": 1}).tuning
+    with pytest.raises(RuntimeError) as caught:
+        next(iter(Loader(Broken(), evaluation_shares(1, 1, 0, 1), tuning, "cpu", Position())))
+    assert "in fetch" in str(caught.value), "the traceback that leads to the line"
+    failure = failure_from(caught.value, 0, Position(), tmp_path)
+    assert failure.detail == "RuntimeError: broken sample 77"
 
 
 def test_generated_sets_are_the_same_each_time_and_depend_on_the_seed() -> None:

@@ -258,13 +258,14 @@ def test_a_checkpoint_of_another_model_is_refused_by_the_names_that_differ(by_on
 def test_a_completed_run_is_not_trained_again(by_one: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     shutil.copytree(by_one, run_dir)
-    done = run(f"run_dir={run_dir}", ONE, *FORTY)
+    done = run(f"run_dir={run_dir}", ONE, *TWENTY)
     assert done.returncode == 0, done.stderr
+    assert "nothing is left to train: 40 steps are done, 20 were asked for\n" in done.stdout
     assert metrics(run_dir) == metrics(by_one)
     assert weights(run_dir) == weights(by_one)
     assert not re.search(r"^epoch ", done.stdout, re.M)
     again, before = read(run_dir, "summary.json"), read(by_one, "summary.json")
-    for name in ("status", "steps", "samples_seen", "test"):
+    for name in ("status", "steps", "samples_seen", "test", "epoch_seconds"):
         assert again[name] == before[name], name
 
 

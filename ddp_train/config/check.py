@@ -157,6 +157,12 @@ def _strategy(asked: Config, config: Config, machine: Machine, world: World | No
             "strategy.find_unused_parameters=true: strategy.static_graph=true finds them once by itself; "
             "give one of them"
         )
+    if strategy.static_graph and config.train.accumulation_steps > 1:
+        problems.append(
+            f"strategy.static_graph=true: torch's reducer fails if some passes exchange no gradients, as with "
+            f"train.accumulation_steps={config.train.accumulation_steps}; "
+            "use strategy.static_graph=false, or train.accumulation_steps=1"
+        )
     if strategy.comm_hook != "powersgd" and strategy.powersgd_rank != 1:
         problems.append(
             f"strategy.powersgd_rank={strategy.powersgd_rank}: has an effect only with strategy.comm_hook=powersgd"

@@ -13,6 +13,7 @@ from ddp_train.config.outside import unwritable
 from ddp_train.config.schema import Config
 from ddp_train.errors import ConfigError
 from ddp_train.health import FILE as FAILURE
+from ddp_train.health import SUMMARY
 
 FILE = "config.yaml"
 
@@ -29,7 +30,8 @@ def freeze(config: Config) -> str:
         part = run_dir / (FILE + ".part")
         part.write_text(text)
         part.replace(run_dir / FILE)
-        (run_dir / FAILURE).unlink(missing_ok=True)  # of an earlier attempt
+        for name in (FAILURE, SUMMARY):  # of an earlier run: what stands there is the last word
+            (run_dir / name).unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError([unwritable(config.run_dir, error.strerror or str(error))]) from None
     return text

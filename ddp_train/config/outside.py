@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import math
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -23,19 +26,13 @@ TRUSTED_MODULES = (
     "torchvision.models",
 )
 
+_IDX = [
+    f"raw/{name}-ubyte" for name in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
+]
 TORCHVISION_FILES = {
-    "mnist": [
-        f"MNIST/raw/{split}-ubyte"
-        for split in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
-    ],
-    "fashion_mnist": [
-        f"FashionMNIST/raw/{split}-ubyte"
-        for split in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
-    ],
-    "cifar10": [
-        f"cifar-10-batches-py/{name}"
-        for name in ("data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5", "test_batch")
-    ],
+    "mnist": [f"MNIST/{name}" for name in _IDX],
+    "fashion_mnist": [f"FashionMNIST/{name}" for name in _IDX],
+    "cifar10": [f"cifar-10-batches-py/{name}" for name in (*(f"data_batch_{n}" for n in range(1, 6)), "test_batch")],
 }
 """The files that torchvision looks for, under data.root."""
 
@@ -81,6 +78,11 @@ def _data(asked: Config, config: Config, machine: Machine, world: World | None) 
                 f"data.root={data.root}: {Path(data.root, missing[0])} is missing; {remedy}, or name the folder that "
                 f"holds {data.name}"
             ]
+    if data.name in ("mnist", "fashion_mnist"):
+        cut = [path for path in TORCHVISION_FILES[data.name] if _is_cut(Path(data.root, path))]
+        if cut:
+            path = Path(data.root, cut[0])
+            return [f"data.root={data.root}: {path} is truncated; remove it, and fetch it with data.download=true"]
     if data.name == "image_folder":
         for split in ("train", "val"):
             folder = Path(data.root, split)
@@ -89,13 +91,78 @@ def _data(asked: Config, config: Config, machine: Machine, world: World | None) 
     return []
 
 
+def _is_cut(path: Path) -> bool:
+    """Whether an IDX file is shorter than its header says: two zeros, type, dimensions, sizes as uint32, bytes."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        header = file.read(4)
+        sizes = file.read(4 * header[3]) if len(header) == 4 else b""
+    if len(header) < 4 or len(sizes) < 4 * header[3]:
+        return True
+    numbers = [int.from_bytes(sizes[at : at + 4]) for at in range(0, len(sizes), 4)]
+    return path.stat().st_size < 4 + len(sizes) + math.prod(numbers)
+
+
 def _checkpoint(asked: Config, config: Config, machine: Machine, world: World | None) -> list[str]:
     resume = config.checkpoint.resume
     if resume not in ("auto", "never") and not Path(resume).is_dir():
         return [f"checkpoint.resume={resume}: no such folder; use auto, never, or the path of a run or a checkpoint"]
     if config.mode == "evaluate" and resume in ("auto", "never"):
         return [f"mode=evaluate: needs a checkpoint, checkpoint.resume={resume} names none; add checkpoint.resume=PATH"]
-    return []
+    if resume in ("auto", "never"):
+        return []
+    if not _manifests(Path(resume)):
+        return [f"checkpoint.resume={resume}: holds no checkpoint; use the path of a run or a checkpoint"]
+    before = manifest_config(Path(resume))
+    if config.mode == "evaluate" or not before:
+        return []
+    values = _of_the_state(bind(before)[0], config)
+    return _differences(values, f"checkpoint.resume={resume}", "checkpoint.resume=never")
+
+
+def _manifests(resume: Path) -> list[Path]:
+    """The manifests of a checkpoint, or of all checkpoints of a run, the newest first."""
+    places = (resume, *sorted((resume / "checkpoints").glob("step_????????"), reverse=True))
+    return [place / "manifest.json" for place in places if (place / "manifest.json").is_file()]
+
+
+def manifest_config(resume: Path) -> dict[str, Any]:
+    """The config, as plain values, that a checkpoint, or the newest of a run, was trained with; {} if none tells."""
+    for path in _manifests(resume):
+        try:
+            config = json.loads(path.read_text())["config"]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # spoilt: the worker passes over it, with a warning
+        if isinstance(config, dict):
+            return config
+    return {}
+
+
+def _of_the_state(before: Config, config: Config) -> dict[str, tuple[Any, Any]]:
+    """Keys, before and now, that give the state of the optimizer and the count of its steps their meaning."""
+    targets = [getattr(c.optimizer, "target", None) for c in (before, config)]
+    values: dict[str, tuple[Any, Any]] = {
+        "optimizer": (before.optimizer.name, config.optimizer.name),
+        "optimizer._target_": (targets[0], targets[1]),
+        "train.global_batch_size": (before.train.global_batch_size, config.train.global_batch_size),
+    }
+    precisions = before.tuning.precision, config.tuning.precision
+    if "fp16" in precisions:  # only fp16 has the state of a GradScaler
+        values["tuning.precision"] = precisions
+    return values
+
+
+def _differences(values: dict[str, tuple[Any, Any]], where: str, instead: str) -> list[str]:
+    """A line for each key whose value is not that of the run that is continued. values: before and now."""
+    differing = {key: pair for key, pair in values.items() if pair[0] != pair[1]}
+    # Another option of a group has other keys: that is one mistake, not one for each of them.
+    groups = tuple(f"{key}." for key in differing if "." not in key)
+    return [
+        f"{key}={shown(now)}: the run in {where} has {key}={shown(then)}; use that, or {instead}"
+        for key, (then, now) in differing.items()
+        if not key.startswith(groups)
+    ]
 
 
 def _same_run(asked: Config, config: Config, machine: Machine, world: World | None) -> list[str]:
@@ -113,19 +180,15 @@ def _same_run(asked: Config, config: Config, machine: Machine, world: World | No
         before, _ = bind(yaml.safe_load((held / "config.yaml").read_text()))
     except (OSError, ValueError, AttributeError, yaml.YAMLError):
         return []
-    values = {"seed": (before.seed, config.seed), "optimizer": (before.optimizer.name, config.optimizer.name)}
-    for name in ("global_batch_size", "reduction", "virtual_shards"):
+    values = {"seed": (before.seed, config.seed), **_of_the_state(before, config)}
+    for name in ("reduction", "virtual_shards"):
         values[f"train.{name}"] = (getattr(before.train, name), getattr(config.train, name))
     for section in ("model", "data"):
         one, other = ({**vars(getattr(c, section)), "root": "", "download": ""} for c in (before, config))
         for name in dict.fromkeys((*one, *other)):
             key = section if name == "name" else f"{section}.{name}"
             values[key] = (one.get(name), other.get(name))
-    return [
-        f"{key}={shown(now)}: the run in run_dir={config.run_dir} has {key}={shown(then)}; use that, or another run_dir"
-        for key, (then, now) in values.items()
-        if then != now
-    ]
+    return _differences(values, f"run_dir={config.run_dir}", "another run_dir")
 
 
 def _code(asked: Config, config: Config, machine: Machine, world: World | None) -> list[str]:

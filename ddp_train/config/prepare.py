@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from ddp_train.config.check import check, check_rules, notices
 from ddp_train.config.compose import Overrides, read_config, read_overrides
 from ddp_train.config.freeze import freeze
 from ddp_train.config.machine import this_machine
-from ddp_train.config.outside import unwritable
+from ddp_train.config.outside import manifest_config, unwritable
 from ddp_train.config.resolve import resolve
 from ddp_train.config.schema import Config
 from ddp_train.distributed.world import World, visible_devices
@@ -97,11 +96,5 @@ def set_aside(run_dir: Path) -> list[str]:
 
 def adopted_sections(resume: Path) -> dict[str, Any]:
     """The model and the data that a checkpoint was trained with, from its manifest; nothing if there is none."""
-    newest = sorted((resume / "checkpoints").glob("step_????????"), reverse=True)
-    for place in (resume, *newest):
-        try:
-            frozen = json.loads((place / "manifest.json").read_text())["config"]
-            return {"model": frozen["model"], "data": frozen["data"]}
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
-    return {}
+    frozen = manifest_config(resume)
+    return {section: frozen[section] for section in ("model", "data") if section in frozen}

@@ -80,8 +80,3 @@ def described(config: Config) -> dict[str, Any]:
 def process_count(config: Config) -> int:
     """Processes of a resolved config, over all hosts."""
     return int(config.launch.nproc_per_node) * config.launch.nnodes
-
-
-def micro_batch_size(config: Config) -> int:
-    """Samples of one forward pass on one process."""
-    return config.train.global_batch_size // (process_count(config) * config.train.accumulation_steps)

@@ -5,7 +5,6 @@ A group with several options (`model=cnn|mlp|...`) has one dataclass per option;
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Union
 
@@ -434,8 +433,3 @@ SECTIONS: dict[str, type] = {
 def schema_of(section: str, name: str) -> type | None:
     """The dataclass of a section, or None if `name` is not an option of it."""
     return SECTIONS.get(section) or OPTIONS[section].get(name)
-
-
-def rules_of(schema: type) -> dict[str, dict[str, Any]]:
-    """The rules of each field of a schema."""
-    return {f.name: dict(f.metadata) for f in dataclasses.fields(schema)}

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from ddp_train.config.schema import TuningConfig
 from ddp_train.data.plan import Share
 from ddp_train.data.sources import Source
+from ddp_train.errors import LaunchError
 from ddp_train.heartbeat import Position
 from ddp_train.processes import end_loader_with_parent
 from ddp_train.stopping import ignore_signals
@@ -49,8 +50,11 @@ class _Batches(Dataset):
     def __init__(self, source: Source) -> None:
         self.source = source
 
-    def __getitem__(self, share: Share) -> Batch:
-        return Batch(*self.source.fetch(share.ids, share.epoch), share)
+    def __getitem__(self, share: Share) -> Batch | LaunchError:
+        try:
+            return Batch(*self.source.fetch(share.ids, share.epoch), share)
+        except LaunchError as error:  # as a value: the DataLoader would wrap it into text and drop its remedy
+            return error
 
 
 def _enter_worker(worker: int) -> None:
@@ -76,7 +80,7 @@ class Loader:
     """Batches of the given shares in order: on the device, in the run's precision and memory format.
 
     Iterated again it starts over. Training makes one pass over the shares of the whole run, so that its loader
-    processes live through all epochs and fetch across their borders.
+    processes live through all epochs and fetch across their borders. Iterating raises the DataError of a source.
     """
 
     def __init__(
@@ -113,6 +117,8 @@ class Loader:
         for batch in self.on_host:
             if self.fetching:
                 self.fetching.popleft()
+            if isinstance(batch, LaunchError):
+                raise batch
             placed = batch.map(self._place)
             position.batches += 1
             position.phase = self.forward

@@ -131,7 +131,7 @@ class ForeignSource:
 
     @property
     def outputs(self) -> int:
-        if isinstance(self.dataset[0][1], float):
+        if torch.as_tensor(self.dataset[0][1]).is_floating_point():
             return 1
         if not hasattr(self.dataset, "classes"):
             name = type(self.dataset).__name__
@@ -238,8 +238,9 @@ def _torchvision(data: Any, seed: int) -> tuple[Source, Source]:
         try:
             split = cls(data.root, train=train, download=data.download)
         except (RuntimeError, OSError, ValueError) as error:
+            remedy = "check the network, or put the files there" if data.download else "add data.download=true"
             raise DataError(
-                f"data={data.name} in data.root={data.root}: {error}", "check data.root, or add data.download=true"
+                f"data={data.name} in data.root={data.root}: {error}", f"check data.root; {remedy}"
             ) from error
         images = torch.as_tensor(split.data)
         images = images[:, None] if images.ndim == 3 else images.permute(0, 3, 1, 2).contiguous()
