@@ -115,9 +115,10 @@ def run(config: Config, world: World, get_store: Callable[[], Store]) -> int:
         log.error("failed in step %d, %s", position.step, position.phase, exc_info=error)
         echo = health.is_echo(error)
         innocent = echo or getattr(error, "rank", None) not in (None, world.rank)
-        if echo and store and not board:
-            roll_call.answer(store, world, position)
-        if innocent and health.wait_for_report(run_dir, ECHO_PATIENCE_SECONDS):
+        patience = ECHO_PATIENCE_SECONDS
+        if echo and store and not board and not roll_call.answer(store, world, position):
+            patience = 0.0  # with the store, rank 0's host is gone: torchrun's agent here will end all this soon
+        if innocent and health.wait_for_report(run_dir, patience):
             return LaunchError.exit_code
         sizes = board.sizes() if board else f"rank {world.rank} {position.resident_bytes / 2**30:.2f} GiB"
         failure = health.failure_from(error, world.rank, position, log_file, sizes)

@@ -220,7 +220,7 @@ def place_in_line(world: World) -> Any:
     dist.barrier()
     error = RuntimeError("Timed out waiting 6000ms for recv operation to complete")
     failure = failure_from(error, world.rank, position, Path("logs/rank_0.log"), "")
-    roll_call.answer(store, world, position)
+    assert roll_call.answer(store, world, position)
     dist.barrier()  # in place of the patience of a worker
     return roll_call.blame(failure, error, store, world)
 
@@ -236,7 +236,7 @@ def test_a_store_that_is_gone_points_at_the_host_of_rank_0(monkeypatch: pytest.M
     error = RuntimeError("Connection closed by peer [10.0.0.1]:1234")
     failure = failure_from(error, 1, Position(step=3, phase="backward"), Path("logs/rank_1.log"), "")
     store = mock.Mock(**{"get.side_effect": dist.DistNetworkError("gone"), "set.side_effect": dist.DistStoreError("x")})
-    roll_call.answer(store, World(1, 2, 0, 1), Position())
+    assert not roll_call.answer(store, World(1, 2, 0, 1), Position())
     failure = roll_call.blame(failure, error, store, World(1, 2, 0, 1))
     assert (failure.kind, failure.exit_code, failure.rank, failure.host) == ("peer", 70, 0, "node0")
     assert "gives no answer" in failure.detail and "closed by peer" in failure.detail

@@ -22,7 +22,7 @@ from ddp_train.errors import HangError
 from ddp_train.health import Failure, is_timeout
 from ddp_train.heartbeat import Position, Row
 
-STORE_SECONDS = 5.0
+STORE_SECONDS = 2.0
 """For all that is asked of the store: one whose host was cut off answers never, not even with an error."""
 
 
@@ -32,9 +32,15 @@ def announce(store: Store, world: World) -> None:
     store.set(f"host/{world.rank}", socket.gethostname())
 
 
-def answer(store: Store, world: World, position: Position) -> None:
-    """Says that this rank is alive, and where it is."""
-    _in_time(lambda: store.set(f"roll_call/{world.rank}", json.dumps([position.step, position.phase])))
+def answer(store: Store, world: World, position: Position) -> bool:
+    """Says that this rank is alive, and where it is. Returns whether the store has it."""
+    key = f"roll_call/{world.rank}"
+
+    def write() -> bool:
+        store.set(key, json.dumps([position.step, position.phase]))
+        return store.check([key])  # writing alone succeeds on a connection whose other end is gone
+
+    return bool(_in_time(write))
 
 
 def blame(failure: Failure, error: BaseException, store: Store, world: World) -> Failure:
