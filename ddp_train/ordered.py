@@ -103,6 +103,7 @@ class OrderedReduction(Single):
         gradients, changes = sums[: len(self.parameters)], sums[len(self.parameters) :]
         for parameter, gradient, count in zip(self.parameters, gradients, used, strict=True):
             if count:  # on any process; a parameter that none used keeps no gradient, as without processes
-                parameter.grad = gradient.view_as(parameter).to(parameter.dtype)
+                # empty_like keeps the memory format, channels_last for one: fused optimizers ask for it
+                parameter.grad = torch.empty_like(parameter).copy_(gradient.view_as(parameter))
         for buffer, change in zip(self.buffers, changes, strict=True):
             buffer.copy_(buffer.double() + change.double().view_as(buffer) / shards)
