@@ -3,7 +3,7 @@
     python benchmarks/overhead.py [--rounds 15] [--steps 2000] [--limit 15] [--output docs/benchmarks/overhead.md]
 
 One process, one thread, on the CPU. The model is tiny (64 -> 32 -> 10, batch 32), so that the arithmetic does not hide
-the overhead; a step of it takes some 100 us. Both sides have the same layers, weights, foreach SGD with momentum and
+the overhead; a step of it takes some 360 us. Both sides have the same layers, weights, foreach SGD with momentum and
 number of steps. The raw loop is
 
     for inputs, targets in batches:

@@ -4,7 +4,7 @@
 
 Runs launch.py some twenty times, one after the other, and prints a markdown table of what each run reported in its
 summary.json, then the comparisons: weights on one GPU against two, with and without SyncBatchNorm, and repeatability.
-Exits with 1 if a run ends with another code than expected, or a comparison fails.
+Exits with 1 if a run ends with another code than expected, or a comparison fails; with 2, at once, without two GPUs.
 """
 
 from __future__ import annotations
@@ -85,6 +85,8 @@ def main() -> int:
     parser.add_argument("--data", default="data")
     parser.add_argument("--out", type=Path, default=Path("runs/two_gpus"))
     arguments = parser.parse_args()
+    if torch.cuda.device_count() < 2:
+        parser.error(f"two GPUs are needed, {torch.cuda.device_count()} visible")
     rows, failures = [], []
     for name, (expected, overrides) in runs(["experiment=mnist", f"data.root={arguments.data}"]).items():
         run_dir = arguments.out / name.replace(" ", "_")

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from ddp_train import tuning
+from ddp_train.config.compose import counted
 from ddp_train.config.resolve import process_count
 from ddp_train.config.schema import Config
 from ddp_train.data.keyed import StepSeed, mix
@@ -140,7 +141,7 @@ def plan_rows(config: Config, job: Job) -> dict[str, str]:
     """What is about to happen, for the user's eyes."""
     plan, processes = job.plan, process_count(config)
     parameters = sum(parameter.numel() for parameter in job.module.model.parameters())
-    split = f"{plan.micro_batch_size} per process x {processes} {'process' if processes == 1 else 'processes'} x "
+    split = f"{plan.micro_batch_size} per process x {counted(processes, 'process')} x "
     split += f"{plan.accumulation_steps} accumulation"
     if plan.virtual_shards:
         split = (
@@ -152,6 +153,8 @@ def plan_rows(config: Config, job: Job) -> dict[str, str]:
     on = f"{processes} on {config.launch.nnodes} hosts" if config.launch.nnodes > 1 else str(processes)
     back_end = config.launch.backend if config.strategy.name == "ddp" else "no process group"
     tips = {name: value for name, value in vars(config.tuning).items() if name not in ("name", "prefetch_factor")}
+    if not config.tuning.num_workers:
+        del tips["persistent_workers"]
     shown = [name if value is True else f"{name} {value}" for name, value in tips.items() if value not in (False, 0)]
     model = getattr(config.model, "arch", None) or getattr(config.model, "target", None) or config.model.name
     return {
@@ -159,9 +162,9 @@ def plan_rows(config: Config, job: Job) -> dict[str, str]:
         "model": f"{model}, {parameters:,} parameters",
         "data": f"{config.data.name}, {plan.samples:,} samples to train on",
         "global batch": f"{plan.global_batch_size} = {split}",
-        "steps": f"{whole:,} = {config.train.epochs} epochs x {plan.steps_per_epoch:,}{cut}{resumed}",
+        "steps": f"{whole:,} = {counted(config.train.epochs, 'epoch')} x {plan.steps_per_epoch:,}{cut}{resumed}",
         "optimizer": f"{config.optimizer.name}, lr {job.stepper.full_rates[0]:g}, {config.schedule.name} schedule, "
-        f"warm-up {config.schedule.warmup_steps} steps",
+        f"warm-up {counted(config.schedule.warmup_steps, 'step')}",
         "tuning": f"{config.tuning.name}: {', '.join(shown)}",
         "run directory": str(config.run_dir),
     }

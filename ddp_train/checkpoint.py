@@ -112,6 +112,7 @@ def write(run_dir: Path, snapshot: Snapshot, owner: dict[str, str] | None = None
         part.mkdir(parents=True)
         save_file({name: tensor.cpu().contiguous() for name, tensor in snapshot.model.items()}, part / MODEL)
         torch.save(_on_host(snapshot.training), part / TRAINING)
+        (part / MODEL).chmod((part / TRAINING).stat().st_mode)  # save_file makes it readable for its owner alone
         files = {
             name: {"bytes": (part / name).stat().st_size, "sha256": _digest(part / name)} for name in (MODEL, TRAINING)
         }

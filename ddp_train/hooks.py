@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ddp_train.checkpoint import Snapshot, Writer, copy_of
+from ddp_train.config.compose import counted
 from ddp_train.config.schema import CheckpointConfig
 from ddp_train.distributed.session import total
 from ddp_train.heartbeat import Position
@@ -76,12 +77,14 @@ class Record:
         seconds = self.epoch_seconds_before + time.perf_counter() - self.epoch_began
         self.epoch_seconds.append(seconds)
         epoch = -(-job.step // job.plan.steps_per_epoch)
-        samples = job.plan.samples_seen(job.step) - job.plan.samples_seen((epoch - 1) * job.plan.steps_per_epoch)
+        before, whole = (epoch - 1) * job.plan.steps_per_epoch, job.plan.steps_per_epoch
+        samples = job.plan.samples_seen(job.step) - job.plan.samples_seen(before)
+        cut = "" if job.step == before + whole else f"cut to {job.step - before} of {counted(whole, 'step')}"
         if epoch % self.evaluate_every_epochs == 0 or job.step == job.plan.steps:
             self.score = evaluate(job.evaluation)
             if self.score:
                 self.metrics.write(kind="test", step=job.step, epoch=epoch, **self.score.as_dict())
-        self.display.line(epoch_line(epoch, self.epochs, self.loss, self.score, seconds, samples))
+        self.display.line(epoch_line(epoch, self.epochs, cut, self.loss, self.score, seconds, samples))
         self.epoch_seconds_before = 0.0
         self.epoch_began = self.interval_began = time.perf_counter()
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.text import Text
 
+from ddp_train.config.compose import counted
 from ddp_train.heartbeat import Position
 from ddp_train.metrics import Score
 
@@ -46,6 +48,9 @@ def start_logging(log_file: Path, rank: int, to_terminal: bool) -> None:
         handlers.append(seen)
     logging.basicConfig(level=logging.INFO, handlers=handlers, force=True)
     logging.captureWarnings(True)
+    # The first convolution of grey images, [n, 1, 3, 3]: a stride in a dimension of size 1 means nothing, and no byte
+    # lies elsewhere.
+    warnings.filterwarnings("ignore", r"(?s)Grad strides do not match bucket view strides.*sizes\(\) = \[\d+, 1, ")
     if not to_terminal:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -67,11 +72,10 @@ class Display:
     def plan(self, rows: dict[str, str]) -> None:
         """What is about to happen."""
         if self.active:
-            table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+            width = max(map(len, rows))
             for name, value in rows.items():
-                table.add_row(f"[bold]{name}", value)
+                self.console.print(Text.assemble((f"{name:<{width}}  ", "bold"), value))
                 log.info("%s: %s", name, value)
-            self.console.print(table)
 
     def start(self, done: int, steps: int) -> None:
         """Shows the progress bar, where there is a terminal to show it on."""
@@ -112,7 +116,7 @@ class Display:
         else:
             self.line(f"test loss {test['loss']:.6f} over {test['samples']} samples")
         if speed := summary.get("samples_per_second"):
-            self.line(f"{speed:,.0f} samples/s, {summary['steps']:,} steps, {summary['seconds']:.1f} s")
+            self.line(f"{speed:,.0f} samples/s, {counted(summary['steps'], 'step')}, {summary['seconds']:.1f} s")
         self.line(f"run directory {run_dir}")
 
 
@@ -129,9 +133,11 @@ class _Bar(Progress):
         return super().get_renderables()
 
 
-def epoch_line(epoch: int, epochs: int, loss: float | None, score: Score | None, seconds: float, samples: int) -> str:
-    """`epoch 3/20  loss 0.1234  test 97.50 %  1.2 s  1,234 samples/s`"""
-    parts = [f"epoch {epoch}/{epochs}"]
+def epoch_line(
+    epoch: int, epochs: int, steps: str, loss: float | None, score: Score | None, seconds: float, samples: int
+) -> str:
+    """`epoch  3/20  loss 0.1234  test 97.50 %  1.2 s  1,234 samples/s`. steps: of an epoch that is cut short."""
+    parts = [f"epoch {epoch:>{len(str(epochs))}}/{epochs}", *([steps] if steps else [])]
     parts += [f"loss {loss:.4f}"] if loss is not None else []
     if score:
         parts.append(f"test {score.accuracy:.2%}" if score.accuracy is not None else f"test loss {score.loss:.4f}")

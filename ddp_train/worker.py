@@ -18,6 +18,7 @@ import torch
 from ddp_train import checkpoint, health, heartbeat, output, progress, tuning
 from ddp_train.build import build_evaluation, build_job, build_module, plan_rows
 from ddp_train.checkpoint import Writer
+from ddp_train.config.compose import counted
 from ddp_train.config.freeze import FILE, thaw, to_values
 from ddp_train.config.resolve import described
 from ddp_train.config.schema import Config
@@ -203,7 +204,7 @@ def _train(
     job.brake = job.evaluation.brake = brake = Brake()
     display.plan(plan_rows(config, job))
     if job.step >= job.plan.steps:
-        display.line(f"nothing is left to train: {job.step:,} steps are done, {job.plan.steps:,} were asked for")
+        display.line(f"nothing is left to train: {counted(job.step, 'step')} done, {job.plan.steps:,} were asked for")
     display.start(job.step, job.plan.steps)
     record.begin(job)
     connection = store.clone() if store else None

@@ -279,7 +279,6 @@ BAD: dict[str, list[str]] = {
     "train.reduction=ordered tuning.compile=true": ["needs tuning.compile=false"],
     "train.reduction=ordered model=gelu_mlp model.fused=true": ["needs model.fused=false"],
     "deterministic=true tuning.cudnn_benchmark=true": ["which deterministic=true forbids"],
-    "tuning.num_workers=0 tuning.persistent_workers=false": ["no loader processes with tuning.num_workers=0"],
     "data=linear_regression": ["model=cnn: needs images", "use model=linear_regression or mlp"],
     "experiment=linear_regression train.loss=cross_entropy": ["loss=cross_entropy", "use train.loss=mse"],
     "experiment=linear_regression train.label_smoothing=0.1": ["label_smoothing=0.1", "use 0"],
@@ -526,6 +525,28 @@ def test_a_file_that_gives_a_wrong_value_is_named(tmp_path: Path) -> None:
 def test_no_file_is_blamed_for_what_the_command_line_said() -> None:
     for words in (["model.channels.x=3"], ["optimizer={lr:0.1}"], ["schedule.name=cosin"]):
         assert "(in conf/" not in " ".join(problems_of(*words))
+
+
+@pytest.mark.parametrize(
+    ("line", "notice"),
+    [
+        ("strategy=single launch.backend=gloo", "launch.backend=gloo has no effect: strategy=single"),
+        (
+            "model=mlp tuning.channels_last=true",
+            "tuning.channels_last=true has no effect: model=mlp has no convolution",
+        ),
+    ],
+)
+def test_a_switch_without_effect_is_noted(line: str, notice: str) -> None:
+    (told,) = prepare(CONF, [*line.split(" "), "run_dir=run"], None).notices
+    assert told.startswith(notice)
+
+
+def test_no_tip_is_on_in_tuning_none() -> None:
+    tips = dataclasses.asdict(composed("tuning=none").tuning)
+    del tips["prefetch_factor"]
+    assert {name for name, value in tips.items() if value not in (False, 0)} == {"name", "precision", "optimizer"}
+    assert (tips["precision"], tips["optimizer"]) == ("fp32", "loop")
 
 
 # --- freezing -------------------------------------------------------------------------------------------------------

@@ -101,7 +101,12 @@ def test_the_default_job_learns_the_digits_and_leaves_all_its_files(tmp_path: Pa
         r"^test accuracy 9\d\.\d\d% \(3\d\d/364\)",
     ):
         assert len(re.findall(row, done.stdout, re.M)) == 1, row
-    assert re.findall(r"^epoch (\d+)/30 ", done.stdout, re.M) == [str(epoch) for epoch in range(1, 31)]
+    assert re.findall(r"^epoch +(\d+)/30 ", done.stdout, re.M) == [str(epoch) for epoch in range(1, 31)]
+    assert len({line.index("/30") for line in done.stdout.splitlines() if line.startswith("epoch")}) == 1
+    assert [line for line in done.stdout.splitlines() if line != line.rstrip()] == []
+    assert [log.name for log in (run_dir / "logs").iterdir() if "WARNING" in log.read_text()] == []
+    modes = {path.stat().st_mode for path in (run_dir / "checkpoints/step_00000450").iterdir()}
+    assert modes == {(run_dir / "summary.json").stat().st_mode}, "as the umask says"
 
 
 # --- one process, three processes, torchrun -------------------------------------------------------------------------
@@ -134,7 +139,8 @@ def test_three_ranks_are_one_run_whoever_starts_them(by_three: tuple[Path, str],
     for run_dir, output in ((ours, our_output), (theirs, done.stdout)):
         assert len(list(run_dir.parents[1].rglob("config.yaml"))) == 1
         assert sorted(path.name for path in (run_dir / "logs").iterdir()) == [f"rank_{rank}.log" for rank in range(3)]
-        assert re.findall(r"^epoch (\d+)/30 ", output, re.M) == [str(epoch) for epoch in range(1, 15)]
+        assert re.findall(r"^epoch +(\d+)/30 ", output, re.M) == [str(epoch) for epoch in range(1, 15)]
+        assert re.findall(r"^epoch 14/30  (.+?)  ", output, re.M) == ["cut to 1 of 3 steps"]
         assert len(re.findall(r"^(test accuracy|processes|global batch)", output, re.M)) == 3
         assert read(run_dir, "summary.json")["world_size"] == 3
     one, other = (thaw((run_dir / "config.yaml").read_text()) for run_dir in (ours, theirs))
@@ -260,7 +266,7 @@ def test_a_completed_run_is_not_trained_again(by_one: Path, tmp_path: Path) -> N
     shutil.copytree(by_one, run_dir)
     done = run(f"run_dir={run_dir}", ONE, *TWENTY)
     assert done.returncode == 0, done.stderr
-    assert "nothing is left to train: 40 steps are done, 20 were asked for\n" in done.stdout
+    assert "nothing is left to train: 40 steps done, 20 were asked for\n" in done.stdout
     assert metrics(run_dir) == metrics(by_one)
     assert weights(run_dir) == weights(by_one)
     assert not re.search(r"^epoch ", done.stdout, re.M)

@@ -9,9 +9,9 @@ import shutil
 from typing import Any
 
 from ddp_train.config import outside
-from ddp_train.config.compose import did_you_mean, shown
+from ddp_train.config.compose import counted, did_you_mean, shown
 from ddp_train.config.machine import Machine
-from ddp_train.config.resolve import FUSED, IN_MEMORY, process_count
+from ddp_train.config.resolve import FUSED, IMAGE_MODELS, IN_MEMORY, process_count
 from ddp_train.config.schema import OPTIONS, SECTIONS, Config
 from ddp_train.distributed.world import World, hosts_asked
 
@@ -73,11 +73,11 @@ def _processes(asked: Config, config: Config, machine: Machine, world: World | N
         problems.append("device=cuda: no GPU is visible on this host; use device=cpu")
     elif config.device == "cuda" and wanted > machine.gpus:
         problems.append(
-            f"launch.nproc_per_node={wanted}: {_count(machine.gpus, 'GPU')} visible on this host, one per "
+            f"launch.nproc_per_node={wanted}: {counted(machine.gpus, 'GPU')} visible on this host, one per "
             f"process is needed; use launch.nproc_per_node={machine.gpus} or device=cpu"
         )
     if config.device == "cpu" and wanted > 8 * machine.cpus:
-        cores = _count(machine.cpus, "core")
+        cores = counted(machine.cpus, "core")
         problems.append(f"launch.nproc_per_node={wanted}: this host has {cores}; use at most {8 * machine.cpus}")
     if config.launch.backend == "nccl" and config.device == "cpu":
         why = "no GPU is visible on this host" if not machine.gpus else "device=cpu"
@@ -133,9 +133,9 @@ def _batch(asked: Config, config: Config, machine: Machine, world: World | None)
     unit = config.train.virtual_shards if ordered else processes * accumulation
     if not unit or batch % unit == 0:
         return []
-    over = f"{_count(processes, 'process')} x {_count(accumulation, 'accumulation step')}"
+    over = f"{counted(processes, 'process')} x {counted(accumulation, 'accumulation step')}"
     if ordered:
-        over = _count(unit, "virtual shard")
+        over = counted(unit, "virtual shard")
     lower, upper = batch // unit * unit, -(-batch // unit) * unit
     use = f"{lower} or {upper}" if lower else f"{upper}"
     return [f"train.global_batch_size={batch}: cannot be split over {over}; use train.global_batch_size={use}"]
@@ -191,7 +191,7 @@ def _reduction(asked: Config, config: Config, machine: Machine, world: World | N
         use = f"train.virtual_shards={processes}" if more else f"a power of two up to {shards}"
         problems.append(
             f"launch.nproc_per_node={config.launch.nproc_per_node}: {mode} cannot deal "
-            f"{_count(shards, 'virtual shard')} out evenly to {_count(processes, 'process')}; use {use}"
+            f"{counted(shards, 'virtual shard')} out evenly to {counted(processes, 'process')}; use {use}"
         )
     shapes = "it compiles for the shapes that a process meets first"
     needed = {  # key: what it is, what it must be, why
@@ -226,8 +226,6 @@ def _precision(asked: Config, config: Config, machine: Machine, world: World | N
         problems.append(
             f"tuning.optimizer=fused: torch has no fused {config.optimizer.name}; use tuning.optimizer=foreach"
         )
-    if not asked.tuning.persistent_workers and tuning.num_workers == 0 and asked.tuning.num_workers != "auto":
-        problems.append("tuning.persistent_workers=false: there are no loader processes with tuning.num_workers=0")
     if (tuning.compile or getattr(config.model, "fused", False)) and config.device == "cpu" and not shutil.which("g++"):
         key = "tuning.compile" if tuning.compile else "model.fused"
         problems.append(f"{key}=true: torch.compile needs a C++ compiler on CPU and there is no g++; install one")
@@ -276,11 +274,12 @@ def notices(asked: Config, config: Config) -> list[str]:
         found.append(
             f"strategy.sync_bn=true has no effect: model={config.model.name} has no batch norm here (model.norm=batch)"
         )
+    if config.strategy.name != "ddp" and asked.launch.backend != "auto":
+        found.append(
+            f"launch.backend={asked.launch.backend} has no effect: strategy={config.strategy.name} connects nobody"
+        )
+    if asked.tuning.channels_last is True and config.model.name not in (*IMAGE_MODELS, "custom"):
+        found.append(f"tuning.channels_last=true has no effect: model={config.model.name} has no convolution")
     if config.launch.backend == "gloo" and config.device == "cuda":
         found.append("launch.backend=gloo sends gradients of GPUs through host memory: expect it to be slow")
     return found
-
-
-def _count(number: int, noun: str) -> str:
-    plural = noun + ("es" if noun.endswith("s") else "s")
-    return f"{number} {noun if number == 1 else plural}"

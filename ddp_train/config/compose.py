@@ -58,6 +58,12 @@ def shown(value: Any) -> str:
     return str(value)
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 step`, `2,000 steps`, `2 processes`."""
+    plural = noun + ("es" if noun.endswith("s") else "s")
+    return f"{number:,} {noun if number == 1 else plural}"
+
+
 def read_overrides(conf: Path, words: list[str], sweep: bool = False) -> Overrides:
     """Checks the words of a command line (those without a dash) one by one; several values only in a `sweep`."""
     read = Overrides([], {}, {}, [])
