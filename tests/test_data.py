@@ -272,12 +272,24 @@ def test_an_image_folder_is_read_and_a_spoilt_file_is_named(tmp_path: Path) -> N
         "the test set is not augmented"
     )
     (tmp_path / "train" / "dog" / "2.png").write_bytes(gzip.compress(b"no image"))
-    shares = [Share(0, 0, np.array([5]), 1, 1.0, True)]
+    with pytest.raises(DataError, match=r"2\.png \(sample 5\)"):
+        train.fetch(np.array([5]), 0)
     for workers in (0, 1):  # in a process of the loader, too, the error keeps its type and its remedy
-        tuning = config_of(World(), tuning={"num_workers": workers}).tuning
-        with pytest.raises(DataError, match=r"2\.png \(sample 5\)") as caught:
-            next(iter(Loader(train, shares, tuning, "cpu", Position())))
-        assert caught.value.remedy == "repair or remove the file"
+        ((kind, text, remedy, _),) = on_ranks(1, failing, train, 5, workers)
+        assert (kind, remedy) == ("DataError", "repair or remove the file")
+        assert "2.png (sample 5) cannot be decoded" in text
+
+
+def failing(world: World, source: Source, number: int, workers: int) -> tuple[str, str, str, str]:
+    """What a loader raises for a sample: its type, its text, its remedy, and what the FATAL line says."""
+    tuning = config_of(world, tuning={"num_workers": workers}).tuning
+    share = Share(0, 0, np.array([number]), 1, 1.0, True)
+    try:
+        next(iter(Loader(source, [share], tuning, "cpu", Position())))
+    except Exception as error:  # noqa: BLE001  it is what the test looks at
+        failure = failure_from(error, 0, Position(), Path("log"), "")
+        return type(error).__name__, str(error), getattr(error, "remedy", ""), failure.detail
+    raise AssertionError("nothing was raised")
 
 
 class Broken:
@@ -292,13 +304,10 @@ class Broken:
         raise RuntimeError("broken sample 77")
 
 
-def test_an_exception_in_a_process_of_the_loader_is_told_by_its_last_line(tmp_path: Path) -> None:
-    tuning = config_of(World(), tuning={"num_workers": 1}).tuning
-    with pytest.raises(RuntimeError) as caught:
-        next(iter(Loader(Broken(), evaluation_shares(1, 1, 0, 1), tuning, "cpu", Position())))
-    assert "in fetch" in str(caught.value), "the traceback that leads to the line"
-    failure = failure_from(caught.value, 0, Position(), tmp_path)
-    assert failure.detail == "RuntimeError: broken sample 77"
+def test_an_exception_in_a_process_of_the_loader_is_told_by_its_last_line() -> None:
+    ((kind, text, _, detail),) = on_ranks(1, failing, Broken(), 0, 1)
+    assert (kind, detail) == ("RuntimeError", "RuntimeError: broken sample 77")
+    assert "in fetch" in text, "the traceback that leads to the line"
 
 
 def test_generated_sets_are_the_same_each_time_and_depend_on_the_seed() -> None:

@@ -76,7 +76,7 @@ def test_what_is_meant_to_be_loaded_is(target: str) -> None:
         [LINEAR, "+model.inner._target_=os.system"],
         [LINEAR, "+model.inner=[{deep:{_target_:os.system}}]"],
         ["hydra.sweeper._target_=os.system"],
-        ["hydra/launcher=basic", "hydra.launcher._target_=builtins.exec"],
+        ["hydra.launcher._target_=builtins.exec"],
         ["+hydra.callbacks={mine:{_target_:os.system}}"],
         ["+hydra.job_logging.handlers.mine.class=os.system"],
     ],

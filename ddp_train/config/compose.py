@@ -98,7 +98,8 @@ def _read_override(conf: Path, override: Override, sweep: bool, read: Overrides)
             read.problems.append(f"{word}: loads code from outside hydra: {foreign[0]}")
         if not sweep:
             read.problems.append(f"{word}: Hydra's own keys act on sweeps only; add -m, or leave it out")
-        read.words.append(word)
+        else:
+            read.words.append(word)
     elif override.is_delete():
         read.problems.append(f"{word}: no key can be removed; leave it out for its default")
     elif override.is_sweep_override():
