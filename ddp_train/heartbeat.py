@@ -125,3 +125,9 @@ def show_stacks(run_dir: Path, rank: int) -> None:
     file = stack_file(run_dir, rank).open("w")  # faulthandler keeps it open
     faulthandler.enable(file)
     faulthandler.register(signal.SIGUSR2, file)
+
+
+def remove_empty_stacks(run_dir: Path, rank: int) -> None:
+    """At the end of a run in which nobody asked."""
+    if stack_file(run_dir, rank).stat().st_size == 0:
+        stack_file(run_dir, rank).unlink()

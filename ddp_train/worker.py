@@ -111,6 +111,7 @@ def run(config: Config, world: World, get_store: Callable[[], Store]) -> int:
         with session(world, device, config.launch.backend, store, timeout) if store else contextlib.nullcontext():
             completed = _work(config, world, device, run_dir, position, store)
             position.phase = heartbeat.END  # the launcher asks for it: exit code 0 alone is not the end of a run
+        heartbeat.remove_empty_stacks(run_dir, world.rank)
         return 0 if completed else SAVED
     except BaseException as error:
         log.error("failed in step %d, %s", position.step, position.phase, exc_info=error)

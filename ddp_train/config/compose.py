@@ -96,7 +96,7 @@ def _read_override(conf: Path, override: Override, sweep: bool, read: Overrides)
         foreign = [text for key, text in leaves(override.value(), name) if _names_code(key) and _is_foreign(text)]
         if foreign:
             read.problems.append(f"{word}: loads code from outside hydra: {foreign[0]}")
-        if not sweep:
+        elif not sweep:
             read.problems.append(f"{word}: Hydra's own keys act on sweeps only; add -m, or leave it out")
         else:
             read.words.append(word)
