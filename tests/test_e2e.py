@@ -65,7 +65,7 @@ def test_the_default_job_learns_the_digits_and_leaves_all_its_files(tmp_path: Pa
     assert {path.name for path in run_dir.iterdir()} == {
         "checkpoints", "config.yaml", "lock.json", "logs", "metrics.jsonl", "summary.json"
     }  # fmt: skip
-    assert {path.name for path in (run_dir / "logs").iterdir()} == {"rank_0.log", "rank_1.log"}
+    assert {path.name for path in (run_dir / "logs").glob("*.log")} == {"rank_0.log", "rank_1.log"}
 
     summary = read(run_dir, "summary.json")
     for name, kind in SUMMARY.items():
@@ -104,7 +104,7 @@ def test_the_default_job_learns_the_digits_and_leaves_all_its_files(tmp_path: Pa
     assert re.findall(r"^epoch +(\d+)/30 ", done.stdout, re.M) == [str(epoch) for epoch in range(1, 31)]
     assert len({line.index("/30") for line in done.stdout.splitlines() if line.startswith("epoch")}) == 1
     assert [line for line in done.stdout.splitlines() if line != line.rstrip()] == []
-    assert [log.name for log in (run_dir / "logs").iterdir() if "WARNING" in log.read_text()] == []
+    assert [log.name for log in (run_dir / "logs").glob("*.log") if "WARNING" in log.read_text()] == []
     modes = {path.stat().st_mode for path in (run_dir / "checkpoints/step_00000450").iterdir()}
     assert modes == {(run_dir / "summary.json").stat().st_mode}, "as the umask says"
 
@@ -138,7 +138,7 @@ def test_three_ranks_are_one_run_whoever_starts_them(by_three: tuple[Path, str],
     theirs = only_run(tmp_path, "three")
     for run_dir, output in ((ours, our_output), (theirs, done.stdout)):
         assert len(list(run_dir.parents[1].rglob("config.yaml"))) == 1
-        assert sorted(path.name for path in (run_dir / "logs").iterdir()) == [f"rank_{rank}.log" for rank in range(3)]
+        assert sorted(path.name for path in (run_dir / "logs").glob("*.log")) == [f"rank_{rank}.log" for rank in range(3)]
         assert re.findall(r"^epoch +(\d+)/30 ", output, re.M) == [str(epoch) for epoch in range(1, 15)]
         assert re.findall(r"^epoch 14/30  (.+?)  ", output, re.M) == ["cut to 1 of 3 steps"]
         assert len(re.findall(r"^(test accuracy|processes|global batch)", output, re.M)) == 3
