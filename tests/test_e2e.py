@@ -138,7 +138,9 @@ def test_three_ranks_are_one_run_whoever_starts_them(by_three: tuple[Path, str],
     theirs = only_run(tmp_path, "three")
     for run_dir, output in ((ours, our_output), (theirs, done.stdout)):
         assert len(list(run_dir.parents[1].rglob("config.yaml"))) == 1
-        assert sorted(path.name for path in (run_dir / "logs").glob("*.log")) == [f"rank_{rank}.log" for rank in range(3)]
+        assert sorted(path.name for path in (run_dir / "logs").glob("*.log")) == [
+            f"rank_{rank}.log" for rank in range(3)
+        ]
         assert re.findall(r"^epoch +(\d+)/30 ", output, re.M) == [str(epoch) for epoch in range(1, 15)]
         assert re.findall(r"^epoch 14/30  (.+?)  ", output, re.M) == ["cut to 1 of 3 steps"]
         assert len(re.findall(r"^(test accuracy|processes|global batch)", output, re.M)) == 3
