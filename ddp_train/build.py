@@ -35,10 +35,16 @@ def build_module(config: Config, source: Source, device: str) -> ModelWithLoss:
         raise ConfigError(
             [f"train.loss={config.train.loss}: the targets of data={config.data.name} are {kind}; use train.loss=auto"]
         )
-    loss = squared_error if regression else cross_entropy(source.outputs, config.train.label_smoothing)
-    torch.manual_seed(mix(config.seed, "model"))
     custom = config.model.name == "custom"
-    model = build_model(config.model, () if custom else inputs.shape[1:], 0 if custom else source.outputs)
+    try:
+        outputs = source.outputs
+    except ConfigError:  # the data set does not say; a model of the user's own knows
+        if not custom:
+            raise
+        outputs = 0
+    loss = squared_error if regression else cross_entropy(outputs, config.train.label_smoothing)
+    torch.manual_seed(mix(config.seed, "model"))
+    model = build_model(config.model, () if custom else inputs.shape[1:], 0 if custom else outputs)
     module = ModelWithLoss(model, loss, device, tuning.AUTOCAST[config.tuning.precision])
     module = build_strategy(config.strategy, device).place(module)
     module.model = tuning.shape_model(module.model, config.tuning)

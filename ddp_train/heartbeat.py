@@ -129,5 +129,6 @@ def show_stacks(run_dir: Path, rank: int) -> None:
 
 def remove_empty_stacks(run_dir: Path, rank: int) -> None:
     """At the end of a run in which nobody asked."""
-    if stack_file(run_dir, rank).stat().st_size == 0:
-        stack_file(run_dir, rank).unlink()
+    file = stack_file(run_dir, rank)
+    if file.exists() and file.stat().st_size == 0:
+        file.unlink()

@@ -447,7 +447,7 @@ ROWS: dict[str, Row] = {
     "model.hidden": Row("model.hidden=16", model),
     "model.layers": Row("model.layers=1", model),
     "model.fused": Row("model.fused=true", gelu_is_compiled),
-    "model.arch": Row("model.arch=squeezenet1_1", model),
+    "model.arch": Row("model.arch=resnet34", model),
     "model.target": Row("model._target_=torch.nn.modules.linear.NonDynamicallyQuantizableLinear", model),
     "model.arguments": Row("model.out_features=4", model),
     "data.limit": Row("data.limit=5", samples),
@@ -549,7 +549,7 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for place in ("files", "other"):
         for path in (path for paths in TORCHVISION_FILES.values() for path in paths):
             (folder / place / path).parent.mkdir(parents=True, exist_ok=True)
-            (folder / place / path).touch()
+            (folder / place / path).write_bytes(b"\0\0\x08\x01" + bytes(4))  # an IDX file of no numbers
     for place, seed in (("images", 1), ("other", 2)):
         numbers = np.random.default_rng(seed)
         for number, name in enumerate(
