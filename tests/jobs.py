@@ -20,7 +20,7 @@ from ddp_train.heartbeat import Position
 from ddp_train.loop import Job, fit
 
 
-def config_of(world: World, **sections: dict[str, Any]) -> Config:
+def config_of(world: World, **sections: Any) -> Config:
     """A resolved config on a machine without GPUs. Sections not given have their defaults."""
     config, problems = bind(copy.deepcopy(sections))
     assert not problems, problems
