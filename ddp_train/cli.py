@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,8 +47,6 @@ def through_hydra(usage: str, script: Path, conf: Path, words: list[str], world:
     if unknown:
         raise ConfigError([f"{flag}: no such flag{did_you_mean(flag, list(FLAGS))}" for flag in unknown])
     sweep = not set(SWEEP).isdisjoint(flags)
-    if not sweep:
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends without a traceback
     if {"-h", "--help"} & set(flags):
         print(help_text(usage, conf))
         return 0

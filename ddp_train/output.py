@@ -33,7 +33,8 @@ class Output:
         nothing = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nothing, self.stream.fileno())
         os.close(nothing)
-        log.info("output is lost: %s", error)
+        quiet = isinstance(error, BrokenPipeError)  # the reader has seen enough: no news to him
+        log.log(logging.INFO if quiet else logging.WARNING, "output is lost: %s", error)
         return count
 
     def __getattr__(self, name: str) -> Any:

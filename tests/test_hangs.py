@@ -327,7 +327,9 @@ def test_a_loader_process_that_is_killed_is_named_with_its_samples(tmp_path: Pat
         assert processes_of(job.run_dir) == {}
         failure = read(job.run_dir, "failure.json")
         assert (failure["kind"], failure["rank"]) == ("data_worker", 1)
-        assert re.search(r"killed by signal: Killed.*samples \[\d+, ", failure["detail"]), failure["detail"]
+        # torch says one or the other, by who is first to notice: its signal handler, or the wait for a batch.
+        noticed = r"(is killed by signal: Killed|exited unexpectedly).*samples \[\d+, "
+        assert re.search(noticed, failure["detail"]), failure["detail"]
         assert "tuning.num_workers=0" in failure["remedy"]
         assert len(fatal_lines(job.said())) == 1
 

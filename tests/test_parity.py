@@ -149,7 +149,7 @@ def buffers_around_an_evaluation(world: World, broadcast_buffers: bool) -> tuple
         world,
         model={"name": "cnn", "norm": "batch"},
         data={"name": "digits", "limit": SAMPLES},
-        train={"epochs": 1},
+        train={"epochs": 1, "evaluate_batch_size": SAMPLES // 3},  # a batch for each rank to look at the buffers in
         strategy={"name": "ddp", "broadcast_buffers": broadcast_buffers},
     )
     job = job_of(config, world)
