@@ -11,16 +11,14 @@ more.
 from __future__ import annotations
 
 import argparse
-import datetime
-import platform
 import statistics
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
+from page import conditions, publish
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -117,8 +115,8 @@ def main() -> int:
         ms = [1000 * value for value in values]
         return f"{statistics.median(ms):.2f} ({min(ms):.2f} - {max(ms):.2f}, {len(ms)})" if ms else "none"
 
-    name: Any = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
-    text = "\n".join(
+    command = f"checkpoint_stall.py --model {arguments.model} --batch {arguments.batch} "
+    publish(
         [
             "# How long training stands still for a checkpoint",
             "",
@@ -129,16 +127,10 @@ def main() -> int:
             f"| {arguments.model}, batch {arguments.batch} | {size / 2**20:.0f} MiB | {cell(clock.steps[False])} "
             f"| {cell(clock.steps[True])} | {cell(clock.stalls)} |",
             "",
-            f"- Hardware: {name}",
-            f"- Versions: python {platform.python_version()}, torch {torch.__version__}",
-            f"- Date: {datetime.date.today()}",
-            f"- Command: `python benchmarks/checkpoint_stall.py --model {arguments.model} --batch {arguments.batch} "
-            f"--saves {arguments.saves} --every {arguments.every}`",
-        ]
+            *conditions(command + f"--saves {arguments.saves} --every {arguments.every}"),
+        ],
+        arguments.output,
     )
-    print(text)
-    if arguments.output:
-        arguments.output.write_text(text + "\n")
     return int(statistics.median(clock.stalls) >= statistics.median(clock.steps[False]))
 
 

@@ -10,16 +10,14 @@ dropped. Each round runs both reductions at each number of processes, in an orde
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
-from importlib.metadata import version
 from pathlib import Path
+
+from page import conditions, load_average, publish
 
 ROOT = Path(__file__).resolve().parent.parent
 BATCH, STEPS, INTERVAL = 96, 105, 5
@@ -49,13 +47,6 @@ def shown(times: list[float]) -> str:
     return f"{middle:.2f} ({low:.2f} - {high:.2f})"
 
 
-def hardware() -> str:
-    """Cores and processor."""
-    info = Path("/proc/cpuinfo")
-    names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line]
-    return f"{os.cpu_count()} cores {names[0] if names else platform.machine()}"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
@@ -64,7 +55,7 @@ def main() -> None:
     arguments = parser.parse_args()
     variants = [(m, p, r) for m in MODELS for p in arguments.processes for r in REDUCTIONS]
     times: dict[tuple[str, int, str], list[float]] = {variant: [] for variant in variants}
-    load = f"{os.getloadavg()[0]:.1f} at the start"
+    load = f"{load_average()} at the start"
     for number in range(arguments.rounds):
         for variant in variants if number % 2 == 0 else reversed(variants):
             times[variant] += step_times(*variant)
@@ -84,15 +75,11 @@ def main() -> None:
         "",
         *rows,
         "",
-        f"- Hardware: {hardware()}",
-        f"- Other work: load average {load}, {os.getloadavg()[0]:.1f} at the end",
-        f"- Versions: python {platform.python_version()}, torch {version('torch')}",
-        f"- Date: {datetime.date.today()}",
-        f"- Command: `python benchmarks/ordered.py --rounds {arguments.rounds} --processes {processes}`",
+        *conditions(
+            f"ordered.py --rounds {arguments.rounds} --processes {processes}", f"{load}, {load_average()} at the end"
+        ),
     ]
-    print("\n".join(report))
-    if arguments.output:
-        arguments.output.write_text("\n".join(report) + "\n")
+    publish(report, arguments.output)
 
 
 if __name__ == "__main__":

@@ -37,11 +37,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import cProfile
-import datetime
 import gc
-import importlib.metadata
-import os
-import platform
 import pstats
 import statistics
 import sys
@@ -54,6 +50,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from page import conditions, load_average, publish
 from rich.console import Console
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -61,7 +58,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from ddp_train.config.schema import OPTIONS, DdpConfig, TuningConfig
+from ddp_train.config.schema import OPTIONS, CheckpointConfig, DdpConfig, TuningConfig
 from ddp_train.data.keyed import StepSeed
 from ddp_train.data.loader import Batch, Loader
 from ddp_train.data.plan import Plan, evaluation_shares
@@ -206,9 +203,9 @@ def time_ours(
         never = plan.steps + 1  # but at the end of the run
         metrics = MetricsFile(run_dir, active=True, first_step=0)
         record = Record(display, metrics, "cpu", 1, LOG_EVERY_STEPS, evaluate_every_epochs=never, position=position)
-        job.hooks = [record, Save(run_dir, {}, None, 2, active=False, position=position)]
+        job.hooks = [record, Save(None, record, {}, CheckpointConfig(), position)]
         display.start(job.step, plan.steps)
-        record.begin(job)
+        record.start_clocks(job.step)
         clock = Clock()
         fit(job)
         times = clock.read()
@@ -276,7 +273,7 @@ def measure(rows: list[Row], rounds: int, steps: int) -> None:
                     times.append(Times(seconds.wall / steps * 1e6, seconds.cpu / steps * 1e6))
 
 
-def report(rows: list[Row], rounds: int, steps: int, limit: float, load: str) -> str:
+def table(rows: list[Row], rounds: int, steps: int, limit: float, load: str) -> list[str]:
     """The table in Markdown, with what one needs to measure it again."""
     lines = [
         "# Overhead of a training step over a raw loop",
@@ -297,37 +294,14 @@ def report(rows: list[Row], rounds: int, steps: int, limit: float, load: str) ->
             low, middle, high = statistics.quantiles(differences, n=4)
             cells.append(f"**{middle:+.1f}** ({low:+.1f} to {high:+.1f})")
         lines.append(f"| {row.name} | {' | '.join(cells)} |")
-    versions = f"python {platform.python_version()}, torch {importlib.metadata.version('torch')}"
-    return "\n".join(
-        [
-            *lines,
-            "",
-            f"The limit for the first row is {limit:g} us.",
-            "",
-            f"- Hardware: {hardware()}",
-            f"- Other work: {load}",
-            f"- Versions: {versions}",
-            f"- Date: {datetime.date.today()}",
-            f"- Command: `python benchmarks/overhead.py --rounds {rounds} --steps {steps}`",
-            "- What is measured, and what the rows are: the head of `benchmarks/overhead.py`.",
-        ]
-    )
-
-
-def load_average() -> str:
-    """How busy the machine was: processes that ran or wanted to, over the last minute."""
-    return f"{os.getloadavg()[0]:.1f}"
-
-
-def hardware() -> str:
-    """Cores, processor and memory."""
-    model = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        found = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line]
-        model = found[0] if found else model
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return f"{os.cpu_count()} cores {model}, {int(memory)} GiB"
+    return [
+        *lines,
+        "",
+        f"The limit for the first row is {limit:g} us.",
+        "",
+        *conditions(f"overhead.py --rounds {rounds} --steps {steps}", load),
+        "- What is measured, and what the rows are: the head of `benchmarks/overhead.py`.",
+    ]
 
 
 def profile(row: Row) -> None:
@@ -348,7 +322,7 @@ def main() -> int:
     parser.add_argument("--profile", action="store_true", help="profile the first row instead")
     arguments = parser.parse_args()
 
-    load = f"load average {load_average()} at the start"
+    load = f"{load_average()} at the start"
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="overhead_") as folder:
         rows = build_rows(Scene(arguments.steps, Path(folder)))
@@ -357,10 +331,7 @@ def main() -> int:
             return 0
         measure(rows, arguments.rounds, arguments.steps)
     load += f", {load_average()} at the end (this benchmark alone makes it 1)"
-    text = report(rows, arguments.rounds, arguments.steps, arguments.limit, load)
-    print(text)
-    if arguments.output:
-        arguments.output.write_text(text + "\n")
+    publish(table(rows, arguments.rounds, arguments.steps, arguments.limit, load), arguments.output)
     overhead = statistics.median(rows[0].wall)
     if overhead >= arguments.limit:
         print(f"FAILED: {overhead:.1f} us is not below {arguments.limit:g} us", file=sys.stderr)

@@ -25,10 +25,7 @@ Exit code 1 if the median of `python launch.py` is more than --limit times that 
 from __future__ import annotations
 
 import argparse
-import datetime
-import importlib.metadata
 import os
-import platform
 import socket
 import statistics
 import subprocess
@@ -38,6 +35,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from page import conditions, load_average, publish
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCHRUN = "torchrun"
@@ -138,10 +137,9 @@ def measure(variants: list[Variant], trials: int) -> None:
                     variant.seconds.append(seconds)
 
 
-def report(variants: list[Variant], ranks: int, trials: int, limit: float, ratio: float, load: str) -> str:
+def table(variants: list[Variant], ranks: int, trials: int, limit: float, ratio: float, load: str) -> list[str]:
     """The table in Markdown, with what one needs to measure it again."""
     fair, people = (statistics.median(variant.seconds) for variant in variants[:2])
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "hydra-core"))
     lines = [
         "# From the command to the first training step",
         "",
@@ -156,37 +154,15 @@ def report(variants: list[Variant], ranks: int, trials: int, limit: float, ratio
         low, high = min(variant.seconds), max(variant.seconds)
         times = f"{median:.2f} | {low:.2f} | {high:.2f} | {median / fair:.2f} | {median / people:.2f}"
         lines.append(f"| `{variant.name}` | {times} |")
-    return "\n".join(
-        [
-            *lines,
-            "",
-            f"`python launch.py` against the bare script that reads the digits in the same way: {ratio:.2f}; "
-            f"the limit is {limit:g}.",
-            "",
-            f"- Hardware: {hardware()}",
-            f"- Other work: {load}",
-            f"- Versions: python {platform.python_version()}, {versions}",
-            f"- Date: {datetime.date.today()}",
-            f"- Command: `python benchmarks/startup.py --ranks {ranks} --trials {trials}`",
-            "- What is measured, and from when to when: the head of `benchmarks/startup.py`.",
-        ]
-    )
-
-
-def load_average() -> str:
-    """How busy the machine was: processes that ran or wanted to, over the last minute."""
-    return f"{os.getloadavg()[0]:.1f}"
-
-
-def hardware() -> str:
-    """Cores, processor and memory."""
-    model = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        found = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line]
-        model = found[0] if found else model
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return f"{os.cpu_count()} cores {model}, {int(memory)} GiB"
+    return [
+        *lines,
+        "",
+        f"`python launch.py` against the bare script that reads the digits in the same way: {ratio:.2f}; "
+        f"the limit is {limit:g}.",
+        "",
+        *conditions(f"startup.py --ranks {ranks} --trials {trials}", load, ("hydra-core",)),
+        "- What is measured, and from when to when: the head of `benchmarks/startup.py`.",
+    ]
 
 
 def main() -> int:
@@ -198,15 +174,12 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="write the table to this file too")
     arguments = parser.parse_args()
 
-    load = f"load average {load_average()} at the start"
+    load = f"{load_average()} at the start"
     variants = build_variants(arguments.ranks)
     measure(variants, arguments.trials)
     ratio = statistics.median(variants[2].seconds) / statistics.median(variants[0].seconds)
     load += f", {load_average()} at the end (this benchmark alone makes it 2)"
-    text = report(variants, arguments.ranks, arguments.trials, arguments.limit, ratio, load)
-    print(text)
-    if arguments.output:
-        arguments.output.write_text(text + "\n")
+    publish(table(variants, arguments.ranks, arguments.trials, arguments.limit, ratio, load), arguments.output)
     if ratio > arguments.limit:
         print(f"FAILED: {ratio:.2f} is more than {arguments.limit:g}", file=sys.stderr)
         return 1

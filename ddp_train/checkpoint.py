@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from ddp_train import lock
 from ddp_train.errors import DataError, TakenError, WriteError
+from ddp_train.nested import map_tensors, tensors
 
 MODEL, TRAINING, MANIFEST = "model.safetensors", "training.pt", "manifest.json"
 log = logging.getLogger(__name__)
@@ -43,21 +44,12 @@ class Snapshot:
     """Further entries of the manifest: plain data. `test`, the score of this step, decides which one is the best."""
 
 
-def copy_of(state: Any) -> Any:
-    """The same nested lists and dicts with a copy of each tensor, on its device: training waits for no transfer.
-
-    A copy that does not fit into the GPU's memory goes to the host at once.
-    """
-    if isinstance(state, dict):
-        return {key: copy_of(value) for key, value in state.items()}
-    if isinstance(state, list | tuple):
-        return type(state)(copy_of(value) for value in state)
-    if not isinstance(state, Tensor):
-        return state
+def copy_of(tensor: Tensor) -> Tensor:
+    """A copy on the same device, so that training waits for no transfer; on the host, if the GPU's memory is full."""
     try:
-        return state.detach().clone()
+        return tensor.detach().clone()
     except torch.OutOfMemoryError:
-        return state.detach().cpu()
+        return tensor.detach().cpu()
 
 
 class Writer:
@@ -111,7 +103,7 @@ def write(run_dir: Path, snapshot: Snapshot, owner: dict[str, str] | None = None
     try:
         part.mkdir(parents=True)
         save_file({name: tensor.cpu().contiguous() for name, tensor in snapshot.model.items()}, part / MODEL)
-        torch.save(_on_host(snapshot.training), part / TRAINING)
+        torch.save(map_tensors(Tensor.cpu, snapshot.training), part / TRAINING)
         (part / MODEL).chmod((part / TRAINING).stat().st_mode)  # save_file makes it readable for its owner alone
         files = {
             name: {"bytes": (part / name).stat().st_size, "sha256": _digest(part / name)} for name in (MODEL, TRAINING)
@@ -130,7 +122,7 @@ def write(run_dir: Path, snapshot: Snapshot, owner: dict[str, str] | None = None
         raise
     except (OSError, RuntimeError, SafetensorError) as error:  # a full disk is an OSError, or a RuntimeError of torch's
         shutil.rmtree(part, ignore_errors=True)
-        needed = sum(tensor.nbytes for tensor in snapshot.model.values()) + _bytes(snapshot.training)
+        needed = sum(tensor.nbytes for tensor in tensors([snapshot.model, snapshot.training]))
         free = shutil.disk_usage(run_dir).free if run_dir.exists() else 0
         raise WriteError(
             f"the checkpoint of step {step} cannot be written to {final}: {error} "
@@ -237,22 +229,6 @@ def _flaw(path: Path) -> str | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{MANIFEST} cannot be read: {error!r}"
     return None
-
-
-def _on_host(state: Any) -> Any:
-    if isinstance(state, dict):
-        return {key: _on_host(value) for key, value in state.items()}
-    if isinstance(state, list | tuple):
-        return type(state)(_on_host(value) for value in state)
-    return state.cpu() if isinstance(state, Tensor) else state
-
-
-def _bytes(state: Any) -> int:
-    if isinstance(state, dict):
-        return sum(_bytes(value) for value in state.values())
-    if isinstance(state, list | tuple):
-        return sum(_bytes(value) for value in state)
-    return state.nbytes if isinstance(state, Tensor) else 0
 
 
 def _digest_of_values(values: dict[str, Any]) -> str:

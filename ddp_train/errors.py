@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says, without the C++ stack that torch appends."""
+    return str(error).strip().partition("\n")[0]
+
+
 class LaunchError(Exception):
     """A failure that we can explain. `str(error)` says what happened, `remedy` what to do about it."""
 

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from ddp_train.errors import LaunchError
+from ddp_train.errors import LaunchError, first_line
 from ddp_train.heartbeat import Position
 from ddp_train.output import Output
 
@@ -80,11 +80,11 @@ def failure_from(error: BaseException, rank: int, position: Position, log_file: 
         detail = f"sys.exit({error.code!r}) was called"
     elif is_echo(error):
         kind, remedy = "peer", "the cause is in the log of the rank that left first"
-        detail = f"another process is gone: {_first_line(error)}"
+        detail = f"another process is gone: {first_line(error)}"
     elif _is_out_of_memory(error):
         kind, remedy, detail = "oom", _LESS_MEMORY, f"{detail}; held at the time: {sizes}"
     elif text.startswith("DataLoader worker (pid"):  # torch's own words, raised wherever the main thread happened to be
-        kind, detail = "data_worker", f"a loader process died: {_first_line(error)}"
+        kind, detail = "data_worker", f"a loader process died: {first_line(error)}"
         if position.fetching:
             detail += f"; the next batch was samples {position.fetching[0].ids.tolist()[:20]}"
         remedy = f"{_LESS_MEMORY}; tuning.num_workers=0 lets the data set fail in the rank itself"
@@ -103,10 +103,6 @@ def _is_out_of_memory(error: BaseException) -> bool:
     """torch's allocator says so on GPUs by a class of its own, on CPU by a RuntimeError."""
     named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     return named or "can't allocate memory" in str(error)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]
 
 
 def failure_from_exit(

@@ -14,6 +14,7 @@ from ddp_train.distributed.session import total
 from ddp_train.heartbeat import Position
 from ddp_train.loop import Job, evaluate
 from ddp_train.metrics import MetricsFile, Score
+from ddp_train.nested import map_tensors
 from ddp_train.progress import Display, epoch_line
 
 
@@ -39,13 +40,12 @@ class Record:
         self.loss: float | None = None
         self.seconds_before = self.epoch_seconds_before = 0.0
         """In earlier processes of this run: altogether, and in the epoch that is going on."""
-        self.began = self.epoch_began = self.interval_began = time.perf_counter()
-        self.interval_first_step = 0
+        self.start_clocks(step=0)
 
-    def begin(self, job: Job) -> None:
-        """Starts the clocks, after all the building."""
+    def start_clocks(self, step: int) -> None:
+        """After all the building. step: optimizer steps that are done."""
         self.began = self.epoch_began = self.interval_began = time.perf_counter()
-        self.interval_first_step = job.step
+        self.interval_first_step = step
 
     @property
     def seconds(self) -> float:
@@ -153,8 +153,8 @@ class Save:
                 self.writer.submit(
                     Snapshot(
                         step=job.step,
-                        model=copy_of(job.module.model.state_dict()),
-                        training=copy_of(training),
+                        model=map_tensors(copy_of, job.module.model.state_dict()),
+                        training=map_tensors(copy_of, training),
                         manifest={**self.manifest, "test": score},
                     )
                 )

@@ -8,7 +8,6 @@ off can hang for ever, deaf to SIGTERM, in a read from the store; it is killed o
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import ipaddress
@@ -31,6 +30,7 @@ from ddp_train.config.schema import Config
 from ddp_train.distributed.world import TOLD, agent_environment
 from ddp_train.errors import LaunchError, PeerError
 from ddp_train.launcher import FINAL, Stop
+from ddp_train.processes import children_of, end_with_parent
 from ddp_train.stopping import SAVED, UNSAVED
 
 AGENT = "torch.distributed.run"
@@ -61,8 +61,8 @@ def join_hosts(config: Config, script: Path, words: list[str]) -> int:
             last_words.touch()
             place = find_place(str(config.launch.rdzv_endpoint))
             env = agent_environment(place.interface, last_words)
-            agent = subprocess.Popen(
-                command(config, place, script, words), env=env, preexec_fn=_die_with_parent, start_new_session=True
+            agent = subprocess.Popen(  # if this launcher is killed, so is the agent, and with it its workers
+                command(config, place, script, words), env=env, preexec_fn=end_with_parent, start_new_session=True
             )
             return _watch(config, agent, script, last_words, stop)
     except LaunchError as error:
@@ -242,10 +242,9 @@ def _tell(run_dir: Path) -> bool:
 
 def _has_workers(agent: int, script: Path) -> bool:
     """Whether workers of an agent are alive. It has other children too, while torch is imported."""
-    for folder in Path("/proc").glob("[0-9]*"):
+    for pid in children_of(agent):
         with contextlib.suppress(OSError):  # it ended in between
-            parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
-            command = (folder / "cmdline").read_bytes() if int(parent) == agent else b""  # empty for the dead
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()  # empty for the dead
             if str(script).encode() in command and AGENT.encode() not in command:  # between fork and exec it has both
                 return True
     return False
@@ -257,9 +256,3 @@ def _read(last_words: Path) -> tuple[int, list[int], bool]:
     latest = max((int(attempt) for attempt, _ in lines), default=0)
     words = [word for attempt, word in lines if int(attempt) == latest]
     return latest, [int(word) for word in words if word != TOLD], TOLD in words
-
-
-def _die_with_parent() -> None:
-    """In the agent, before it is one: if this launcher is killed, so is the agent, and with it its workers."""
-    PR_SET_PDEATHSIG = 1  # linux/prctl.h
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

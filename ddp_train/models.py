@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_train.custom import call
-from ddp_train.errors import ConfigError
+from ddp_train.errors import ConfigError, first_line
 
 
 def build_model(model: Any, input_shape: Sequence[int], outputs: int) -> nn.Module:
@@ -114,8 +114,8 @@ def _torchvision(model: Any, shape: tuple[int, ...], outputs: int) -> nn.Module:
         with torch.device("meta"):
             get_model(model.arch, weights=None, **more).eval()(torch.empty(2, 3, *shape[1:]))
     except (RuntimeError, AssertionError, ValueError) as error:
-        size, why = f"{shape[1]} x {shape[2]}", str(error).strip().partition("\n")[0]
-        raise ConfigError([f"model.arch={model.arch}: cannot take images of {size} pixels: {why}"]) from error
+        what = f"cannot take images of {shape[1]} x {shape[2]} pixels: {first_line(error)}"
+        raise ConfigError([f"model.arch={model.arch}: {what}"]) from error
     network = get_model(model.arch, weights=None, **more)
     return nn.Sequential(_Rgb(), network) if shape[0] == 1 else network
 

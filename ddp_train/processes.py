@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,12 +32,12 @@ def end_loader_with_parent(_worker: int) -> None:
 def adopting_orphans() -> Iterator[None]:
     """Whatever is started inside, by whomever, becomes a child of this process when its own parent dies; at the end it
     is killed. Processes that left their session (a daemon of the user's code) are found in no other way."""
-    before = set(_children())
+    before = set(children_of(os.getpid()))
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     try:
         yield
     finally:
-        while orphans := set(_children()) - before:  # the children of a killed one are adopted in turn
+        while orphans := set(children_of(os.getpid())) - before:  # the children of a killed one are adopted in turn
             for pid in orphans:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
@@ -74,10 +75,19 @@ def oom_kills() -> int:
     return 0
 
 
-def _children() -> list[int]:
-    own = str(os.getpid())
+def children_of(pid: int) -> list[int]:
+    """Process ids; empty where there is no /proc."""
     pids = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
-    return [pid for pid in pids if (fields := _fields(pid)) and fields[1] == own]
+    return [child for child in pids if (fields := _fields(child)) and fields[1] == str(pid)]
+
+
+def started(pid: int) -> float:
+    """When a process started, in seconds since the epoch; now, where it cannot be known."""
+    fields = _fields(pid)
+    if not fields:
+        return time.time()
+    boot = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime"))
+    return int(boot.split()[1]) + int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
 def _fields(pid: int) -> list[str]:

@@ -207,7 +207,7 @@ def _train(
     if job.step >= job.plan.steps:
         display.line(f"nothing is left to train: {counted(job.step, 'step')} done, {job.plan.steps:,} were asked for")
     display.start(job.step, job.plan.steps)
-    record.begin(job)
+    record.start_clocks(job.step)
     connection = store.clone() if store else None
     try:
         with brake.armed(position, world, connection, config.launch.grace_seconds / 2, leave):

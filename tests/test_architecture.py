@@ -16,7 +16,7 @@ PACKAGE = ROOT / "ddp_train"
 LAYERS = """
     errors lock output processes heartbeat health distributed.world
     config.schema config.machine config.resolve config.compose config.outside config.check config.freeze config.prepare
-    custom stopping distributed.preflight distributed.session distributed.roll_call distributed.sync_batch_norm
+    nested custom stopping distributed.preflight distributed.session distributed.roll_call distributed.sync_batch_norm
     data.keyed data.augment data.plan data.sources data.loader
     models strategy ordered tuning metrics optim checkpoint progress loop hooks build worker
     restarts watch launcher hosts cli

@@ -20,6 +20,7 @@ from torch import nn
 from ddp_train import checkpoint
 from ddp_train.checkpoint import Snapshot, Writer, copy_of, find, load_model, load_training, write
 from ddp_train.errors import DataError, WriteError
+from ddp_train.nested import map_tensors
 
 
 def snapshot(step: int, **manifest: Any) -> Snapshot:
@@ -127,7 +128,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypa
     monkeypatch.setattr(checkpoint, "write", slow)
     state = {"weight": torch.zeros(3)}
     writer = Writer(tmp_path, keep=2)
-    writer.submit(Snapshot(1, copy_of(state), {}, {}))
+    writer.submit(Snapshot(1, map_tensors(copy_of, state), {}, {}))
     state["weight"] += 1  # the next step, while the disk is busy
     held.set()
     writer.finish()

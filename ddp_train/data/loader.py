@@ -16,6 +16,7 @@ from ddp_train.data.plan import Share
 from ddp_train.data.sources import Source
 from ddp_train.errors import LaunchError
 from ddp_train.heartbeat import Position
+from ddp_train.nested import map_tensors
 from ddp_train.processes import end_loader_with_parent
 from ddp_train.stopping import ignore_signals
 
@@ -29,19 +30,11 @@ class Batch:
     share: Share
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        return Batch(_map(change, self.inputs), change(self.targets), self.share)
+        return Batch(map_tensors(change, self.inputs), change(self.targets), self.share)
 
     def pin_memory(self) -> Batch:
         """Called by the DataLoader's pin_memory thread."""
         return self.map(Tensor.pin_memory)
-
-
-def _map(change: Callable[[Tensor], Tensor], value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        return {key: _map(change, item) for key, item in value.items()}
-    return type(value)(_map(change, item) for item in value)
 
 
 class _Batches(Dataset):

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import importlib.util
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from ddp_train.data import augment
 from ddp_train.data.keyed import mix, uniform
 from ddp_train.errors import ConfigError, DataError
+from ddp_train.nested import tensors
 
 Augmentation = Callable[[Tensor, Tensor], Tensor]
 """(images [n, c, h, w], draws [n, 3] uniform in [0, 1)) -> images."""
@@ -179,7 +180,7 @@ def digests(source: Source, samples: int = 8) -> dict[str, str]:
     found = {"count": str(len(source))}
     for number in dict.fromkeys(numbers):
         digest = hashlib.sha256()
-        for tensor in _tensors(source.fetch(np.array([number]), None)):
+        for tensor in tensors(source.fetch(np.array([number]), None)):
             digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         found[str(number)] = digest.hexdigest()
     return found
@@ -196,14 +197,6 @@ def refuse_other_data(data: Any, then: dict[str, str], now: dict[str, str]) -> N
         f"data={data.name}{root} changed since the checkpoint: {what}",
         "bring the old data back, or start anew with checkpoint.resume=never",
     )
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    else:
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(part)
 
 
 def _digits(data: Any, seed: int) -> tuple[Source, Source]:

@@ -20,7 +20,7 @@ from torch.cuda import nccl
 from torch.distributed import DistError, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from ddp_train.distributed.world import World, gloo_interface, hosts_asked, hosts_started
-from ddp_train.errors import ConfigError, PeerError
+from ddp_train.errors import ConfigError, PeerError, first_line
 
 FACTS, CLOCK, VERDICT, READ = (f"ddp_train/{name}" for name in ("facts", "clock", "verdict", "read"))
 CLOCK_TOLERANCE_SECONDS = 5.0
@@ -49,9 +49,9 @@ def agree(store: Store, world: World, words: list[str], frozen: Path, text: str,
             store.set(f"{CLOCK}/{world.rank}", str(time.time()))
             verdict = json.loads(store.get(VERDICT))
     except DistError as error:
-        first_line = str(error).partition("\n")[0]
         raise PeerError(
-            f"rank {world.rank} lost touch with the others before step 0: {first_line}", "see what rank 0 printed"
+            f"rank {world.rank} lost touch with the others before step 0: {first_line(error)}",
+            "see what rank 0 printed",
         ) from error
     acknowledge(store, world, wait=bool(verdict))
     if verdict:

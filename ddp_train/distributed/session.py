@@ -14,7 +14,7 @@ from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # pyrigh
 
 from ddp_train.distributed.preflight import acknowledge
 from ddp_train.distributed.world import LISTEN_SOCKET, World
-from ddp_train.errors import PeerError
+from ddp_train.errors import PeerError, first_line
 
 CONFIG_KEY = "ddp_train/config"
 
@@ -37,7 +37,7 @@ def open_store(world: World, timeout_seconds: float) -> Store:
             store, _, _ = next(iter(rendezvous("env://", world.rank, world.size, timeout=timeout)))
     except (dist.DistError, OSError) as error:
         raise PeerError(
-            f"rank {world.rank} cannot reach the store at {address}:{port}: {_first_line(error)}",
+            f"rank {world.rank} cannot reach the store at {address}:{port}: {first_line(error)}",
             "check that rank 0 runs, and that host name and port can be reached from here",
         ) from error
     # torchrun restarts workers over one store: without a name of its own an attempt reads the addresses of its dead
@@ -61,7 +61,7 @@ def share_config(store: Store, world: World, text: str | None) -> str:
         return text
     except dist.DistError as error:
         raise PeerError(
-            f"rank {world.rank} got no config from rank 0: {_first_line(error)}", "see what rank 0 printed"
+            f"rank {world.rank} got no config from rank 0: {first_line(error)}", "see what rank 0 printed"
         ) from error
 
 
@@ -158,7 +158,3 @@ def local_leader_first(world: World, device: str) -> Iterator[None]:
 def barrier(device: str) -> None:
     """Waits for all processes."""
     total(torch.zeros(1, device=device)).item()
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0]

@@ -12,6 +12,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from ddp_train.processes import started
+
 LISTEN_SOCKET = "DDP_TRAIN_LISTEN_FD"
 """File descriptor of the listening socket of the store, inherited by rank 0 from our own launcher."""
 LAUNCHER_PID = "DDP_TRAIN_LAUNCHER_PID"
@@ -179,18 +181,8 @@ def new_run_id(world: World | None) -> str:
     if world and world.run_id not in ("", "none") and not _is_uuid(world.run_id):
         return world.run_id
     pid = os.getppid() if world else os.getpid()
-    return time.strftime("%Y-%m-%d_%H-%M-%S", time.localtime(_started(pid))) + f"_{pid}"
+    return time.strftime("%Y-%m-%d_%H-%M-%S", time.localtime(started(pid))) + f"_{pid}"
 
 
 def _is_uuid(text: str) -> bool:
     return len(text) == 36 and text.count("-") == 4
-
-
-def _started(pid: int) -> float:
-    """When a process started, in seconds since the epoch; now, where there is no /proc."""
-    try:
-        ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-        boot = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime"))
-    except OSError:
-        return time.time()
-    return int(boot.split()[1]) + ticks / os.sysconf("SC_CLK_TCK")

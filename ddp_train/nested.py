@@ -1,0 +1,30 @@
+"""Tensors inside nested dicts, lists and tuples: a batch, the state of an optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+
+def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """The same nested dicts, lists and tuples with `change(tensor)` for each tensor; all else stays as it is."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: map_tensors(change, item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a namedtuple wants its items one by one
+        return type(value)(*(map_tensors(change, item) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(map_tensors(change, item) for item in value)
+    return value
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """All tensors in nested dicts, lists and tuples, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from tensors(item)

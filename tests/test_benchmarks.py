@@ -1,0 +1,28 @@
+"""The benchmarks run: what they measure is in docs/benchmarks/, and must be measured on an idle machine."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+QUICK = {
+    "overhead.py": ("--rounds", "2", "--steps", "60", "--limit", "1e6"),
+    "checkpoint_stall.py": ("--batch", "2", "--saves", "2", "--every", "2"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", QUICK)
+def test_a_benchmark_writes_its_page(script: str, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    command = [sys.executable, str(ROOT / "benchmarks" / script), *QUICK[script], "--output", str(page)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert "Traceback" not in done.stderr, done.stderr
+    text = page.read_text()
+    assert text == done.stdout and text.startswith("# ")
+    assert all(f"- {fact}: " in text for fact in ("Hardware", "Versions", "Date", "Command"))
