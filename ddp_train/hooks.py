@@ -89,7 +89,7 @@ class Record:
         self.epoch_began = self.interval_began = time.perf_counter()
 
     def _record_interval(self, job: Job) -> None:
-        self.loss = job.stepper.losses.mean(self.device)  # waits for the device: the clock is read after it
+        self.loss = job.stepper.mean_loss()  # waits for the device: the clock is read after it
         now = time.perf_counter()
         samples = job.plan.samples_seen(job.step) - job.plan.samples_seen(self.interval_first_step)
         speed = samples / (now - self.interval_began)
@@ -144,7 +144,7 @@ class Save:
 
     def _save(self, job: Job) -> None:
         self.position.phase = "checkpoint"
-        job.stepper.check_weights()
+        job.stepper.check()
         self.last_save = time.monotonic()
         with job.strategy.averaged(job.module) as buffers:
             if self.writer:

@@ -75,7 +75,7 @@ def train(job: Job, batches: Iterator[Batch], until: int) -> None:
         while not exchange:
             batch = next(batches)
             exchange = batch.share.last
-            with job.strategy.sync_gradients(job.wrapped, batch.share):
+            with job.strategy.sync_gradients(batch.share):
                 loss = job.wrapped(batch.inputs, batch.targets)
                 job.stepper.backward(loss, batch.share)
         job.stepper.step()

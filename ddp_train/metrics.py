@@ -48,6 +48,10 @@ class RunningLoss:
         """The losses of a step that was not taken."""
         self.seen = [(loss, share) for loss, share in self.seen if share.step != step]
 
+    def first_bad_step(self, never: int) -> int:
+        """The first optimizer step here with a loss that is not finite; `never` if there is none."""
+        return min((share.step for loss, share in self.seen if not is_finite(loss)), default=never)
+
     def mean(self, device: str) -> float:
         """The mean loss per sample over all processes, by one exchange; starts over.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -14,12 +13,9 @@ from torch.optim import Optimizer
 from ddp_train.config.schema import ScheduleConfig
 from ddp_train.custom import call
 from ddp_train.data.plan import Share
-from ddp_train.distributed.session import from_all_ranks
-from ddp_train.errors import NonFiniteLossError
+from ddp_train.guard import DeviceGuard, Guard
 from ddp_train.heartbeat import Position
-from ddp_train.metrics import RunningLoss, is_finite
-
-log = logging.getLogger(__name__)
+from ddp_train.metrics import RunningLoss
 
 Factor = Callable[[int], float]
 
@@ -94,13 +90,7 @@ _SCHEDULES: dict[str, Callable[[Any, int], Factor]] = {
 
 
 class Stepper:
-    """Backward passes and the optimizer step that ends them.
-
-    A loss that is NaN or infinite on one rank must stop all ranks before the optimizer step. It makes that rank's
-    gradients NaN, and the gradient exchange carries the news to every rank: agreement costs no collective, only a look
-    at one gradient. A gradient that is not finite though the loss is (sqrt at 0) may escape that look; the weights it
-    spoils spoil the next loss, and `check_weights` keeps them out of every checkpoint.
-    """
+    """Backward passes and the optimizer step that ends them."""
 
     def __init__(
         self,
@@ -112,18 +102,19 @@ class Stepper:
         any_may_lack: bool = False,
         skip_non_finite: bool = False,
     ) -> None:
-        """any_may_lack: some steps leave some parameters without a gradient: no single one can speak for all.
-        skip_non_finite: a step with a loss that is not finite is left out with a warning, and training goes on."""
-        self.skip_non_finite = skip_non_finite
+        """any_may_lack, skip_non_finite: see `guard.Guard`."""
         self.optimizer, self.factor, self.max_grad_norm, self.scaler = optimizer, factor, max_grad_norm, scaler
         self.position = position
-        self.any_may_lack, self.witness = any_may_lack, nn.Parameter(requires_grad=False)
-        self.witness_is_short = False
-        """To be read without a kernel, which takes 3 us less."""
         self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.full_rates = [group.setdefault("initial_lr", group["lr"]) for group in optimizer.param_groups]
+        self.device = str(self.parameters[0].device)
         self.losses = RunningLoss()
         self.scaled = scaler.is_enabled()
+        watched = self.losses, position, self.scaled
+        if optimizer.defaults.get("fused") and self.device != "cpu" and not (any_may_lack or skip_non_finite):
+            self.guard: Guard = DeviceGuard(optimizer, *watched)
+        else:
+            self.guard = Guard(optimizer, *watched, any_may_lack, skip_non_finite)
         self.constants: dict[float, Tensor] = {}
         self.steps_done = 0
         self.continue_from(0)
@@ -162,75 +153,39 @@ class Stepper:
         torch.autograd.backward((loss,), (self.scaler.scale(start) if self.scaled else start,))
 
     def step(self) -> None:
-        """One optimizer step. Raises NonFiniteLossError, on all ranks alike, if a loss is not finite."""
+        """One optimizer step. Raises NonFiniteLossError, on all ranks alike, if a loss is not finite; on a GPU with a
+        fused optimizer it is `mean_loss` that raises it."""
         self.position.phase = "optimizer step"
         if self.scaled:
             self.scaler.unscale_(self.optimizer)
-        if self.max_grad_norm is not None:
-            norm = nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm)
-            finite = math.isfinite(norm)
-        else:
-            finite = math.isfinite(self._gradient_to_ask())
-        skipped = not finite and self._is_skipped()
+        limit = self.max_grad_norm
+        norm = None if limit is None else nn.utils.clip_grad_norm_(self.parameters, limit)
+        allowed = self.guard.allows(self.steps_done, norm)
         factor = self.factor(self.steps_done)
         for group, full_rate in self.rated:
             group["lr"] = full_rate * factor
         if self.scaled:
             self.scaler.step(self.optimizer)
             self.scaler.update()
-        elif not skipped:
+        elif allowed:
             self.optimizer.step()
         for parameter in self.parameters:  # as optimizer.zero_grad(), which takes 20 us for four parameters, and this 1
             parameter.grad = None
         self.steps_done += 1
         self.position.step = self.steps_done
 
+    def mean_loss(self) -> float:
+        """The mean loss per sample since the last call, over all processes, NaN if all steps were skipped. Raises
+        NonFiniteLossError if a loss was not finite. Waits for the device."""
+        self.guard.look(self.steps_done)
+        return self.losses.mean(self.device)
+
+    def check(self) -> None:
+        """Raises NonFiniteLossError if a loss was not finite, or a weight is not: before a checkpoint."""
+        self.guard.look(self.steps_done)
+        self.guard.check_weights(self.steps_done)
+
     @property
     def last_learning_rate(self) -> float:
         """Of the step that was done last, in the first group."""
         return self.full_rates[0] * self.factor(self.steps_done - 1)
-
-    def _gradient_to_ask(self) -> float:
-        """A scalar that is not finite if a loss was not: of the smallest gradient, which costs least to read."""
-        if self.any_may_lack:
-            return nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None]).item()
-        gradient = self.witness.grad
-        if gradient is None:
-            self.witness = min((p for p in self.parameters if p.grad is not None), key=Tensor.numel)
-            gradient = self.witness.grad
-            assert gradient is not None
-            self.witness_is_short = gradient.is_cpu and gradient.ndim == 1 and len(gradient) <= 64
-        return sum(gradient.tolist()) if self.witness_is_short else gradient.sum().item()
-
-    def check_weights(self) -> None:
-        """Raises NonFiniteLossError if a weight is not finite. Waits for the device: for checkpoints, not for steps."""
-        if not math.isfinite(nn.utils.get_total_norm(self.parameters)):
-            raise self._error(f"after step {self.steps_done} the weights are not finite", rank=None)
-
-    def _is_skipped(self) -> bool:
-        """Finds the guilty rank, and what is to be done. Raises NonFiniteLossError unless such steps are left out.
-
-        Float16 gradients may overflow with finite losses: GradScaler skips that step by itself.
-        """
-        seen = self.losses.of_step(self.steps_done)
-        good = all(is_finite(loss) for loss, _ in seen)
-        verdicts = from_all_ranks(torch.tensor(float(good), device=self.parameters[0].device)).tolist()
-        guilty = [rank for rank, verdict in enumerate(verdicts) if not verdict]
-        if not guilty and self.scaled:
-            return True
-        if guilty:
-            bad = [share.ids for loss, share in seen if not is_finite(loss)]
-            mine = f"; samples here: {bad[0].tolist()[:20]}" if bad else ""
-            what = f"the loss is not finite on rank {', '.join(map(str, guilty))}"
-        else:
-            mine, what = "", "the gradients are not finite, though every rank's loss is"
-        error = self._error(f"step {self.steps_done}: {what}{mine}", rank=guilty[0] if guilty else None)
-        if not self.skip_non_finite:
-            raise error
-        log.warning("%s; the step is skipped (train.on_non_finite=skip)", error)
-        self.losses.forget(self.steps_done)
-        return True
-
-    def _error(self, detail: str, rank: int | None) -> NonFiniteLossError:
-        remedy = f"lower optimizer.lr={self.full_rates[0]:g}, clip with train.max_grad_norm=1, or look at those samples"
-        return NonFiniteLossError(detail, remedy, rank)

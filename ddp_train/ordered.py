@@ -68,7 +68,7 @@ class OrderedReduction(Single):
         return module
 
     @contextlib.contextmanager
-    def sync_gradients(self, wrapped: nn.Module, share: Share) -> Iterator[None]:
+    def sync_gradients(self, share: Share) -> Iterator[None]:
         if not self.tree.leaves:
             self.before = [buffer.clone() for buffer in self.buffers]
         self.seeds[share.part](share.step)  # in place of the step's, which knows the rank

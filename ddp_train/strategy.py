@@ -93,7 +93,7 @@ class Strategy(Protocol):
         """What the training step calls. Evaluation and checkpoints use the module itself: it has the plain names."""
         ...
 
-    def sync_gradients(self, wrapped: nn.Module, share: Share) -> AbstractContextManager[Any]:
+    def sync_gradients(self, share: Share) -> AbstractContextManager[Any]:
         """Around forward and backward of a share. Gradients are exchanged in that of the last share of a step; in those
         before it they only add up on this process."""
         ...
@@ -121,7 +121,7 @@ class Single:
     def wrap(self, module: ModelWithLoss) -> nn.Module:
         return module
 
-    def sync_gradients(self, wrapped: nn.Module, share: Share) -> AbstractContextManager[Any]:
+    def sync_gradients(self, share: Share) -> AbstractContextManager[Any]:
         return _NOTHING
 
     def averaged(self, module: ModelWithLoss) -> AbstractContextManager[Tensor]:
@@ -151,15 +151,14 @@ class DistributedDataParallel:
 
     def wrap(self, module: ModelWithLoss) -> nn.Module:
         self.sync_batch_norms = [layer for layer in module.modules() if isinstance(layer, SyncBatchNorm)]
-        wrapped = nn.parallel.DistributedDataParallel(module, **ddp_arguments(self.config, self.device))
-        _register_comm_hook(wrapped, self.config)
-        return wrapped
+        self.wrapped = nn.parallel.DistributedDataParallel(module, **ddp_arguments(self.config, self.device))
+        _register_comm_hook(self.wrapped, self.config)
+        return self.wrapped
 
-    def sync_gradients(self, wrapped: nn.Module, share: Share) -> AbstractContextManager[Any]:
-        assert isinstance(wrapped, nn.parallel.DistributedDataParallel)
+    def sync_gradients(self, share: Share) -> AbstractContextManager[Any]:
         for layer in self.sync_batch_norms:
             layer.counts = share.count > 0
-        return _NOTHING if share.last else wrapped.no_sync()
+        return _NOTHING if share.last else self.wrapped.no_sync()
 
     def averaged(self, module: ModelWithLoss) -> AbstractContextManager[Tensor]:
         return averaged_buffers(module)

@@ -18,14 +18,14 @@ LAYERS = """
     config.schema config.machine config.resolve config.compose config.outside config.check config.freeze config.prepare
     nested custom stopping distributed.preflight distributed.session distributed.roll_call distributed.sync_batch_norm
     data.keyed data.augment data.plan data.sources data.loader
-    models strategy ordered tuning metrics optim checkpoint progress loop hooks build worker
+    models strategy ordered tuning metrics guard optim checkpoint progress loop hooks build worker
     restarts watch launcher hosts cli
 """.split()  # noqa: SIM905  one word per module reads better
 """From the ground up: a module imports only what stands before it."""
 
 WHEN_THINGS_GO_WRONG = """
     lock output processes heartbeat health stopping distributed.preflight distributed.roll_call restarts watch hosts
-    ordered distributed.sync_batch_norm
+    guard ordered distributed.sync_batch_norm
 """.split()  # noqa: SIM905
 """Modules that a run which goes well hardly enters, and two that few runs ask for."""
 

@@ -28,7 +28,8 @@ from ddp_train.data.plan import Share
 from ddp_train.data.sources import ArraySource
 from ddp_train.distributed.world import World
 from ddp_train.errors import NonFiniteLossError
-from ddp_train.loop import fit
+from ddp_train.guard import DeviceGuard
+from ddp_train.loop import fit, train
 from ddp_train.metrics import RunningLoss
 from ddp_train.optim import build_optimizer, build_schedule
 from tests.jobs import config_of, job_of, table
@@ -157,7 +158,7 @@ def run_past_a_bad_loss(world: World) -> tuple[int, int, bool, list[float]]:
         def act(self, job: Any) -> None:
             moved.append(any(not torch.equal(a, b) for a, b in zip(before, job.module.parameters(), strict=True)))
             before[:] = [parameter.detach().clone() for parameter in job.module.parameters()]
-            means.append(job.stepper.losses.mean("cpu"))
+            means.append(job.stepper.mean_loss())
 
     job.hooks = [Watch()]
     fit(job)
@@ -180,11 +181,11 @@ def test_weights_that_are_not_finite_are_never_saved() -> None:
     world = World()
     config = config_of(world, strategy={"name": "single"}, model={"name": "mlp"}, train={"global_batch_size": 8})
     job = job_of(config, world, (table(16), table(16)))
-    job.stepper.check_weights()
+    job.stepper.check()
     with torch.no_grad():
         next(iter(job.module.parameters()))[0, 0] = math.nan
     with pytest.raises(NonFiniteLossError, match="after step 0 the weights are not finite"):
-        job.stepper.check_weights()
+        job.stepper.check()
 
 
 def test_a_loss_that_is_not_finite_without_a_bad_gradient_is_seen_too() -> None:
@@ -195,6 +196,38 @@ def test_a_loss_that_is_not_finite_without_a_bad_gradient_is_seen_too() -> None:
     job.module.loss = lambda outputs, targets: outputs.sum() + math.nan
     with pytest.raises(NonFiniteLossError):
         fit(job)
+
+
+@pytest.mark.parametrize(("optimizer", "clip"), [("sgd", None), ("adamw", None), ("sgd", 1.0)])
+def test_a_device_keeps_a_bad_loss_out_of_the_weights_until_the_host_looks(optimizer: str, clip: float | None) -> None:
+    """As on GPUs; torch's fused optimizers on the CPU obey the same flag."""
+    bad = table(96)
+    bad.inputs[40] = math.nan
+    config = config_of(
+        World(),
+        strategy={"name": "single"},
+        model={"name": "mlp", "hidden": 4},
+        train={"global_batch_size": 24, "epochs": 1, "max_grad_norm": clip},
+        optimizer={"name": optimizer},
+        tuning={"optimizer": "fused"},
+    )
+    job = job_of(config, World(), (bad, table(24)))
+    step = next(step for step in range(4) if 40 in job.plan.global_batch(step))
+    stepper = job.stepper
+    stepper.guard = DeviceGuard(stepper.optimizer, stepper.losses, stepper.position)
+    batches = iter(job.batches)
+    train(job, batches, until=step)
+    stepper.guard.look(step)
+    before = [parameter.detach().clone() for parameter in stepper.parameters]
+    train(job, batches, until=4)
+    assert job.step == 4, "nobody waited"
+    assert all(torch.equal(a, b) for a, b in zip(before, stepper.parameters, strict=True))
+    for look in (stepper.mean_loss, stepper.check):
+        with pytest.raises(
+            NonFiniteLossError, match=f"step {step}: the loss is not finite on rank 0; samples here: .*40"
+        ):
+            look()
+    assert stepper.position.step == step
 
 
 def test_clipping_comes_after_accumulation_and_is_torchs() -> None:

@@ -68,7 +68,7 @@ def trained_bits(world: World, *arguments: str) -> tuple[str, float, Any, float]
     start = nn.utils.parameters_to_vector(job.module.parameters()).detach().clone()
     fit(job)
     moved = (nn.utils.parameters_to_vector(job.module.parameters()) - start).norm().item()
-    return digest(state_of(job)), job.stepper.losses.mean("cpu"), evaluate(job.evaluation), moved
+    return digest(state_of(job)), job.stepper.mean_loss(), evaluate(job.evaluation), moved
 
 
 @pytest.mark.parametrize(("model", "precision"), [
@@ -177,7 +177,7 @@ def odd_step(world: World, counts: list[int]) -> tuple[Any, ...]:
     wrapped, each = strategy.wrap(module), 4 // world.size
     for part in range(world.rank * each, (world.rank + 1) * each):
         share = Share(0, 0, np.array([part]), counts[part], float(counts[part] > 0), part % each == each - 1, part)
-        with strategy.sync_gradients(wrapped, share):
+        with strategy.sync_gradients(share):
             loss = wrapped(torch.full((1, 2), part + 1.0), torch.zeros(1))
             loss.backward(torch.tensor(share.scale))
             draw = torch.rand(1).item()
