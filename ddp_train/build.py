@@ -60,7 +60,7 @@ def build_evaluation(
     return Evaluation(
         module=module,
         strategy=_strategy(config, device),
-        batches=Loader(source, shares, config.tuning, device, position, "evaluation "),
+        batches=Loader(source, shares, config.tuning, device, position, "evaluation ", _resident(config)),
         new_scorer=lambda: Scorer(-(-len(source) // batch_size), device),
     )
 
@@ -69,6 +69,10 @@ def _strategy(config: Config, device: str) -> Strategy:
     if config.train.reduction == "ordered":
         return OrderedReduction(device, config.seed, config.train.virtual_shards)
     return build_strategy(config.strategy, device)
+
+
+def _resident(config: Config) -> bool:
+    return getattr(config.data, "loader", "host") == "device"
 
 
 def build_plan(config: Config, world: World, samples: int) -> Plan:
@@ -126,7 +130,9 @@ def build_job(
         wrapped=wrapped,
         strategy=strategy,
         stepper=stepper,
-        batches=Loader(train_source, _Shares(plan, first_step), config.tuning, device, position),
+        batches=Loader(
+            train_source, _Shares(plan, first_step), config.tuning, device, position, resident=_resident(config)
+        ),
         evaluation=build_evaluation(config, world, device, module, test_source, position),
         seed_step=StepSeed(config.seed, world.rank, device),
         step=first_step,

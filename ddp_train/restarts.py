@@ -41,9 +41,10 @@ class Restarts:
         return max(steps, default=-1)
 
     def _failure(self) -> tuple[str, ...]:
-        """What happened, and at which step, but for seconds, sizes and process ids. Empty if nothing was reported."""
+        """What happened, to which rank and at which step, but for seconds, sizes and process ids. Empty if nothing was
+        reported."""
         try:
             failure = json.loads((self.run_dir / FILE).read_text())
         except FileNotFoundError:
             return ()
-        return failure["kind"], str(failure["step"]), re.sub(r"\d+", "#", failure["detail"])
+        return failure["kind"], str(failure["rank"]), str(failure["step"]), re.sub(r"\d+", "#", failure["detail"])

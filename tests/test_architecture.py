@@ -97,7 +97,7 @@ def test_the_main_path_can_be_read_in_an_hour() -> None:
     """And what happens when things go wrong in half of one: two rooms to read, one after the other."""
     wrong = sum(code_lines(path_of(module)) for module in WHEN_THINGS_GO_WRONG)
     all_of_it = sum(code_lines(path_of(module)) for module in LAYERS) + code_lines(ROOT / "launch.py")
-    assert wrong <= 1500 and all_of_it - wrong <= 3750
+    assert wrong <= 1500 and all_of_it - wrong <= 4250
 
 
 def test_the_loop_is_a_page() -> None:

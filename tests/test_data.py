@@ -25,9 +25,9 @@ from ddp_train.config.schema import (
     TuningConfig,
 )  # fmt: skip
 from ddp_train.data import augment, keyed
-from ddp_train.data.loader import Loader
+from ddp_train.data.loader import Loader, _Resident
 from ddp_train.data.plan import Plan, Share, evaluation_shares
-from ddp_train.data.sources import ForeignSource, Source, build_sources
+from ddp_train.data.sources import ArraySource, ForeignSource, Source, build_sources
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, DataError
 from ddp_train.health import failure_from
@@ -366,3 +366,28 @@ def test_nested_inputs_travel_through_the_loader() -> None:
     tuning = TuningConfig(num_workers=0, precision="fp64", **LOADER)
     (batch,) = Loader(Nested(), [Share(None, 0, np.arange(3), 3, 1.0, True)], tuning, "cpu", Position())
     assert batch.inputs["a"].dtype == torch.float64 and batch.inputs["b"][0].shape == (3, 2)
+
+
+@pytest.mark.parametrize("augment", [False, True])
+def test_a_resident_data_set_gives_the_same_batches(augment: bool) -> None:
+    """Cut out of groups that end with the memory for one or with the epoch; in any precision."""
+    train, _ = build_sources(DigitsConfig(augment=augment), seed=3)
+    plan = Plan(samples=len(train), global_batch_size=100, accumulation_steps=2, steps=40, seed=3, rank=1, world_size=3)
+    for precision in ("fp32", "fp64"):
+        tuning = TuningConfig(num_workers=0, **LOADER | {"precision": precision})
+        made = [Loader(train, list(plan.shares()), tuning, "cpu", Position(), resident=r) for r in (False, True)]
+        held = made[1].batches
+        assert isinstance(held, _Resident)
+        held.samples_at_once = 100
+        assert len(list(held._groups())) > 2 * 3, "several groups in each epoch"
+        for batch, other in zip(*made, strict=True):
+            assert batch.share is other.share or batch.share.ids.tolist() == other.share.ids.tolist()
+            assert torch.equal(batch.inputs, other.inputs) and torch.equal(batch.targets, other.targets)
+            assert batch.inputs.dtype == other.inputs.dtype
+
+
+def test_a_part_of_a_data_set_keeps_its_classes() -> None:
+    source = ArraySource(torch.arange(6.0)[:, None], torch.tensor([0, 1, 0, 1, 2, 2]))
+    part = source.first(3)
+    assert (len(part), part.outputs, len(source)) == (3, 3, 6)
+    assert part.to(torch.device("cpu")).fetch(np.array([2]), None)[0].tolist() == [[2.0]]

@@ -226,8 +226,20 @@ def memory_formats(case: Case) -> Any:
 def data_loader(case: Case) -> Any:
     """The settings of the DataLoader. On GPUs: nothing is loaded."""
     source = ArraySource(torch.zeros(4, 1), torch.zeros(4))
-    built = Loader(source, [], case.config.tuning, World().device(case.config.device), Position()).on_host
+    built = Loader(source, [], case.config.tuning, World().device(case.config.device), Position()).batches
     return built.num_workers, built.prefetch_factor, built.persistent_workers, built.pin_memory
+
+
+def where_data_are_held(case: Case) -> Any:
+    """What batches come from, or why they cannot."""
+    if case.problems:
+        return case.problems
+    train, test = build_sources(case.config.data, case.config.seed)
+    evaluation = build_evaluation(
+        case.config, World(), "cpu", build_module(case.config, train, "cpu"), test, Position()
+    )
+    assert isinstance(evaluation.batches, Loader)
+    return type(evaluation.batches.batches)
 
 
 def copies_to_the_device(case: Case) -> Any:
@@ -451,6 +463,7 @@ ROWS: dict[str, Row] = {
     "model.target": Row("model._target_=torch.nn.modules.linear.NonDynamicallyQuantizableLinear", model),
     "model.arguments": Row("model.out_features=4", model),
     "data.limit": Row("data.limit=5", samples),
+    "data.loader": Row("data.loader=device", where_data_are_held, "data.loader=host"),
     "data.augment": Row("data.augment=FLIPPED", samples),
     "data.root": Row("data.root=other", asked_of_torchvision),
     "data.download": Row("data.download=true", asked_of_torchvision),
@@ -570,7 +583,7 @@ def observed(row: Row, line: str, place: Path, things: Path) -> Any:
         (place / thing.name).symlink_to(thing)
     with contextlib.chdir(place), flags_restored():
         case = case_of(line, row.machine)
-        assert row.observe is problems or case.problems == []
+        assert row.observe in (problems, where_data_are_held) or case.problems == []
         return row.observe(case)
 
 

@@ -222,6 +222,14 @@ def _precision(asked: Config, config: Config, machine: Machine, world: World | N
             "tuning.cudnn_benchmark=true: picks algorithms by timing, which deterministic=true forbids; "
             "drop one of them"
         )
+    if getattr(config.data, "loader", "host") == "device":
+        if config.data.name not in IN_MEMORY:
+            problems.append(f"data.loader=device: data={config.data.name} is not held in memory; use data.loader=host")
+        elif tuning.num_workers:
+            problems.append(
+                f"tuning.num_workers={tuning.num_workers}: data.loader=device has no use for loader processes; "
+                "use tuning.num_workers=0, or data.loader=host"
+            )
     if tuning.optimizer == "fused" and config.optimizer.name not in FUSED:
         problems.append(
             f"tuning.optimizer=fused: torch has no fused {config.optimizer.name}; use tuning.optimizer=foreach"

@@ -16,6 +16,8 @@ class Machine:
     gpus: int = 0
     gpu_name: str = ""
     compute_capability: tuple[int, int] = (0, 0)
+    gpu_bytes: int = 0
+    """Memory of the first GPU."""
 
 
 def this_machine(visible_devices: str | None) -> Machine:
@@ -31,7 +33,9 @@ def this_machine(visible_devices: str | None) -> Machine:
         if not gpus:
             return Machine(cpus)
         handle = pynvml.nvmlDeviceGetHandleByIndex(0)
-        return Machine(cpus, gpus, pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetCudaComputeCapability(handle))
+        capability = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+        memory = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+        return Machine(cpus, gpus, pynvml.nvmlDeviceGetName(handle), capability, memory)
     finally:
         pynvml.nvmlShutdown()
 

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Callable
 from typing import Any
 
 from ddp_train.config.machine import Machine
 from ddp_train.config.schema import Config
 from ddp_train.distributed.world import World, new_run_id
 
-IN_MEMORY = ("digits", "mnist", "fashion_mnist", "cifar10", "synthetic", "linear_regression")
-"""Data sets that are held in memory: a batch is one indexing operation, which no loader process makes faster."""
+IN_MEMORY: dict[str, Callable[[Any], int]] = {
+    "digits": lambda data: 1797 * 64 * 4,
+    "mnist": lambda data: 70_000 * 28 * 28,
+    "fashion_mnist": lambda data: 70_000 * 28 * 28,
+    "cifar10": lambda data: 60_000 * 32 * 32 * 3,
+    "synthetic": lambda data: (data.samples + data.test_samples) * data.channels * data.image_size**2,
+    "linear_regression": lambda data: (data.samples + data.test_samples) * data.features * 4,
+}
+"""Data sets that are held in memory, and their bytes: a batch is one indexing operation, which no loader process makes
+faster."""
+RESIDENT_SHARE = 0.25
+"""Of a GPU's memory, at most, for a data set that is held there without being asked for."""
 FUSED = ("sgd", "adam", "adamw")
 """Optimizers with a fused implementation in torch 2.11 to 2.15 (adadelta and rmsprop have none)."""
 IMAGE_MODELS = ("cnn", "torchvision")
@@ -37,9 +49,19 @@ def resolve(config: Config, machine: Machine, world: World | None) -> Config:
         device=device,
         deterministic=deterministic,
         launch=launch,
+        data=_data(config, device, machine),
         tuning=_tuning(config, device, bool(deterministic), machine, processes_here),
         run_dir=config.run_dir or f"runs/{config.name}/{new_run_id(world)}",
     )
+
+
+def _data(config: Config, device: str, machine: Machine) -> Any:
+    if getattr(config.data, "loader", "host") != "auto":
+        return config.data
+    size = IN_MEMORY[config.data.name](config.data) if config.data.name in IN_MEMORY else math.inf
+    fits = math.isfinite(size) if device == "cpu" else size <= RESIDENT_SHARE * machine.gpu_bytes
+    wanted = config.tuning.name != "none" and config.tuning.num_workers in ("auto", 0)
+    return dataclasses.replace(config.data, loader="device" if fits and wanted else "host")
 
 
 def _tuning(config: Config, device: str, deterministic: bool, machine: Machine, processes_here: int):

@@ -209,6 +209,11 @@ class CustomConfig:
 class DataConfig:
     name: str = "digits"
     limit: int | None = key(None, "use only so many samples of each split", at_least=1)
+    loader: str = key(
+        "auto",
+        "host, or device: held in its memory; auto: device for data held in memory that fit",
+        choices=("auto", "host", "device"),
+    )
 
 
 @dataclass

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from ddp_train.config.schema import TuningConfig
 from ddp_train.data.plan import Share
-from ddp_train.data.sources import Source
+from ddp_train.data.sources import ArraySource, Source
 from ddp_train.errors import LaunchError
 from ddp_train.heartbeat import Position
 from ddp_train.nested import map_tensors
@@ -69,6 +70,36 @@ class _Noted:
             yield share
 
 
+class _Resident:
+    """Batches cut out of a data set that is held where it is needed: no process, no queue, no copy from the host.
+
+    Many shares are fetched as one, so that the dozen operations of a fetch are shared by many small batches.
+    """
+
+    def __init__(self, source: ArraySource, shares: Iterable[Share], place: Callable[[Tensor], Tensor]) -> None:
+        self.source, self.shares, self.place = source, shares, place
+        at_once = 2**26 if source.inputs.is_cuda else 2**19  # bytes; on CPU they stay in a core's cache
+        self.samples_at_once = at_once // max(1, 4 * source.inputs[0].numel())
+
+    def __iter__(self) -> Iterator[Batch]:
+        for group in self._groups():
+            ids = np.concatenate([share.ids for share in group])
+            inputs, targets = map(self.place, self.source.fetch(ids, group[0].epoch))
+            sizes = [len(share.ids) for share in group]
+            yield from map(Batch, inputs.split(sizes), targets.split(sizes), group)
+
+    def _groups(self) -> Iterator[list[Share]]:
+        group, samples = [], 0
+        for share in self.shares:
+            samples += len(share.ids)
+            if group and (samples > self.samples_at_once or share.epoch != group[0].epoch):
+                yield group
+                group, samples = [], len(share.ids)
+            group.append(share)
+        if group:
+            yield group
+
+
 class Loader:
     """Batches of the given shares in order: on the device, in the run's precision and memory format.
 
@@ -84,15 +115,25 @@ class Loader:
         device: str,
         position: Position,
         phases: str = "",
+        resident: bool = False,
     ) -> None:
-        """phases: what stands before the names of its phases, data and forward."""
-        self.device, self.tuning, self.position = torch.device(device), tuning, position
+        """phases: what stands before the names of its phases, data and forward. resident: the data set, one that is
+        held in memory, is held on the device."""
+        self.device, self.tuning, self.position, self.resident = torch.device(device), tuning, position, resident
         self.dtype = torch.float64 if tuning.precision == "fp64" else None
         self.data, self.forward, self.end = phases + "data", phases + "forward", phases + "end"
         self.fetching: deque[Share] = deque()
         """What loader processes are working on."""
+        self.batches: Iterable[Batch | LaunchError]
+        if resident:
+            assert isinstance(source, ArraySource), "config.check lets no other data set be resident"
+            self.batches = _Resident(source.to(self.device), shares, self._place)
+        else:
+            self.batches = self._from_host(source, shares, tuning)
+
+    def _from_host(self, source: Source, shares: Iterable[Share], tuning: TuningConfig) -> DataLoader:
         workers = int(tuning.num_workers)
-        self.on_host = DataLoader(
+        return DataLoader(
             _Batches(source),
             batch_size=None,  # an item is a batch already
             sampler=_Noted(shares, self.fetching) if workers else shares,
@@ -107,12 +148,12 @@ class Loader:
     def __iter__(self) -> Iterator[Batch]:
         position = self.position
         position.phase, position.fetching = self.data, self.fetching
-        for batch in self.on_host:
+        for batch in self.batches:
             if self.fetching:
                 self.fetching.popleft()
             if isinstance(batch, LaunchError):
                 raise batch
-            placed = batch.map(self._place)
+            placed = batch if self.resident else batch.map(self._place)
             position.batches += 1
             position.phase = self.forward
             yield placed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import importlib.util
@@ -41,7 +42,7 @@ class Source(Protocol):
 
 
 class ArraySource:
-    """A split that is held in memory.
+    """A split that is held in memory: the host's, or a GPU's.
 
     inputs: [n, ...], uint8 images (scaled to [0, 1], then normalised with mean and std per channel) or float32 as they
     are. targets: [n] int64 class labels, or float32 numbers.
@@ -60,16 +61,27 @@ class ArraySource:
         # (x / 255 - mean) / std as one multiplication and one addition
         self.factor = (1 / (255 * torch.tensor(std))).view(-1, 1, 1) if std else None
         self.offset = (-torch.tensor(mean) / torch.tensor(std)).view(-1, 1, 1) if std else None
+        self.outputs = 1 if targets.is_floating_point() else int(targets.max()) + 1
 
     def __len__(self) -> int:
         return len(self.inputs)
 
-    @property
-    def outputs(self) -> int:
-        return 1 if self.targets.is_floating_point() else int(self.targets.max()) + 1
+    def first(self, count: int) -> ArraySource:
+        """The first samples. The number of classes stays that of all."""
+        return self._with(inputs=self.inputs[:count], targets=self.targets[:count])
+
+    def to(self, device: torch.device) -> ArraySource:
+        """The same split on a device, where `fetch` then works: the same draws, the same arithmetic."""
+        held = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return self._with(**held)
+
+    def _with(self, **changed: Tensor) -> ArraySource:
+        other = copy.copy(self)
+        vars(other).update(changed)
+        return other
 
     def fetch(self, ids: np.ndarray, epoch: int | None) -> tuple[Tensor, Tensor]:
-        index = torch.from_numpy(ids)
+        index = torch.from_numpy(ids).to(self.inputs.device)
         inputs = self.inputs[index]
         if self.factor is not None and self.offset is not None:
             inputs = inputs.float().mul_(self.factor).add_(self.offset)
@@ -171,7 +183,11 @@ def build_sources(data: Any, seed: int) -> tuple[Source, Source]:
     """
     train, test = _BUILDERS[data.name](data, seed)
     limit = getattr(data, "limit", None)
-    return (LimitedSource(train, limit), LimitedSource(test, limit)) if limit else (train, test)
+    return (_limited(train, limit), _limited(test, limit)) if limit else (train, test)
+
+
+def _limited(source: Source, limit: int) -> Source:
+    return source.first(limit) if isinstance(source, ArraySource) else LimitedSource(source, limit)
 
 
 def digests(source: Source, samples: int = 8) -> dict[str, str]:
