@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ddp_train import tuning
 from ddp_train.config.compose import counted
 from ddp_train.config.resolve import process_count
 from ddp_train.config.schema import Config
+from ddp_train.cuda_graph import GraphedStepper, on_stream
 from ddp_train.data.keyed import StepSeed, mix
 from ddp_train.data.loader import Loader
 from ddp_train.data.plan import Plan, evaluation_shares
@@ -108,26 +112,33 @@ def build_job(
         rule = f"the run ends before, after {plan.steps} steps; use less than {plan.steps}"
         raise ConfigError([f"schedule.warmup_steps={warmup}: {rule}"])
     strategy = _strategy(config, device)
-    wrapped = strategy.wrap(module)
-    by_ddp = config.strategy.name == "ddp" and not plan.virtual_shards
-    if config.deterministic and by_ddp and world.size > 2:
-        share, here = next(plan.shares()), replace(config.tuning, num_workers=0)
-        settle_buckets(wrapped, next(iter(Loader(train_source, [share], here, device, position))))
-    scaler = torch.amp.GradScaler(torch.device(device).type, enabled=config.tuning.precision == "fp16")
-    stepper = Stepper(
+    stream = torch.cuda.Stream(device) if config.tuning.cuda_graph and config.device == "cuda" else None
+    with on_stream(stream):
+        wrapped = strategy.wrap(module)
+        by_ddp = config.strategy.name == "ddp" and not plan.virtual_shards
+        if config.deterministic and by_ddp and world.size > 2:
+            share, here = next(plan.shares()), replace(config.tuning, num_workers=0)
+            settle_buckets(wrapped, next(iter(Loader(train_source, [share], here, device, position))))
+    parts = (
         build_optimizer(module.model.parameters(), config.optimizer, config.tuning.optimizer),
         build_schedule(config.schedule, plan.steps),
         config.train.max_grad_norm,
-        scaler,
+        torch.amp.GradScaler(torch.device(device).type, enabled=config.tuning.precision == "fp16"),
         position,
-        skip_non_finite=config.train.on_non_finite == "skip",
         # Without DDP nobody asks that every shard uses every parameter.
-        any_may_lack=plan.virtual_shards is not None or getattr(config.strategy, "find_unused_parameters", False),
+        plan.virtual_shards is not None or getattr(config.strategy, "find_unused_parameters", False),
+        config.train.on_non_finite == "skip",
     )
+    forward: Callable[[Any, Tensor], Tensor] = wrapped
+    if stream:
+        stepper: Stepper = GraphedStepper(wrapped, stream, *parts)
+        forward = stepper.forward
+    else:
+        stepper = Stepper(*parts)
     return Job(
         plan=plan,
         module=module,
-        wrapped=wrapped,
+        wrapped=forward,
         strategy=strategy,
         stepper=stepper,
         batches=Loader(
@@ -172,7 +183,8 @@ def plan_rows(config: Config, job: Job) -> dict[str, str]:
     return {
         "processes": f"{on} x {config.device}, {back_end}, {config.strategy.name}",
         "model": f"{model}, {parameters:,} parameters",
-        "data": f"{config.data.name}, {plan.samples:,} samples to train on",
+        "data": f"{config.data.name}, {plan.samples:,} samples to train on"
+        + (", held on the device" if _resident(config) else ""),
         "global batch": f"{plan.global_batch_size} = {split}",
         "steps": f"{whole:,} = {counted(config.train.epochs, 'epoch')} x {plan.steps_per_epoch:,}{cut}{resumed}",
         "optimizer": f"{config.optimizer.name}, lr {job.stepper.full_rates[0]:g}, {config.schedule.name} schedule, "

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from ddp_train.data.loader import Batch
 from ddp_train.data.plan import Plan
@@ -34,7 +34,7 @@ class Job:
 
     plan: Plan
     module: ModelWithLoss
-    wrapped: nn.Module
+    wrapped: Callable[[Any, Tensor], Tensor]
     strategy: Strategy
     stepper: Stepper
     batches: Iterable[Batch]

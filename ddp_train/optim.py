@@ -156,14 +156,22 @@ class Stepper:
         """One optimizer step. Raises NonFiniteLossError, on all ranks alike, if a loss is not finite; on a GPU with a
         fused optimizer it is `mean_loss` that raises it."""
         self.position.phase = "optimizer step"
+        self.set_rates(self.factor(self.steps_done))
+        self.update()
+        self.count_step()
+
+    def set_rates(self, factor: float) -> None:
+        """Of all groups: their full rate times `factor`."""
+        for group, full_rate in self.rated:
+            group["lr"] = full_rate * factor
+
+    def update(self) -> None:
+        """From the gradients to new weights: check, clip, step. No gradients are left."""
         if self.scaled:
             self.scaler.unscale_(self.optimizer)
         limit = self.max_grad_norm
         norm = None if limit is None else nn.utils.clip_grad_norm_(self.parameters, limit)
         allowed = self.guard.allows(self.steps_done, norm)
-        factor = self.factor(self.steps_done)
-        for group, full_rate in self.rated:
-            group["lr"] = full_rate * factor
         if self.scaled:
             self.scaler.step(self.optimizer)
             self.scaler.update()
@@ -171,6 +179,9 @@ class Stepper:
             self.optimizer.step()
         for parameter in self.parameters:  # as optimizer.zero_grad(), which takes 20 us for four parameters, and this 1
             parameter.grad = None
+
+    def count_step(self) -> None:
+        """One more is done."""
         self.steps_done += 1
         self.position.step = self.steps_done
 

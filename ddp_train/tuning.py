@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 
@@ -30,5 +34,20 @@ def shape_model(model: nn.Module, tuning: TuningConfig) -> nn.Module:
     if tuning.channels_last:
         model = model.to(memory_format=torch.channels_last)
     if tuning.compile:
-        model.compile()  # in place: torch.compile(model) would prefix the names in checkpoints
+        # In place: torch.compile(model) would prefix the names in checkpoints. A graph for each of the few shapes of a
+        # run (whole and last batch, in training and in evaluation) is faster than one for all.
+        model.compile(dynamic=False)
     return model
+
+
+@contextlib.contextmanager
+def spared_garbage(tuning: TuningConfig) -> Iterator[None]:
+    """Inside, the garbage collector passes over all objects that were there before: half a million after importing
+    torch, which it would look through again and again."""
+    gc.collect()
+    if tuning.gc_freeze:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()  # DDP must be collected before its process group is closed

@@ -210,7 +210,8 @@ def _train(
     record.start_clocks(job.step)
     connection = store.clone() if store else None
     try:
-        with brake.armed(position, world, connection, config.launch.grace_seconds / 2, leave):
+        armed = brake.armed(position, world, connection, config.launch.grace_seconds / 2, leave)
+        with armed, tuning.spared_garbage(config.tuning):
             fit(job)
             # Without a score at the end, nothing was left to train: the run was complete already.
             score = None if job.step < job.plan.steps else record.score or evaluate(job.evaluation)

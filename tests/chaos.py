@@ -150,7 +150,7 @@ def disturbed(folder: Path, ranks: int, seed: int, seconds: float, *more: str) -
     while True:
         with running(folder / "run", *command, env=env) as job:
             while len(killed) < kills and job.process.poll() is None:
-                time.sleep(draw.uniform(0.2, 1.0) * seconds / kills)
+                time.sleep(draw.uniform(0.1, 0.8) * seconds / kills)
                 victim = _victim(job, draw)
                 if victim:
                     name, pid = victim

@@ -20,11 +20,11 @@ from ddp_train.heartbeat import Position
 from ddp_train.loop import Job, fit
 
 
-def config_of(world: World, **sections: Any) -> Config:
-    """A resolved config on a machine without GPUs. Sections not given have their defaults."""
+def config_of(world: World, machine: Machine | None = None, **sections: Any) -> Config:
+    """A resolved config, on a machine without GPUs unless one is given. Sections not given have their defaults."""
     config, problems = bind(copy.deepcopy(sections))
     assert not problems, problems
-    return resolve(config, Machine(cpus=world.size), world)
+    return resolve(config, machine or Machine(cpus=world.size), world)
 
 
 def table(samples: int, features: int = 6, classes: int = 3, seed: int = 1) -> ArraySource:
@@ -35,11 +35,11 @@ def table(samples: int, features: int = 6, classes: int = 3, seed: int = 1) -> A
     return ArraySource(inputs, labels)
 
 
-def job_of(config: Config, world: World, sources: tuple[Source, Source] | None = None) -> Job:
-    """A job as the worker builds it, on the CPU."""
-    sources = sources or build_sources(config.data, config.seed)
-    module = build_module(config, sources[0], "cpu")
-    return build_job(config, world, "cpu", module, sources, Position(), first_step=0)
+def job_of(config: Config, world: World, sources: tuple[Source, Source] | None = None, first_step: int = 0) -> Job:
+    """A job as the worker builds it."""
+    sources, device = sources or build_sources(config.data, config.seed), world.device(config.device)
+    module = build_module(config, sources[0], device)
+    return build_job(config, world, device, module, sources, Position(), first_step)
 
 
 def trained(world: World, config: Config, sources: tuple[Source, Source] | None = None) -> dict[str, Tensor]:

@@ -26,14 +26,17 @@ _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["torch", "torch._dynamo", "ddp_train.worker", "tests.ranks"])
 
 
-def on_ranks(size: int, function: Callable[..., Any], *arguments: Any, timeout_seconds: float = 60.0) -> list[Any]:
-    """[function(world, *arguments) on rank 0, 1, ...], inside a session. Fails with the first rank's traceback."""
+def on_ranks(
+    size: int, function: Callable[..., Any], *arguments: Any, timeout_seconds: float = 60.0, device: str = "cpu"
+) -> list[Any]:
+    """[function(world, *arguments) on rank 0, 1, ...], inside a session: over gloo, or NCCL on device="cuda". Fails
+    with the first rank's traceback."""
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(size):
             ours, theirs = _SERVER.Pipe(duplex=False)
             process = _SERVER.Process(
-                target=_enter, args=(theirs, World(rank, size, rank, size), folder, function, arguments)
+                target=_enter, args=(theirs, World(rank, size, rank, size), device, folder, function, arguments)
             )
             process.start()
             theirs.close()
@@ -66,13 +69,16 @@ def _collect(pipes: list[Connection], timeout_seconds: float) -> list[Any]:
 
 
 def _enter(
-    pipe: Connection, world: World, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]
+    pipe: Connection, world: World, kind: str, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     try:
         store = dist.FileStore(str(Path(folder, "store")), world.size)
-        with session(world, "cpu", "gloo", store, 30.0):
+        device = world.device(kind)
+        if kind == "cuda":
+            torch.cuda.set_device(device)
+        with session(world, device, "gloo" if kind == "cpu" else "nccl", store, 30.0):
             value = function(world, *arguments)
         content = io.BytesIO()
         torch.save(value, content)  # pickling tensors would share memory with a process that is about to end

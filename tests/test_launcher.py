@@ -104,14 +104,13 @@ def test_a_run_that_fails_in_the_same_way_three_times_is_given_up(tmp_path: Path
                                 "it would only come again\n")  # fmt: skip
 
 
-def failures(allowed: int, run_dir: Path, *steps_of_failure_and_checkpoint: tuple[int, int]) -> list[str]:
-    """What `Restarts` says to failures at these steps, each with the newest checkpoint at the time."""
+def failures(allowed: int, run_dir: Path, *seen: tuple[int, ...]) -> list[str]:
+    """What `Restarts` says to failures. seen: the step of each, the newest checkpoint at the time, and the rank."""
     restarts, said = Restarts(allowed, run_dir), []
-    for step, newest in steps_of_failure_and_checkpoint:
+    for step, newest, *rank in seen:
         (run_dir / f"checkpoints/step_{newest:08d}").mkdir(parents=True, exist_ok=True)
-        (run_dir / "failure.json").write_text(
-            json.dumps({"kind": "died", "step": step, "detail": f"pid {time.time()}"})
-        )
+        failure = {"kind": "died", "rank": rank[0] if rank else 0, "step": step, "detail": f"pid {time.time()}"}
+        (run_dir / "failure.json").write_text(json.dumps(failure))
         said.append(restarts.refusal())
     return said
 
@@ -124,6 +123,7 @@ def test_restarts_are_counted_between_checkpoints(tmp_path: Path) -> None:
     assert failures(0, tmp_path / "d", (7, 5))[0] != ""
     assert failures(9, tmp_path / "e", (7, 5), (7, 5), (8, 5), (7, 5), (7, 5))[4] == "", "not three in a row"
     assert "same failure" in failures(9, tmp_path / "f", (7, 5), (7, 5), (7, 5))[2]
+    assert failures(9, tmp_path / "g", (7, 5, 0), (7, 5, 1), (7, 5, 1))[2] == "", "one rank after another"
 
 
 # --- the launcher is stopped ----------------------------------------------------------------------------------------

@@ -259,6 +259,20 @@ def compiled(case: Case) -> Any:
     return getattr(module_of(case), "_compiled_call_impl", None) is not None
 
 
+def steppers(case: Case) -> Any:
+    """The one that a job has. On GPUs: no step is taken."""
+    sources = build_sources(case.config.data, case.config.seed)
+    module = build_module(case.config, sources[0], "cpu")
+    with mock.patch.object(torch.cuda, "Stream"), mock.patch("ddp_train.build.on_stream", contextlib.nullcontext):
+        config = dataclasses.replace(case.config, strategy=OPTIONS["strategy"]["single"]())
+        return type(build_job(config, World(), "cpu", module, sources, Position(), 0).stepper)
+
+
+def spared_objects(case: Case) -> Any:
+    with tuning.spared_garbage(case.config.tuning):
+        return gc.get_freeze_count() > 0
+
+
 def loss(case: Case) -> Any:
     source = build_sources(case.config.data, case.config.seed)[0]
     module = build_module(case.config, source, "cpu")
@@ -445,6 +459,8 @@ ROWS: dict[str, Row] = {
     "tuning.cudnn_benchmark": Row("tuning.cudnn_benchmark=false", process_flags, machine=GPU),
     "tuning.tf32": Row("tuning.tf32=false", process_flags, machine=GPU),
     "tuning.compile": Row("tuning.compile=true", compiled),
+    "tuning.cuda_graph": Row("tuning.cuda_graph=false", steppers, machine=GPU),
+    "tuning.gc_freeze": Row("tuning.gc_freeze=false", spared_objects),
     "tuning.optimizer": Row("tuning.optimizer=loop", optimizer),
     "checkpoint.every_steps": Row("checkpoint.every_steps=1", run, f"{SMALL} checkpoint.keep=9"),
     "checkpoint.every_minutes": Row(

@@ -11,7 +11,7 @@ from typing import Any
 from ddp_train.config import outside
 from ddp_train.config.compose import counted, did_you_mean, shown
 from ddp_train.config.machine import Machine
-from ddp_train.config.resolve import FUSED, IMAGE_MODELS, IN_MEMORY, process_count
+from ddp_train.config.resolve import FUSED, IMAGE_MODELS, IN_MEMORY, against_cuda_graph, process_count
 from ddp_train.config.schema import OPTIONS, SECTIONS, Config
 from ddp_train.distributed.world import World, hosts_asked
 
@@ -222,6 +222,11 @@ def _precision(asked: Config, config: Config, machine: Machine, world: World | N
             "tuning.cudnn_benchmark=true: picks algorithms by timing, which deterministic=true forbids; "
             "drop one of them"
         )
+    if tuning.cuda_graph and config.device == "cuda":
+        problems += [
+            f"tuning.cuda_graph=true: needs {key}={rule}; or use tuning.cuda_graph=false"
+            for key, rule in against_cuda_graph(config).items()
+        ]
     if getattr(config.data, "loader", "host") == "device":
         if config.data.name not in IN_MEMORY:
             problems.append(f"data.loader=device: data={config.data.name} is not held in memory; use data.loader=host")
@@ -266,7 +271,7 @@ def _numbers(asked: Config, config: Config, machine: Machine, world: World | Non
 def notices(asked: Config, config: Config) -> list[str]:
     """Switches that the user set and that have no effect here. Not errors: the same command runs elsewhere."""
     found = []
-    on_gpus_only = ("pin_memory", "non_blocking", "cudnn_benchmark", "tf32")
+    on_gpus_only = ("pin_memory", "non_blocking", "cudnn_benchmark", "tf32", "cuda_graph")
     if config.device == "cpu":
         found += [
             f"tuning.{name}=true has no effect on CPU" for name in on_gpus_only if getattr(asked.tuning, name) is True

@@ -100,7 +100,13 @@ class TuningConfig:
         "auto", "let cuDNN time its algorithms; auto: on one GPU per process", words=("auto",)
     )
     tf32: Union[bool, str] = key("auto", "TensorFloat-32 for float32 matrix products; auto: on GPUs", words=("auto",))
-    compile: bool = key(False, "torch.compile the model")
+    compile: Union[bool, str] = key(
+        "auto", "torch.compile the model; auto: torchvision's on GPUs, if the run is long enough", words=("auto",)
+    )
+    cuda_graph: Union[bool, str] = key(
+        "auto", "replay whole training steps as one CUDA graph; auto: small models on GPUs", words=("auto",)
+    )
+    gc_freeze: bool = key(True, "spare the garbage collector what was there before the first step")
     optimizer: str = key(
         "auto",
         "torch's implementation: loop, foreach, fused; auto: fused where it exists on GPUs",

@@ -1,0 +1,144 @@
+"""What only a GPU can show: recorded steps, flags on the device, data held there. `pytest tests/test_gpu.py`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from ddp_train.config.machine import Machine
+from ddp_train.config.schema import DigitsConfig, TuningConfig
+from ddp_train.cuda_graph import GraphedStepper
+from ddp_train.data.loader import Loader
+from ddp_train.data.plan import Plan
+from ddp_train.data.sources import build_sources
+from ddp_train.distributed.world import World
+from ddp_train.errors import NonFiniteLossError
+from ddp_train.heartbeat import Position
+from ddp_train.loop import Job, evaluate, train
+from tests.jobs import config_of, job_of, largest_difference
+from tests.ranks import on_ranks
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: torch.cuda.is_available() is false")
+
+CASES: dict[str, dict[str, Any]] = {
+    "sgd": {"optimizer": {"name": "sgd"}},
+    "adamw, clipped": {"optimizer": {"name": "adamw"}, "train": {"max_grad_norm": 0.5}},
+    "bf16, dropout": {"tuning": {"precision": "bf16"}, "model": {"dropout": 0.3}},
+    "fp16": {"tuning": {"precision": "fp16"}},
+    "batch norm": {"model": {"norm": "batch"}},
+}
+
+
+def job(world: World, case: dict[str, Any], graph: bool, first_step: int = 0, **more: Any) -> Job:
+    """A small convolutional network on digits: 15 batches an epoch, the last one short."""
+    machine = Machine(cpus=4, gpus=torch.cuda.device_count(), compute_capability=(9, 0), gpu_bytes=2**36)
+    config = config_of(
+        world,
+        machine,
+        deterministic=True,
+        strategy={"name": "ddp" if torch.distributed.is_initialized() else "single"},
+        model={"name": "cnn", "channels": 8} | case.get("model", {}),
+        train={"epochs": 4} | case.get("train", {}),
+        optimizer=case.get("optimizer", {"name": "sgd"}),
+        schedule={"name": "cosine", "warmup_steps": 5},
+        tuning={"cuda_graph": graph, "precision": "fp32"} | case.get("tuning", {}),
+    )
+    assert config.data.loader == "device" and config.device == "cuda"
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.deterministic = True
+    made = job_of(config, world, first_step=first_step, **more)
+    assert isinstance(made.stepper, GraphedStepper) == graph
+    return made
+
+
+def state_of(made: Job) -> dict[str, Tensor]:
+    """Weights, buffers and moments."""
+    torch.cuda.synchronize()
+    state = {name: tensor.clone() for name, tensor in made.module.model.state_dict().items()}
+    for number, moments in made.stepper.optimizer.state_dict()["state"].items():
+        state |= {f"{number}.{name}": value.clone() for name, value in moments.items() if isinstance(value, Tensor)}
+    return state
+
+
+def trained(world: World, case: dict[str, Any], graph: bool, steps: int = 60) -> tuple[dict[str, Tensor], float, Any]:
+    made = job(world, case, graph)
+    train(made, iter(made.batches), until=steps)
+    if graph and isinstance(made.stepper, GraphedStepper):
+        assert made.stepper.graph is not None, "a step was recorded"
+    return state_of(made), made.stepper.mean_loss(), evaluate(made.evaluation)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_recorded_steps_are_those_of_kernels_one_by_one(name: str) -> None:
+    plain, loss, score = trained(World(), CASES[name], graph=False)
+    recorded, recorded_loss, recorded_score = trained(World(), CASES[name], graph=True)
+    assert largest_difference(plain, recorded) == 0
+    assert (loss, score) == (recorded_loss, recorded_score)
+    assert recorded_score.accuracy > 0.7, "something was learnt"
+
+
+def on_nccl(world: World, case: dict[str, Any], graph: bool) -> dict[str, Tensor]:
+    return {name: tensor.cpu() for name, tensor in trained(world, case, graph)[0].items()}
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("name", ["sgd", "bf16, dropout"])
+def test_recorded_steps_exchange_gradients(name: str) -> None:
+    ranks = torch.cuda.device_count()
+    plain, recorded = (on_ranks(ranks, on_nccl, CASES[name], graph, device="cuda") for graph in (False, True))
+    for one, other in zip(plain, recorded, strict=True):
+        assert largest_difference(one, other) == 0
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_bad_loss_stays_out_of_the_weights_until_the_host_looks(graph: bool, precision: str) -> None:
+    sources = build_sources(DigitsConfig(), 0)
+    poisoned = 700
+    sources[0].inputs[poisoned] = math.nan  # pyright: ignore[reportAttributeAccessIssue]
+    made = job(World(), {"tuning": {"precision": precision}}, graph, sources=sources)
+    bad = [step for step in range(15, 45) if poisoned in made.plan.global_batch(step)]
+    if not graph:
+        made.stepper.losses.seen.clear()
+    first = next(step for step in range(15) if poisoned in made.plan.global_batch(step))
+    batches = iter(made.batches)
+    train(made, batches, until=first)
+    made.stepper.mean_loss()
+    before = state_of(made)
+    train(made, batches, until=first + 1)
+    assert made.step == first + 1 and bad, "nobody waited"
+    assert largest_difference(before, state_of(made)) == 0
+    with pytest.raises(NonFiniteLossError, match=f"step {first}: the loss is not finite on rank 0; samples here: .*"):
+        made.stepper.mean_loss()
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_run_goes_on_from_a_checkpoint_in_the_same_bytes(graph: bool) -> None:
+    case = CASES["bf16, dropout"] | {"optimizer": {"name": "adamw"}}
+    whole = trained(World(), case, graph)[0]
+    made = job(World(), case, graph)
+    train(made, iter(made.batches), until=33)
+    weights, training = made.module.model.state_dict(), made.stepper.state()
+    again = job(World(), case, graph, first_step=33)
+    again.module.model.load_state_dict(weights)
+    again.stepper.load_state(training)
+    again.stepper.continue_from(33)
+    train(again, iter(again.batches), until=60)
+    assert largest_difference(whole, state_of(again)) == 0
+
+
+@pytest.mark.parametrize("augment", [False, True])
+def test_data_on_the_device_are_those_of_the_host(augment: bool) -> None:
+    source, _ = build_sources(DigitsConfig(augment=augment), 0)
+    plan = Plan(samples=len(source), global_batch_size=96, accumulation_steps=1, steps=40, seed=0)
+    tuning = TuningConfig(num_workers=0, pin_memory=False, non_blocking=False, channels_last=True, precision="fp32")
+    made = [Loader(source, list(plan.shares()), tuning, "cuda:0", Position(), resident=r) for r in (False, True)]
+    for batch, other in zip(*made, strict=True):
+        assert np.array_equal(batch.share.ids, other.share.ids)
+        assert batch.inputs.is_cuda and other.inputs.is_contiguous(memory_format=torch.channels_last)
+        assert torch.equal(batch.inputs, other.inputs) and torch.equal(batch.targets, other.targets)
