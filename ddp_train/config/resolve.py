@@ -12,8 +12,12 @@ from ddp_train.distributed.world import World, new_run_id
 IN_MEMORY = ("digits", "mnist", "fashion_mnist", "cifar10", "synthetic", "linear_regression")
 """Data sets that are held in memory: a batch is one indexing operation, which no loader process makes faster."""
 FUSED = ("sgd", "adam", "adamw")
-"""Optimizers with a fused implementation in torch 2.11 to 2.15 (adadelta and rmsprop have none)."""
+"""Optimizers with a fused implementation in torch 2.11 to 2.15 (adadelta, rmsprop, lars and lamb have none)."""
+LAYER_WISE = ("lars", "lamb")
+"""Optimizers that adapt their rate to each layer."""
 IMAGE_MODELS = ("cnn", "torchvision")
+LR_POWERS = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}
+"""Of the global batch over lr_base_batch. linear: arXiv:1706.02677, for SGD; sqrt: arXiv:1404.5997, for LAMB too."""
 
 
 def resolve(config: Config, machine: Machine, world: World | None) -> Config:
@@ -61,6 +65,15 @@ def _tuning(config: Config, device: str, deterministic: bool, machine: Machine, 
         if getattr(tuning, name) == "auto":
             setattr(tuning, name, value)
     return tuning
+
+
+def optimizer_at_batch(config: Config) -> Any:
+    """The optimizer's section with the learning rate for the global batch; the frozen config keeps what was asked."""
+    if config.optimizer.name == "custom":
+        return config.optimizer
+    ratio = config.train.global_batch_size / config.optimizer.lr_base_batch
+    lr = config.optimizer.lr * ratio ** LR_POWERS[config.optimizer.lr_scaling]
+    return dataclasses.replace(config.optimizer, lr=lr, lr_scaling="none")
 
 
 def described(config: Config) -> dict[str, Any]:
