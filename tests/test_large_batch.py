@@ -314,6 +314,6 @@ def accuracy_on_digits(world: World, optimizer: dict[str, Any]) -> float | None:
     {"name": "lamb", "lr": 0.005, "lr_scaling": "sqrt", "lr_base_batch": 24},
 ])  # fmt: skip
 def test_the_digits_are_learned_from_batches_of_384(optimizer: dict[str, Any]) -> None:
-    """60 steps, four per epoch. Each takes 5 s on two idle cores."""
+    """60 steps, four per epoch, some 3 s of training each where nothing else runs much."""
     for accuracy in on_ranks(2, accuracy_on_digits, optimizer):
         assert accuracy is not None and accuracy >= 0.95
