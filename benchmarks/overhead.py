@@ -178,7 +178,7 @@ def time_ours(
     strategy = build_strategy(DdpConfig() if ddp else OPTIONS["strategy"]["single"](), "cpu")
     module = strategy.place(ModelWithLoss(scene.new_model(), cross_entropy(10, 0.0), "cpu", None))
     optimizer = build_optimizer(module.parameters(), OPTIONS["optimizer"]["sgd"](lr=0.05, momentum=0.9), "foreach")
-    schedule = build_schedule(OPTIONS["schedule"]["cosine"](), plan.steps)
+    schedule = build_schedule(OPTIONS["schedule"]["cosine"](), plan.steps, plan.steps_per_epoch)
     evaluation = Evaluation(
         module=module,
         strategy=strategy,

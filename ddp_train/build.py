@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ddp_train import tuning
 from ddp_train.config.compose import counted
-from ddp_train.config.resolve import process_count
+from ddp_train.config.resolve import optimizer_at_batch, process_count
 from ddp_train.config.schema import Config
 from ddp_train.cuda_graph import GraphedStepper, on_stream
 from ddp_train.data.keyed import StepSeed, mix
@@ -25,7 +25,7 @@ from ddp_train.heartbeat import Position
 from ddp_train.loop import Evaluation, Job
 from ddp_train.metrics import Scorer
 from ddp_train.models import build_model
-from ddp_train.optim import Stepper, build_optimizer, build_schedule
+from ddp_train.optim import Stepper, build_optimizer, build_schedule, warmup_steps
 from ddp_train.ordered import OrderedReduction
 from ddp_train.strategy import ModelWithLoss, Strategy, build_strategy, cross_entropy, settle_buckets, squared_error
 
@@ -107,10 +107,13 @@ def build_job(
     """What `fit` needs, `first_step` optimizer steps being done. The weights are those of `module` on rank 0."""
     train_source, test_source = sources
     plan = build_plan(config, world, len(train_source))
-    warmup = config.schedule.warmup_steps
+    warmup, warmup_epochs = warmup_steps(config.schedule, plan.steps_per_epoch), config.schedule.warmup_epochs
     if warmup >= plan.steps:
-        rule = f"the run ends before, after {plan.steps} steps; use less than {plan.steps}"
-        raise ConfigError([f"schedule.warmup_steps={warmup}: {rule}"])
+        asked = (
+            f"warmup_steps={warmup}" if warmup_epochs is None else f"warmup_epochs={warmup_epochs:g} ({warmup} steps)"
+        )
+        rule = f"the run ends before, after {plan.steps} steps; use less than {plan.steps} steps"
+        raise ConfigError([f"schedule.{asked}: {rule}"])
     strategy = _strategy(config, device)
     stream = torch.cuda.Stream(device) if config.tuning.cuda_graph and config.device == "cuda" else None
     with on_stream(stream):
@@ -120,8 +123,8 @@ def build_job(
             share, here = next(plan.shares()), replace(config.tuning, num_workers=0)
             settle_buckets(wrapped, next(iter(Loader(train_source, [share], here, device, position))))
     parts = (
-        build_optimizer(module.model.parameters(), config.optimizer, config.tuning.optimizer),
-        build_schedule(config.schedule, plan.steps),
+        build_optimizer(module.model.parameters(), optimizer_at_batch(config), config.tuning.optimizer),
+        build_schedule(config.schedule, plan.steps, plan.steps_per_epoch),
         config.train.max_grad_norm,
         torch.amp.GradScaler(torch.device(device).type, enabled=config.tuning.precision == "fp16"),
         position,
@@ -179,6 +182,10 @@ def plan_rows(config: Config, job: Job) -> dict[str, str]:
     if not config.tuning.num_workers:
         del tips["persistent_workers"]
     shown = [name if value is True else f"{name} {value}" for name, value in tips.items() if value not in (False, 0)]
+    scaled = ""
+    if (scaling := getattr(config.optimizer, "lr_scaling", "none")) != "none":
+        ratio = f"{plan.global_batch_size:,} / {config.optimizer.lr_base_batch:,}"
+        scaled = f" = {config.optimizer.lr:g} x {ratio if scaling == 'linear' else f'sqrt({ratio})'}"
     model = getattr(config.model, "arch", None) or getattr(config.model, "target", None) or config.model.name
     return {
         "processes": f"{on} x {config.device}, {back_end}, {config.strategy.name}",
@@ -187,8 +194,9 @@ def plan_rows(config: Config, job: Job) -> dict[str, str]:
         + (", held on the device" if _resident(config) else ""),
         "global batch": f"{plan.global_batch_size} = {split}",
         "steps": f"{whole:,} = {counted(config.train.epochs, 'epoch')} x {plan.steps_per_epoch:,}{cut}{resumed}",
-        "optimizer": f"{config.optimizer.name}, lr {job.stepper.full_rates[0]:g}, {config.schedule.name} schedule, "
-        f"warm-up {counted(config.schedule.warmup_steps, 'step')}",
+        "optimizer": f"{config.optimizer.name}, lr {job.stepper.full_rates[0]:g}{scaled}, "
+        f"{config.schedule.name} schedule, "
+        f"warm-up {counted(warmup_steps(config.schedule, plan.steps_per_epoch), 'step')}",
         "tuning": f"{config.tuning.name}: {', '.join(shown)}",
         "run directory": str(config.run_dir),
     }

@@ -15,35 +15,64 @@ from ddp_train.custom import call
 from ddp_train.data.plan import Share
 from ddp_train.guard import DeviceGuard, Guard
 from ddp_train.heartbeat import Position
+from ddp_train.large_batch import Lamb, Lars
 from ddp_train.metrics import RunningLoss
 
 Factor = Callable[[int], float]
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], config: Any, implementation: str) -> Optimizer:
-    """torch's own optimizer. implementation: loop, foreach or fused, as torch calls them."""
+    """torch's own optimizer, or LARS or LAMB. implementation: loop, foreach or fused, as torch calls them."""
     parameters = [parameter for parameter in parameters if parameter.requires_grad]
     if config.name == "custom":
         return call("optimizer", config, parameters)
+    groups = parameters if config.decay_norm_and_bias else without_decay_of_vectors(parameters)
     common = {"lr": config.lr, "weight_decay": config.weight_decay, "foreach": implementation == "foreach"}
     if implementation == "fused":
         common |= {"foreach": None, "fused": True}
     if config.name == "sgd":
-        return torch.optim.SGD(parameters, momentum=config.momentum, nesterov=config.nesterov, **common)
+        return torch.optim.SGD(groups, momentum=config.momentum, nesterov=config.nesterov, **common)
     if config.name == "adadelta":
-        return torch.optim.Adadelta(parameters, rho=config.rho, eps=config.eps, **common)
+        return torch.optim.Adadelta(groups, rho=config.rho, eps=config.eps, **common)
     if config.name == "rmsprop":
-        return torch.optim.RMSprop(parameters, alpha=config.alpha, momentum=config.momentum, eps=config.eps, **common)
+        return torch.optim.RMSprop(groups, alpha=config.alpha, momentum=config.momentum, eps=config.eps, **common)
+    if config.name == "lars":
+        trust = config.trust_coefficient
+        return Lars(groups, momentum=config.momentum, trust_coefficient=trust, eps=config.eps, **common)
+    common |= {"betas": (config.beta1, config.beta2), "eps": config.eps}
+    if config.name == "lamb":
+        return Lamb(groups, max_trust_ratio=config.max_trust_ratio, **common)
     cls = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
-    return cls(parameters, betas=(config.beta1, config.beta2), eps=config.eps, **common)
+    return cls(groups, **common)
 
 
-def build_schedule(config: ScheduleConfig, total_steps: int) -> Factor:
+def without_decay_of_vectors(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
+    """Groups of an optimizer: parameters of at most one dimension, which are norms and biases, do not decay.
+
+    LARS and LAMB do not adapt their rate either; torch's optimizers pass over `layer_adaptation`.
+    """
+    groups: list[dict[str, Any]] = [
+        {"params": [parameter for parameter in parameters if parameter.ndim > 1]},
+        {
+            "params": [parameter for parameter in parameters if parameter.ndim <= 1],
+            "weight_decay": 0.0,
+            "layer_adaptation": False,
+        },
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def warmup_steps(config: ScheduleConfig, steps_per_epoch: int) -> int:
+    """The optimizer steps of the warm-up, which may be given in epochs."""
+    return config.warmup_steps if config.warmup_epochs is None else round(config.warmup_epochs * steps_per_epoch)
+
+
+def build_schedule(config: ScheduleConfig, total_steps: int, steps_per_epoch: int) -> Factor:
     """The factor of the learning rate in optimizer step 0, 1, ... total_steps - 1: a function without state.
 
-    Warm-up is linear and reaches the full rate after `warmup_steps`; the schedule proper runs over the steps after it.
+    Warm-up is linear and reaches the full rate after its steps; the schedule proper runs over the steps after it.
     """
-    warmup = config.warmup_steps
+    warmup = warmup_steps(config, steps_per_epoch)
     main = _SCHEDULES[config.name](config, max(1, total_steps - warmup))
     if not warmup:
         return main

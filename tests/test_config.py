@@ -147,7 +147,7 @@ BAD: dict[str, list[str]] = {
     "lr=0.3": ["did you mean optimizer.lr?"],
     "optimizr=adam": ["did you mean optimizer?"],
     "model.hidden=3": ["no such key in model=cnn; model=mlp and gelu_mlp have it", "channels, norm, dropout"],
-    "optimizer.beta1=0.3": ["no such key in optimizer=sgd; optimizer=adam and adamw have it"],
+    "optimizer.beta1=0.3": ["no such key in optimizer=sgd; optimizer=adam and adamw and lamb have it"],
     "schedule.step_size=3": ["no such key in schedule=cosine; schedule=step has it"],
     "strategy=single strategy.sync_bn=true": ["strategy.sync_bn=true", "no such key in strategy=single"],
     "data.samples=3": ["no such key in data=digits; data=synthetic and linear_regression have it"],
@@ -237,6 +237,8 @@ BAD: dict[str, list[str]] = {
     "data=synthetic data.classes=1": ["data.classes=1", "must be at least 2"],
     "model.norm=layer": [REFUSED, "none, batch, group"],
     "mode=trian": [REFUSED, "did you mean train?"],
+    "optimizer.lr_scaling=auto": [REFUSED, "none, linear, sqrt"],
+    "schedule.warmup_epochs=0": ["must be above 0"],
     "objective=accuracy": [REFUSED, "did you mean test.accuracy?"],
     "device=gpu": [REFUSED, "auto, cuda, cpu"],
     # contradictions
@@ -250,6 +252,9 @@ BAD: dict[str, list[str]] = {
     "launch.nproc_per_node=2 strategy=single": ["strategy=single: runs in one process", "launch.nproc_per_node=1"],
     "optimizer.momentum=0 optimizer.nesterov=true": ["nesterov=true: needs optimizer.momentum above 0"],
     "train.max_steps=10 schedule.warmup_steps=10": ["schedule.warmup_steps=10", "train.max_steps=10; use less than 10"],
+    "train.epochs=3 schedule.warmup_epochs=3": ["the run ends before, train.epochs=3; use less than 3"],
+    "schedule.warmup_steps=9 schedule.warmup_epochs=1": ["contradicts schedule.warmup_steps=9; give one of them"],
+    "optimizer.lr_base_batch=512": ["only with optimizer.lr_scaling=linear or sqrt"],
     "optimizer=adadelta tuning.optimizer=fused": ["no fused adadelta; use tuning.optimizer=foreach"],
     "strategy.bucket_cap_mb=1 strategy.bucket_cap_mb_list=[1,2]": ["contradicts strategy.bucket_cap_mb=1"],
     "strategy.powersgd_rank=2": ["only with strategy.comm_hook=powersgd"],
@@ -474,6 +479,8 @@ def test_another_run_cannot_take_up_a_state_that_does_not_fit_it(tmp_path: Path)
             f"train.global_batch_size=48: the run in checkpoint.resume={place} has train.global_batch_size=96; "
             "use that, or checkpoint.resume=never",
         ]
+    (problem,) = problems_of("model=mlp", "checkpoint.resume=one", "run_dir=two", "optimizer.decay_norm_and_bias=false")
+    assert "the run in checkpoint.resume=one has optimizer.decay_norm_and_bias=true" in problem  # parameters renumbered
     prepare(CONF, ["model=mlp", "checkpoint.resume=one", "run_dir=two", "tuning.precision=bf16"], None)
     on_gpu = composed("model=mlp", "checkpoint.resume=one", "tuning.precision=fp16")
     gpu = Machine(cpus=2, gpus=1, compute_capability=(9, 0))
@@ -530,6 +537,7 @@ def test_no_file_is_blamed_for_what_the_command_line_said() -> None:
 @pytest.mark.parametrize(
     ("line", "notice"),
     [
+        ("optimizer.decay_norm_and_bias=false", "optimizer.decay_norm_and_bias=false has no effect: optimizer.weight"),
         ("strategy=single launch.backend=gloo", "launch.backend=gloo has no effect: strategy=single"),
         (
             "model=mlp tuning.channels_last=true",

@@ -53,7 +53,7 @@ STEPS = 60
 )  # fmt: skip
 def test_a_schedule_is_torchs_own(config: Any, theirs: Callable[[Any], Any]) -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
-    scheduler, ours = theirs(optimizer), build_schedule(config, STEPS)
+    scheduler, ours = theirs(optimizer), build_schedule(config, STEPS, 10)
     for step in range(STEPS):
         assert ours(step) == pytest.approx(optimizer.param_groups[0]["lr"], abs=1e-9), step
         optimizer.step()
@@ -64,9 +64,9 @@ def test_a_schedule_is_torchs_own(config: Any, theirs: Callable[[Any], Any]) -> 
     "config", [c(warmup_steps=10) for c in (ConstantConfig, StepConfig, CosineConfig, PolynomialConfig, OneCycleConfig)]
 )
 def test_warm_up_is_linear_and_the_schedule_runs_after_it(config: Any) -> None:
-    ours = build_schedule(config, STEPS)
+    ours = build_schedule(config, STEPS, 10)
     assert [ours(step) for step in range(10)] == pytest.approx([(step + 1) / 11 for step in range(10)])
-    without = build_schedule(type(config)(), STEPS - 10)
+    without = build_schedule(type(config)(), STEPS - 10, 10)
     assert [ours(step) for step in range(10, STEPS)] == [without(step) for step in range(STEPS - 10)]
 
 

@@ -170,13 +170,21 @@ def gelu_is_compiled(case: Case) -> Any:
 
 
 def optimizer(case: Case) -> Any:
-    built = build_optimizer([nn.Parameter(torch.ones(2))], case.config.optimizer, case.config.tuning.optimizer)
-    return type(built), {name: value for name, value in built.param_groups[0].items() if name != "params"}
+    parameters = [nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))]
+    built = build_optimizer(parameters, case.config.optimizer, case.config.tuning.optimizer)
+    return type(built), [{**group, "params": [p.ndim for p in group["params"]]} for group in built.param_groups]
 
 
 def schedule(case: Case) -> Any:
-    factor = build_schedule(case.config.schedule, 20)
+    factor = build_schedule(case.config.schedule, 20, 10)
     return [factor(step) for step in range(20)]
+
+
+def learning_rates(case: Case) -> Any:
+    """Of the first steps, as the run will have them."""
+    sources = build_sources(case.config.data, case.config.seed)
+    job = build_job(case.config, World(), "cpu", build_module(case.config, sources[0], "cpu"), sources, Position(), 0)
+    return [job.stepper.full_rates[0] * job.stepper.factor(step) for step in range(4)]
 
 
 def wrapped(case: Case) -> Any:
@@ -494,6 +502,11 @@ ROWS: dict[str, Row] = {
     "data.arguments": Row("data.size=7", samples),
     "optimizer.lr": Row("optimizer.lr=0.3", optimizer),
     "optimizer.weight_decay": Row("optimizer.weight_decay=0.3", optimizer),
+    "optimizer.decay_norm_and_bias": Row("optimizer.decay_norm_and_bias=FLIPPED", optimizer),
+    "optimizer.lr_scaling": Row("optimizer.lr_scaling=linear", learning_rates, SMALL),
+    "optimizer.lr_base_batch": Row("optimizer.lr_base_batch=48", learning_rates, f"{SMALL} optimizer.lr_scaling=sqrt"),
+    "optimizer.trust_coefficient": Row("optimizer.trust_coefficient=0.3", optimizer),
+    "optimizer.max_trust_ratio": Row("optimizer.max_trust_ratio=0.3", optimizer),
     "optimizer.momentum": Row("optimizer.momentum=0.3", optimizer),
     "optimizer.nesterov": Row("optimizer.nesterov=true", optimizer),
     "optimizer.beta1": Row("optimizer.beta1=0.3", optimizer),
@@ -504,6 +517,7 @@ ROWS: dict[str, Row] = {
     "optimizer.target": Row("optimizer._target_=torch.optim.Adam", optimizer),
     "optimizer.arguments": Row("optimizer.lr=0.2", optimizer),
     "schedule.warmup_steps": Row("schedule.warmup_steps=4", schedule),
+    "schedule.warmup_epochs": Row("schedule.warmup_epochs=1", learning_rates, SMALL),
     "schedule.step_size": Row("schedule.step_size=4", schedule),
     "schedule.gamma": Row("schedule.gamma=0.3", schedule, "schedule.step_size=4"),
     "schedule.final_factor": Row("schedule.final_factor=0.3", schedule),

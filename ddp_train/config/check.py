@@ -11,7 +11,7 @@ from typing import Any
 from ddp_train.config import outside
 from ddp_train.config.compose import counted, did_you_mean, shown
 from ddp_train.config.machine import Machine
-from ddp_train.config.resolve import FUSED, IMAGE_MODELS, IN_MEMORY, against_cuda_graph, process_count
+from ddp_train.config.resolve import FUSED, IMAGE_MODELS, IN_MEMORY, LAYER_WISE, against_cuda_graph, process_count
 from ddp_train.config.schema import OPTIONS, SECTIONS, Config
 from ddp_train.distributed.world import World, hosts_asked
 
@@ -249,7 +249,22 @@ def _numbers(asked: Config, config: Config, machine: Machine, world: World | Non
     problems = []
     if getattr(config.optimizer, "nesterov", False) and not config.optimizer.momentum:
         problems.append("optimizer.nesterov=true: needs optimizer.momentum above 0")
-    steps, warmup = config.train.max_steps, config.schedule.warmup_steps
+    optimizer, scaling = config.optimizer, getattr(config.optimizer, "lr_scaling", "")
+    if scaling == "none" and optimizer.lr_base_batch != type(optimizer)().lr_base_batch:
+        problems.append(
+            f"optimizer.lr_base_batch={optimizer.lr_base_batch}: has an effect only with optimizer.lr_scaling=linear "
+            "or sqrt"
+        )
+    steps, warmup, epochs = config.train.max_steps, config.schedule.warmup_steps, config.schedule.warmup_epochs
+    if epochs is not None and warmup:
+        problems.append(
+            f"schedule.warmup_epochs={epochs:g}: contradicts schedule.warmup_steps={warmup}; give one of them"
+        )
+    elif epochs is not None and epochs >= config.train.epochs:
+        problems.append(
+            f"schedule.warmup_epochs={epochs:g}: the run ends before, train.epochs={config.train.epochs}; "
+            f"use less than {config.train.epochs}"
+        )
     if steps is not None and warmup >= steps:
         problems.append(
             f"schedule.warmup_steps={warmup}: the run ends before, train.max_steps={steps}; use less than {steps}"
@@ -291,6 +306,9 @@ def notices(asked: Config, config: Config) -> list[str]:
         found.append(
             f"launch.backend={asked.launch.backend} has no effect: strategy={config.strategy.name} connects nobody"
         )
+    decays = getattr(config.optimizer, "weight_decay", True) or config.optimizer.name in LAYER_WISE
+    if not decays and not config.optimizer.decay_norm_and_bias:
+        found.append("optimizer.decay_norm_and_bias=false has no effect: optimizer.weight_decay=0.0")
     if asked.tuning.channels_last is True and config.model.name not in (*IMAGE_MODELS, "custom"):
         found.append(f"tuning.channels_last=true has no effect: model={config.model.name} has no convolution")
     if config.launch.backend == "gloo" and config.device == "cuda":

@@ -142,9 +142,11 @@ def manifest_config(resume: Path) -> dict[str, Any]:
 def _of_the_state(before: Config, config: Config) -> dict[str, tuple[Any, Any]]:
     """Keys, before and now, that give the state of the optimizer and the count of its steps their meaning."""
     targets = [getattr(c.optimizer, "target", None) for c in (before, config)]
+    groups = [getattr(c.optimizer, "decay_norm_and_bias", None) for c in (before, config)]
     values: dict[str, tuple[Any, Any]] = {
         "optimizer": (before.optimizer.name, config.optimizer.name),
         "optimizer._target_": (targets[0], targets[1]),
+        "optimizer.decay_norm_and_bias": (groups[0], groups[1]),  # the order in which parameters are numbered
         "train.global_batch_size": (before.train.global_batch_size, config.train.global_batch_size),
     }
     precisions = before.tuning.precision, config.tuning.precision

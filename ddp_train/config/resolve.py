@@ -24,12 +24,16 @@ faster."""
 RESIDENT_SHARE = 0.25
 """Of a GPU's memory, at most, for a data set that is held there without being asked for."""
 FUSED = ("sgd", "adam", "adamw")
-"""Optimizers with a fused implementation in torch 2.11 to 2.15 (adadelta and rmsprop have none)."""
+"""Optimizers with a fused implementation in torch 2.11 to 2.15 (adadelta, rmsprop, lars and lamb have none)."""
+LAYER_WISE = ("lars", "lamb")
+"""Optimizers that adapt their rate to each layer."""
 IMAGE_MODELS = ("cnn", "torchvision")
 LAUNCH_BOUND = ("cnn", "mlp", "linear_regression", "gelu_mlp")
 """Models whose kernels take a GPU less time than a host takes to launch them."""
 COMPILING_PAYS_STEPS = 2000
 """ResNet-50 at batch 256 on an H200: 17 ms less a step, 35 s to compile."""
+LR_POWERS = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}
+"""Of the global batch over lr_base_batch. linear: arXiv:1706.02677, for SGD; sqrt: arXiv:1404.5997, for LAMB too."""
 
 
 def resolve(config: Config, machine: Machine, world: World | None) -> Config:
@@ -117,6 +121,15 @@ def against_cuda_graph(config: Config) -> dict[str, str]:
         "strategy.sync_bn": (getattr(strategy, "sync_bn", False), "false", "it asks the device for its counts"),
     }  # fmt: skip
     return {key: f"{value}; {why}" for key, (against, value, why) in rules.items() if against}
+
+
+def optimizer_at_batch(config: Config) -> Any:
+    """The optimizer's section with the learning rate for the global batch; the frozen config keeps what was asked."""
+    if config.optimizer.name == "custom":
+        return config.optimizer
+    ratio = config.train.global_batch_size / config.optimizer.lr_base_batch
+    lr = config.optimizer.lr * ratio ** LR_POWERS[config.optimizer.lr_scaling]
+    return dataclasses.replace(config.optimizer, lr=lr, lr_scaling="none")
 
 
 def described(config: Config) -> dict[str, Any]:

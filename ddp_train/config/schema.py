@@ -299,6 +299,9 @@ class OptimizerConfig:
     name: str = "sgd"
     lr: float = key(0.05, "learning rate after warm-up", above=0)
     weight_decay: float = key(0.0, "as torch's optimizer defines it", at_least=0)
+    decay_norm_and_bias: bool = key(True, "weight decay for parameters of at most one dimension too: norms and biases")
+    lr_scaling: str = key("none", "lr times batch / lr_base_batch, or its root", choices=("none", "linear", "sqrt"))
+    lr_base_batch: int = key(256, "global batch that lr is meant for, with lr_scaling", at_least=1)
 
 
 @dataclass
@@ -341,11 +344,37 @@ class RmspropConfig(OptimizerConfig):
 
 
 @dataclass
+class LarsConfig(OptimizerConfig):
+    """SGD whose rate is adapted to each layer (arXiv:1708.03888), for batches of thousands."""
+
+    name: str = "lars"
+    lr: float = key(1.0, "learning rate after warm-up, before each layer's ratio", above=0)
+    weight_decay: float = key(5e-5, "part of the gradient that is adapted", at_least=0)
+    decay_norm_and_bias: bool = key(False, "decay and adapt parameters of at most one dimension too: norms and biases")
+    momentum: float = key(0.9, "of the update, learning rate included", at_least=0, below=1)
+    trust_coefficient: float = key(1e-3, "length of an update over that of the layer's weights, at lr=1", above=0)
+    eps: float = key(0.0, "added to the denominator of the trust ratio", at_least=0)
+
+
+@dataclass
+class LambConfig(AdamConfig):
+    """Adam whose rate is adapted to each layer (arXiv:1904.00962), for batches of thousands."""
+
+    name: str = "lamb"
+    lr: float = key(5e-3, "length of an update over that of the layer's weights, after warm-up", above=0)
+    weight_decay: float = key(0.01, "part of the update that is adapted", at_least=0)
+    decay_norm_and_bias: bool = key(False, "decay and adapt parameters of at most one dimension too: norms and biases")
+    eps: float = key(1e-6, "added to the denominator", above=0)
+    max_trust_ratio: float | None = key(None, "larger trust ratios are cut to this; null: none is", above=0)
+
+
+@dataclass
 class ScheduleConfig:
     """Learning rates are functions of the optimizer step, never of a rank's own count."""
 
     name: str = "constant"
     warmup_steps: int = key(0, "optimizer steps of linear warm-up from 0", at_least=0)
+    warmup_epochs: float | None = key(None, "in place of warmup_steps: its length in epochs", above=0)
 
 
 @dataclass
@@ -427,7 +456,9 @@ OPTIONS: dict[str, dict[str, type]] = {
         LinearRegressionDataConfig,
         CustomConfig,
     ),
-    "optimizer": _by_name(SgdConfig, AdamConfig, AdamWConfig, AdadeltaConfig, RmspropConfig, CustomConfig),
+    "optimizer": _by_name(
+        SgdConfig, AdamConfig, AdamWConfig, AdadeltaConfig, RmspropConfig, LarsConfig, LambConfig, CustomConfig
+    ),
     "schedule": _by_name(ConstantConfig, StepConfig, CosineConfig, PolynomialConfig, OneCycleConfig),
 }
 """For each group with several options: the schema of each option, by its `name`."""
