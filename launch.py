@@ -63,6 +63,8 @@ def lead(world: World | None, words: list[str], server: ForkServer | None) -> in
 
         join(world, words, prepared.text)
     if prepared.config.launch.nnodes > 1:
+        if server:
+            server.close()  # torchrun starts the workers
         return hosts.join_hosts(prepared.config, SCRIPT, words)
     return launcher.launch(prepared.config, SCRIPT.parent, server=server)
 

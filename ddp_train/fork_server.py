@@ -121,7 +121,7 @@ class ForkServer:
                     raise _CannotError("it did not answer in time")
             answer, _ = _receive(self._socket)
             return _adopt(answer, len(specs))
-        except (_CannotError, OSError) as error:
+        except (_CannotError, OSError, ValueError) as error:  # ValueError: it ended within its answer
             log.debug("each worker starts by itself: the fork server failed: %s", error)
             self.close()
             return []
@@ -207,7 +207,7 @@ def _serve(connection: socket.socket) -> None:
         return
     found = {name: value for name, value in environment().items() if given.get(name) != value}  # libraries leave some
     gc.freeze()  # a collection would write to all pages that are shared, and so copy them
-    with contextlib.suppress(_CannotError, OSError):  # the launcher is gone
+    with contextlib.suppress(_CannotError, OSError, ValueError):  # the launcher is gone
         while True:
             specs, descriptors = _receive(connection)
             for _, variables, _ in specs:
@@ -274,9 +274,9 @@ def _work(
             time.sleep(0.001)
         main()
     except BaseException:  # noqa: BLE001  as at the end of any program
+        sys.stdout.flush()
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
         os._exit(1)
 
 

@@ -99,7 +99,7 @@ def _attempt(config: Config, import_path: Path, attempt: int, stop: Stop, server
     board, oom_kills_before = Board.create(int(config.launch.nproc_per_node)), oom_kills()
     try:
         _start(config, import_path, attempt, board, workers, stop, server)
-        if not workers:
+        if not workers:  # asked to stop before
             return UNSAVED
         watch = Watch(board, [worker.pid for worker in workers], config.launch.timeout_seconds)
         deadline = math.inf
