@@ -18,6 +18,7 @@ check: lint  ## what CI runs: lint, format, types and every test
 
 bench: .venv/ready  ## start-up against torchrun and overhead against a raw loop, on an idle machine; both have limits
 	$(BIN)/python benchmarks/startup.py
+	$(BIN)/python benchmarks/startup.py --ranks 4
 	$(BIN)/python benchmarks/overhead.py
 
 chaos: .venv/ready  ## 60 runs under random SIGKILLs at 2, 3 and 4 ranks; every one must end in the same bytes

@@ -12,10 +12,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from ddp_train import hosts, launcher, output
-from ddp_train.config.prepare import prepare
+from ddp_train import output
 from ddp_train.distributed.world import World, world_from_environment
 from ddp_train.errors import ConfigError
+from ddp_train.fork_server import ForkServer
 from ddp_train.stopping import INTERRUPTED
 
 SCRIPT = Path(__file__).resolve()
@@ -23,15 +23,35 @@ CONF = SCRIPT.parent / "conf"
 
 
 def main(words: list[str]) -> int:
-    """Composes, validates, hands over; returns the exit code."""
+    """Does what the words ask. Returns the exit code."""
     world = world_from_environment()
     if world and not world.is_leader:  # rank 0 composes, prints and refuses for all
         return follow(world, words)
+    server = None if world or not starts_workers(words) else ForkServer(SCRIPT.parent)
+    try:
+        return lead(world, words, server)
+    finally:
+        if server:
+            server.close()
+
+
+def starts_workers(words: list[str]) -> bool:
+    """Whether it is likely, by the look of the words, that workers will be started here."""
+    flags = {word for word in words if word.startswith("-")}
+    elsewhere = any(word.startswith("launch.nnodes=") for word in words)
+    return flags <= {"-m", "--multirun"} and not elsewhere and "launch.fork_server=false" not in words
+
+
+def lead(world: World | None, words: list[str], server: ForkServer | None) -> int:
+    """Composes, validates, hands over. Hydra is imported here: while a server, which came first, imports torch."""
+    from ddp_train import hosts, launcher
+    from ddp_train.config.prepare import prepare
+
     try:
         if any(word.startswith("-") for word in words):
             from ddp_train.cli import through_hydra
 
-            return through_hydra(__doc__ or "", SCRIPT, CONF, words, world)
+            return through_hydra(__doc__ or "", SCRIPT, CONF, words, world, server)
         prepared = prepare(CONF, words, world)
     except ConfigError as error:
         print(error, file=sys.stderr)
@@ -43,8 +63,10 @@ def main(words: list[str]) -> int:
 
         join(world, words, prepared.text)
     if prepared.config.launch.nnodes > 1:
+        if server:
+            server.close()  # torchrun starts the workers
         return hosts.join_hosts(prepared.config, SCRIPT, words)
-    return launcher.launch(prepared.config, SCRIPT.parent)
+    return launcher.launch(prepared.config, SCRIPT.parent, server=server)
 
 
 def follow(world: World, words: list[str]) -> int:

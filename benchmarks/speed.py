@@ -229,7 +229,8 @@ def main() -> None:
                 run(contender, Path(folder, f"{found.index(contender)}_{number}"))
     hidden = ("work", "output", "data", "only")
     given: dict[str, Any] = {name: value for name, value in vars(arguments).items() if name not in hidden and value}
-    command = f"speed.py {arguments.work} " + " ".join(f"--{name} {value}" for name, value in given.items())
+    shown = " ".join(f"--{name} {value}" for name, value in given.items())
+    command = f"speed.py {arguments.work} {shown}"
     head = {
         "resnet50": f"ResNet-50, {arguments.side} px, batch {arguments.batch} a process",
         "mnist": "MNIST, batch 64",

@@ -1,6 +1,6 @@
 """How long from the command to the first training step: launch.py against a bare DDP script.
 
-    python benchmarks/startup.py [--ranks 2] [--trials 7] [--limit 1.2] [--output docs/benchmarks/startup.md]
+    python benchmarks/startup.py [--ranks 2] [--trials 7] [--limit 0.85] [--output docs/benchmarks/startup.md]
 
 Four commands train the same layers on the same digits, batch 96 over all processes, gloo on the CPU:
 
@@ -19,7 +19,9 @@ runs go through to the end, a checkpoint and an evaluation in the case of launch
 Each round runs all commands once, in an order that changes from round to round; the first round warms the page cache
 and is thrown away. torchrun gets a free --master_port so that two benchmarks can run at once.
 
-Exit code 1 if the median of `python launch.py` is more than --limit times that of the fair bare script.
+Exit code 1 if the median of `python launch.py` is more than --limit times that of the fair bare script. Without --limit
+it is 0.85 for 2 processes and 0.6 for 4, on two cores: the fork server of launch.py imports torch once for all, so that
+its part grows little with their number.
 """
 
 from __future__ import annotations
@@ -40,6 +42,8 @@ from page import conditions, load_average, publish
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCHRUN = "torchrun"
+LIMITS = {2: 0.85, 4: 0.6}
+"""Largest allowed ratio to the fair bare script, by number of processes; others need --limit."""
 POLL_SECONDS = 0.005
 PATIENCE_SECONDS = 180.0
 
@@ -170,18 +174,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Command to first training step: launch.py against bare DDP.")
     parser.add_argument("--ranks", type=int, default=2, help="processes (default 2)")
     parser.add_argument("--trials", type=int, default=7, help="timed runs of each command (default 7)")
-    parser.add_argument("--limit", type=float, default=1.2, help="largest allowed ratio to the fair bare script")
+    parser.add_argument("--limit", type=float, help="largest allowed ratio to the fair bare script")
     parser.add_argument("--output", type=Path, help="write the table to this file too")
     arguments = parser.parse_args()
+    limit = arguments.limit or LIMITS.get(arguments.ranks)
+    if not limit:
+        parser.error(f"--ranks {arguments.ranks} has no limit of its own: give --limit")
 
     load = f"{load_average()} at the start"
     variants = build_variants(arguments.ranks)
     measure(variants, arguments.trials)
     ratio = statistics.median(variants[2].seconds) / statistics.median(variants[0].seconds)
     load += f", {load_average()} at the end (this benchmark alone makes it 2)"
-    publish(table(variants, arguments.ranks, arguments.trials, arguments.limit, ratio, load), arguments.output)
-    if ratio > arguments.limit:
-        print(f"FAILED: {ratio:.2f} is more than {arguments.limit:g}", file=sys.stderr)
+    publish(table(variants, arguments.ranks, arguments.trials, limit, ratio, load), arguments.output)
+    if ratio > limit:
+        print(f"FAILED: {ratio:.2f} is more than {limit:g}", file=sys.stderr)
         return 1
     return 0
 

@@ -25,6 +25,7 @@ from ddp_train.config.prepare import examine, prepare, read_run
 from ddp_train.config.schema import OPTIONS, SECTIONS, Config, CustomConfig
 from ddp_train.distributed.world import World, new_run_id
 from ddp_train.errors import ConfigError
+from ddp_train.fork_server import ForkServer
 from ddp_train.health import FILE as FAILURE
 from ddp_train.health import SUMMARY
 from ddp_train.stopping import SAVED, UNSAVED
@@ -37,8 +38,11 @@ FLAGS = (
 )
 
 
-def through_hydra(usage: str, script: Path, conf: Path, words: list[str], world: World | None) -> int:
-    """Does what the flags ask: tells something, or runs a sweep. Returns the exit code.
+def through_hydra(
+    usage: str, script: Path, conf: Path, words: list[str], world: World | None, server: ForkServer | None
+) -> int:
+    """Does what the flags ask: tells something, or runs a sweep, its trials by way of a fork server. Returns the exit
+    code.
 
     Raises ConfigError before any trial starts.
     """
@@ -58,7 +62,7 @@ def through_hydra(usage: str, script: Path, conf: Path, words: list[str], world:
         raise ConfigError([f"-m: torchrun would start one sweep per rank; use: {instead}"])
     if not sweep and set(flags) <= {"--resolve", "-p", "--package"}:
         raise ConfigError([f"{flags[0]}: belongs to --cfg job; add that, or leave it out"])
-    trials = Trials(script, conf)
+    trials = Trials(script, conf, server)
     if {"-sc", "--shell-completion", "--hydra-help"}.isdisjoint(flags):
         words = trials.check(words, sweep)
     sys.argv = [str(script), *words]
@@ -69,8 +73,8 @@ def through_hydra(usage: str, script: Path, conf: Path, words: list[str], world:
 class Trials:
     """The trials that Hydra asks for, each in fresh processes; a row of results for each, also for those that fail."""
 
-    def __init__(self, script: Path, conf: Path) -> None:
-        self.script, self.conf, self.sweep_dir = script, conf, Path()
+    def __init__(self, script: Path, conf: Path, server: ForkServer | None) -> None:
+        self.script, self.conf, self.server, self.sweep_dir = script, conf, server, Path()
         self.swept: set[str] = set()
         self.objective = ""
         self.rows: list[dict[str, Any]] = []
@@ -116,7 +120,7 @@ class Trials:
             for notice in prepared.notices:
                 print(f"note: {notice}", file=sys.stderr)
             try:
-                row["exit_code"] = launcher.launch(prepared.config, self.script.parent, stop)
+                row["exit_code"] = launcher.launch(prepared.config, self.script.parent, stop, self.server)
             finally:
                 if prepared.lock:
                     prepared.lock.release()

@@ -17,8 +17,9 @@ from pathlib import Path
 from ddp_train import health
 from ddp_train.config.resolve import described
 from ddp_train.config.schema import Config
-from ddp_train.distributed.world import World, worker_environment
+from ddp_train.distributed.world import World, worker_descriptors, worker_environment
 from ddp_train.errors import ConfigError, DataError, HangError, LaunchError, WriteError
+from ddp_train.fork_server import ForkedWorker, ForkServer, WorkerSpec
 from ddp_train.heartbeat import END, Board
 from ddp_train.processes import adopting_orphans, oom_kills
 from ddp_train.restarts import Restarts
@@ -26,6 +27,7 @@ from ddp_train.stopping import INTERRUPTED, SAME_REQUEST_SECONDS, SAVED, SIGNALS
 from ddp_train.watch import Watch, working_stack
 
 POLL_SECONDS = 0.02
+Workers = list[ForkedWorker | subprocess.Popen[bytes]]
 FINAL = (ConfigError.exit_code, DataError.exit_code, WriteError.exit_code)
 """Exit codes of failures that a restart would only repeat."""
 STOPPED = (UNSAVED, INTERRUPTED, *(-number for number in SIGNALS))
@@ -61,16 +63,17 @@ class Stop:
         return exit_code(self.received[0]) if self.received and exit_code(self.received[0]) == INTERRUPTED else code
 
 
-def launch(config: Config, import_path: Path, stop: Stop | None = None) -> int:
+def launch(config: Config, import_path: Path, stop: Stop | None = None, server: ForkServer | None = None) -> int:
     """Runs a frozen config in fresh processes, again if it fails and restarts are left. Returns the exit code.
 
     import_path: the folder from which workers import this package, and the user's own modules. stop: for those who
-    want to know whether the run was asked to stop, even if it was completed all the same.
+    want to know whether the run was asked to stop, even if it was completed all the same. server: forks the workers,
+    if it can and `launch.fork_server` wants it; without one each starts by itself.
     """
     stop, restarts = stop or Stop(), Restarts(config.launch.max_restarts, Path(str(config.run_dir)))
     with stop.listening(), adopting_orphans():
         for attempt in itertools.count():
-            code = _attempt(config, import_path, attempt, stop)
+            code = _attempt(config, import_path, attempt, stop, server)
             if code == UNSAVED:
                 if sys.stdout.isatty():
                     sys.stdout.write("\x1b[?25h")  # rank 0 hid the cursor behind its progress bar
@@ -88,14 +91,16 @@ def launch(config: Config, import_path: Path, stop: Stop | None = None) -> int:
     raise AssertionError("unreachable: it counts for ever")
 
 
-def _attempt(config: Config, import_path: Path, attempt: int, stop: Stop) -> int:
+def _attempt(config: Config, import_path: Path, attempt: int, stop: Stop, server: ForkServer | None) -> int:
     """One start of all workers. Returns 0, SAVED, UNSAVED, or the exit code of a failure."""
     run_dir = Path(str(config.run_dir))
     (run_dir / health.FILE).unlink(missing_ok=True)
-    workers: list[subprocess.Popen[bytes]] = []
+    workers: Workers = []
     board, oom_kills_before = Board.create(int(config.launch.nproc_per_node)), oom_kills()
     try:
-        _start(config, import_path, attempt, board, workers)
+        _start(config, import_path, attempt, board, workers, stop, server)
+        if not workers:  # asked to stop before
+            return UNSAVED
         watch = Watch(board, [worker.pid for worker in workers], config.launch.timeout_seconds)
         deadline = math.inf
         while True:
@@ -122,21 +127,37 @@ def _attempt(config: Config, import_path: Path, attempt: int, stop: Stop) -> int
 
 
 def _start(
-    config: Config, import_path: Path, attempt: int, board: Board, workers: list[subprocess.Popen[bytes]]
+    config: Config,
+    import_path: Path,
+    attempt: int,
+    board: Board,
+    workers: Workers,
+    stop: Stop,
+    server: ForkServer | None,
 ) -> None:
-    """One process per rank, each in a session of its own so that it can be ended with all its children."""
-    size = int(config.launch.nproc_per_node)
+    """One process per rank, each in a session of its own so that it can be ended with all its children.
+
+    None at all if the launcher is asked to stop before the server can fork.
+    """
+    size, run_dir = int(config.launch.nproc_per_node), str(Path(str(config.run_dir)).absolute())
+    threads = int(config.launch.threads_per_process)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(socket.SOMAXCONN)
         port = listener.getsockname()[1]
+        specs = []
         for rank in range(size):
             world = World(rank, size, rank, size, attempt)
-            threads = int(config.launch.threads_per_process)
-            env = worker_environment(world, port, listener.fileno(), board.descriptor, threads, import_path.absolute())
-            command = [sys.executable, "-m", "ddp_train.worker", str(Path(str(config.run_dir)).absolute())]
-            fds = (board.descriptor, listener.fileno()) if world.is_leader else (board.descriptor,)
-            workers.append(subprocess.Popen(command, env=env, pass_fds=fds, start_new_session=True))
+            env = worker_environment(world, port, threads, import_path.absolute())
+            descriptors = worker_descriptors(world, listener.fileno(), board.descriptor)
+            specs.append(WorkerSpec([run_dir, f"rank={rank}"], env, descriptors))  # the rank is for readers of `ps`
+        if server and config.launch.fork_server:
+            workers += server.fork(specs, given_up=lambda: bool(stop.received))
+        if not workers and not stop.received:
+            for spec in specs:
+                env = spec.environment | {name: str(number) for name, number in spec.descriptors.items()}
+                fds = spec.descriptors.values()
+                workers.append(subprocess.Popen(spec.command(), env=env, pass_fds=fds, start_new_session=True))
 
 
 def _report_hang(config: Config, run_dir: Path, watch: Watch) -> int:
@@ -161,14 +182,7 @@ def _report_hang(config: Config, run_dir: Path, watch: Watch) -> int:
     return failure.exit_code
 
 
-def _blame(
-    config: Config,
-    run_dir: Path,
-    workers: list[subprocess.Popen[bytes]],
-    failed: list[int],
-    board: Board,
-    oom_killed: bool,
-) -> int:
+def _blame(config: Config, run_dir: Path, workers: Workers, failed: list[int], board: Board, oom_killed: bool) -> int:
     """The exit code of a failed attempt. A worker that could not speak for itself is reported here."""
     silent = [rank for rank in failed if workers[rank].returncode not in _SPOKEN]
     if silent:
@@ -188,13 +202,13 @@ _SPOKEN = tuple(cls.exit_code for cls in (LaunchError, *LaunchError.__subclasses
 """Exit codes by which a worker says that it reported its failure itself."""
 
 
-def _ask_to_stop(workers: list[subprocess.Popen[bytes]]) -> None:
+def _ask_to_stop(workers: Workers) -> None:
     """SIGTERM, whatever came here: a worker that still imports would die of SIGINT with a traceback."""
     for worker in workers:
         worker.send_signal(signal.SIGTERM)
 
 
-def _end(workers: list[subprocess.Popen[bytes]]) -> None:
+def _end(workers: Workers) -> None:
     """SIGKILL, to whole process groups."""
     for worker in workers:
         with contextlib.suppress(ProcessLookupError):  # the whole group is gone

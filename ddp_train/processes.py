@@ -90,6 +90,15 @@ def started(pid: int) -> float:
     return int(boot.split()[1]) + int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
+def set_title(words: list[str]) -> None:
+    """What `ps` shows as the command line of this process, from now on; cut where the one it was started with ended."""
+    fields = _fields(os.getpid())
+    if len(fields) > 46:  # arg_start and arg_end (man 5 proc), the words being there where the kernel reads them
+        start, end = int(fields[45]), int(fields[46])
+        title = "\0".join(words).encode()[: end - start - 1]
+        ctypes.memmove(start, title.ljust(end - start, b"\0"), end - start)
+
+
 def _fields(pid: int) -> list[str]:
     """/proc/PID/stat from the state on: the name before it may hold anything."""
     try:

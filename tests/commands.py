@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from ddp_train.processes import children_of
 
 ROOT = Path(__file__).resolve().parent.parent
 LAUNCH = [sys.executable, str(ROOT / "launch.py")]
@@ -186,10 +189,19 @@ def processes_of(run_dir: Path) -> dict[int, int | None]:
     found: dict[int, int | None] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it ended in between
-            if str(run_dir).encode() in (folder / "cmdline").read_bytes():
+            command = (folder / "cmdline").read_bytes()
+            if str(run_dir).encode() in command and (rank := re.search(rb"\0rank=(\d+)\0", command)):
+                found[int(folder.name)] = int(rank[1])
+            elif str(run_dir).encode() in command:
                 variables = dict(part.partition(b"=")[::2] for part in (folder / "environ").read_bytes().split(b"\0"))
                 found[int(folder.name)] = int(variables[b"RANK"]) if b"RANK" in variables else None
     return found
+
+
+def server_of(launcher: int) -> int:
+    """The process id of a launcher's fork server."""
+    (pid,) = [pid for pid in children_of(launcher) if b"fork_server" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return pid
 
 
 def wait_until(condition: Callable[[], bool], what: str, seconds: float = LIMIT_SECONDS) -> float:

@@ -26,6 +26,7 @@ from tests.commands import (
     read,
     run,
     running,
+    server_of,
     torchrun,
     wait_until,
     weights,
@@ -133,9 +134,11 @@ def test_workers_do_not_outlive_a_killed_launcher(tmp_path: Path) -> None:
     with running(tmp_path / "run", *ENDLESS, THREE) as job:
         job.wait_for_step()
         assert len(job.workers()) == 3
+        server = server_of(job.process.pid)
         job.process.kill()
         job.process.wait()
         wait_until(lambda: not processes_of(job.run_dir), "end of the workers", seconds=2)
+        wait_until(lambda: not Path(f"/proc/{server}").exists(), "end of the fork server", seconds=2)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])

@@ -357,9 +357,18 @@ def worker_environments(case: Case) -> Any:
     """What our own launcher gives to its workers."""
     started: list[Any] = []
     with mock.patch.object(subprocess, "Popen", lambda command, env, **more: started.append(env)):
-        launcher._start(case.config, ROOT, 0, mock.Mock(descriptor=3), [])
+        launcher._start(case.config, ROOT, 0, mock.Mock(descriptor=3), [], launcher.Stop(), None)
     names = ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
     return [{name: env[name] for name in names} for env in started]
+
+
+def asked_to_fork(case: Case) -> Any:
+    """How many workers the launcher has forked, where a server is at hand."""
+    workers: list[Any] = []
+    server = mock.Mock(**{"fork.side_effect": lambda specs, given_up: specs})
+    with mock.patch.object(subprocess, "Popen", lambda *words, **more: None):
+        launcher._start(case.config, ROOT, 0, mock.Mock(descriptor=3), workers, launcher.Stop(), server)
+    return [worker is not None for worker in workers]
 
 
 def torchrun_command(case: Case) -> Any:
@@ -377,11 +386,11 @@ def patience_at_the_end(case: Case) -> Any:
     stop, worker, seconds = launcher.Stop(), mock.Mock(**{"poll.return_value": None}), itertools.count()
     stop.received.append(signal.SIGTERM)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(launcher, "_start", lambda *given: given[-1].append(worker)))
+        stack.enter_context(mock.patch.object(launcher, "_start", lambda *given: given[4].append(worker)))
         stack.enter_context(mock.patch.object(launcher, "_end"))
         stack.enter_context(mock.patch.object(launcher.time, "monotonic", lambda: next(seconds)))
         stack.enter_context(mock.patch.object(launcher.time, "sleep"))
-        assert launcher._attempt(case.config, ROOT, 0, stop) == launcher.UNSAVED
+        assert launcher._attempt(case.config, ROOT, 0, stop, None) == launcher.UNSAVED
     worker.send_signal.assert_called_once_with(signal.SIGTERM)
     return next(seconds)
 
@@ -431,6 +440,7 @@ ROWS: dict[str, Row] = {
     "launch.join_timeout_seconds": Row("launch.join_timeout_seconds=9", torchrun_command, TWO_HOSTS),
     "launch.grace_seconds": Row("launch.grace_seconds=1", patience_at_the_end),
     "launch.threads_per_process": Row("launch.threads_per_process=1", worker_environments),
+    "launch.fork_server": Row("launch.fork_server=false", asked_to_fork),
     "strategy.sync_bn": Row("strategy.sync_bn=true", placed_modules, "model.norm=batch"),
     "strategy.bucket_cap_mb": Row("strategy.bucket_cap_mb=1", wrapped),
     "strategy.bucket_cap_mb_list": Row("strategy.bucket_cap_mb_list=[1,2]", wrapped),

@@ -1,7 +1,8 @@
 """From command-line words and the files in conf/ to one Config, with every problem found on the way.
 
 Hydra composes; OmegaConf converts the types. Both stop at their first complaint, so values are forced past Hydra
-(`++key=value`) and bound to the schema one by one here: a user sees all mistakes at once.
+(`++key=value`) and bound to the schema one by one here: a user sees all mistakes at once. Hydra is imported where it is
+needed: workers bind what was composed, and start without it.
 """
 
 from __future__ import annotations
@@ -12,20 +13,18 @@ import re
 import typing
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
-from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 from omegaconf.resolvers import oc
 
 from ddp_train.config.schema import OPTIONS, SECTIONS, Config, CustomConfig, schema_of
 from ddp_train.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
 
 MAY_BE_NULL = ("experiment", "debug")
 _TYPE_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
@@ -66,6 +65,9 @@ def counted(number: int, noun: str) -> str:
 
 def read_overrides(conf: Path, words: list[str], sweep: bool = False) -> Overrides:
     """Checks the words of a command line (those without a dash) one by one; several values only in a `sweep`."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
     read = Overrides([], {}, {}, [])
     for word in words:
         try:
@@ -139,8 +141,10 @@ def compose(conf: Path, overrides: Overrides) -> dict[str, Any]:
     Raises HydraException or OmegaConfBaseException where a file under conf/ cannot be composed, ConfigError where a
     variable of the environment is missing.
     """
-    with initialize_config_dir(str(conf), version_base="1.3"):
-        composed = hydra_compose("config", overrides.words)
+    import hydra
+
+    with hydra.initialize_config_dir(str(conf), version_base="1.3"):
+        composed = hydra.compose("config", overrides.words)
     return plain(composed)
 
 
@@ -213,6 +217,8 @@ def read_config(conf: Path, overrides: Overrides, adopted: dict[str, Any] | None
     `adopted` holds sections that replace the composed ones, unless the command line chose their option: an evaluation
     adopts the model and the data of its checkpoint.
     """
+    from hydra.errors import HydraException
+
     try:
         values = compose(conf, overrides)
     except ConfigError as error:

@@ -40,6 +40,9 @@ class LaunchConfig:
     threads_per_process: Union[int, str] = key(
         "auto", "CPU threads of torch; auto: cores / processes", at_least=1, words=("auto",)
     )
+    fork_server: bool = key(
+        True, "fork the processes from one that imports torch meanwhile; false: each imports it by itself"
+    )
 
 
 @dataclass

@@ -68,13 +68,10 @@ def world_from_environment() -> World | None:
     )
 
 
-def worker_environment(
-    world: World, port: int, listen_fd: int, board_fd: int, threads: int, import_path: Path
-) -> dict[str, str]:
-    """The environment of one worker that our own launcher starts on this host."""
-    path = os.environ.get("PYTHONPATH")
+def worker_environment(world: World, port: int, threads: int, import_path: Path) -> dict[str, str]:
+    """The environment of one worker that our own launcher starts on this host, without `worker_descriptors`."""
     env = {
-        **os.environ,
+        **_importing_environment(import_path, threads),
         "RANK": str(world.rank),
         "WORLD_SIZE": str(world.size),
         "LOCAL_RANK": str(world.local_rank),
@@ -82,10 +79,7 @@ def worker_environment(
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RESTART_COUNT": str(world.attempt),
-        "OMP_NUM_THREADS": str(threads),
-        "PYTHONPATH": str(import_path) + (os.pathsep + path if path else ""),
         LAUNCHER_PID: str(os.getpid()),
-        BOARD: str(board_fd),
     }
     # One host needs no other interface: nothing listens beyond loopback, and a host name that resolves to nothing
     # cannot stop the run.
@@ -93,9 +87,38 @@ def worker_environment(
     if loopback:
         env.setdefault("GLOO_SOCKET_IFNAME", loopback)
         env.setdefault("NCCL_SOCKET_IFNAME", loopback)
-    if world.is_leader:
-        env[LISTEN_SOCKET] = str(listen_fd)
     return env
+
+
+def worker_descriptors(world: World, listen_fd: int, board_fd: int) -> dict[str, int]:
+    """The files that a worker inherits from our own launcher, by the variable that tells it their numbers."""
+    return {BOARD: board_fd, **({LISTEN_SOCKET: listen_fd} if world.is_leader else {})}
+
+
+def preload_environment(import_path: Path) -> dict[str, str]:
+    """The environment of a process that imports what workers need, and has one thread: numpy's BLAS starts its own at
+    once. Of what libraries read while they are imported, nothing else differs from a worker's."""
+    return {**_importing_environment(import_path, threads=1), "OPENBLAS_NUM_THREADS": "1"}
+
+
+def _importing_environment(import_path: Path, threads: int) -> dict[str, str]:
+    path = os.environ.get("PYTHONPATH")
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": str(threads),
+        "PYTHONPATH": str(import_path) + (os.pathsep + path if path else ""),
+    }
+
+
+def environment() -> dict[str, str]:
+    """A copy of this process's own."""
+    return dict(os.environ)
+
+
+def set_environment(variables: dict[str, str]) -> None:
+    """These, and no others. What C libraries look up is changed too."""
+    os.environ.clear()
+    os.environ.update(variables)
 
 
 def agent_environment(interface: str | None, last_words: Path) -> dict[str, str]:

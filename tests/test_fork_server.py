@@ -1,0 +1,253 @@
+"""Workers that are forked: they find what those find that start by themselves, and do not depend on their server."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_train.fork_server import ForkServer, WorkerSpec
+from ddp_train.processes import adopting_orphans
+from tests.commands import (
+    ENDLESS,
+    LAUNCH,
+    ROOT,
+    THREE,
+    environment,
+    processes_of,
+    read,
+    run,
+    running,
+    server_of,
+    wait_until,
+)  # fmt: skip
+
+pytestmark = pytest.mark.timeout(300)  # the machine may be busy
+
+FACTS = '''
+import collections
+import gc
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from threadpoolctl import threadpool_info
+from torch import nn
+
+FORKED = gc.get_freeze_count() > 0
+
+
+def kind(descriptor):
+    """What an open file is, without the numbers that are its own."""
+    name = os.readlink(f"/proc/self/fd/{descriptor}")
+    return name.split(":")[0] if ":" in name else name
+
+
+class Net(nn.Module):
+    """Writes down what it finds in its process."""
+
+    def __init__(self, folder="", spawn=False):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+        main = sys.modules["__main__"]
+        open_files = [entry for entry in os.listdir("/proc/self/fd") if Path(f"/proc/self/fd/{entry}").exists()]
+        common = {
+            "environment": {name: value for name, value in os.environ.items()
+                            if name not in ("RANK", "LOCAL_RANK", "MASTER_PORT", "DDP_TRAIN_LAUNCHER_PID")},
+            "arguments": sys.argv[1:2],
+            "path": sys.path,
+            "directory": os.getcwd(),
+            "main": [main.__spec__.name, Path(main.__file__).name],
+            "torch threads": torch.get_num_threads(),
+            "BLAS threads": [info["num_threads"] for info in threadpool_info() if info["user_api"] == "blas"],
+            "garbage collection": gc.isenabled(),
+            "handlers": [str(signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE)],
+            "open": collections.Counter(kind(entry) for entry in open_files),
+            "leads its session": os.getsid(0) == os.getpid(),
+            "command line": Path("/proc/self/cmdline").read_bytes().rstrip(b"\\0").split(b"\\0")[1:4] == [
+                b"-m", b"ddp_train.worker", sys.argv[1].encode()],
+            "logging": [type(handler).__name__ for handler in logging.root.handlers],
+            "random": torch.initial_seed(),
+        }
+        own = {
+            "numpy": float(np.random.rand()),
+            "temporary": tempfile.mktemp(),
+            "pid": os.getpid(),
+            "parent": os.getppid(),
+        }
+        text = json.dumps({"forked": FORKED, "common": common, "own": own})
+        Path(folder, os.environ["RANK"]).write_text(text)
+        if spawn and os.environ["RANK"] == "0":  # as loader processes are started, by Python 3.14 for one
+            for method in ("spawn", "forkserver"):
+                with multiprocessing.get_context(method).Pool(1) as pool:
+                    assert pool.apply(abs, (-1,)) == 1
+
+    def forward(self, images):
+        return self.layers(images)
+'''
+
+
+def facts_of(folder: Path, *words: str, ranks: int = 3, spawn: bool = False) -> list[dict[str, Any]]:
+    """What each rank found, in a run that must succeed."""
+    (folder / "facts.py").write_text(FACTS)
+    written = folder / f"facts_{len(list(folder.iterdir()))}"
+    written.mkdir()
+    done = run(
+        "model._target_=facts.Net", f"+model.folder={written}", f"+model.spawn={spawn}", "trusted_modules=[facts]",
+        "launch.threads_per_process=2", "data.limit=200", "train.max_steps=2", "tuning.num_workers=1",
+        f"launch.nproc_per_node={ranks}", f"run_dir={folder}/run", "checkpoint.resume=never", *words,
+        env={"PYTHONPATH": str(folder)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert read(folder / "run", "summary.json")["steps"] == 2
+    return [json.loads((written / str(rank)).read_text()) for rank in range(ranks)]
+
+
+@pytest.mark.slow
+def test_a_forked_worker_finds_what_one_finds_that_starts_by_itself(tmp_path: Path) -> None:
+    forked, fresh = facts_of(tmp_path, spawn=True), facts_of(tmp_path, "launch.fork_server=false")
+    assert [facts["forked"] for facts in forked + fresh] == [True] * 3 + [False] * 3
+    for one, other in zip(forked, fresh, strict=True):
+        assert one["common"] == other["common"]
+        assert one["common"]["torch threads"] == 2
+    for name in ("numpy", "temporary", "pid"):
+        assert len({facts["own"][name] for facts in forked}) == 3, f"{name} is shared"
+    assert len({facts["own"]["parent"] for facts in forked}) == 1, "all are children of the launcher"
+
+
+@pytest.mark.slow
+def test_a_server_with_threads_forks_nothing(tmp_path: Path) -> None:
+    """The thread comes from a module that Python imports at every start, as a profiler's may."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n"
+    )
+    assert [facts["forked"] for facts in facts_of(tmp_path, ranks=1)] == [False]
+
+
+@pytest.mark.slow
+def test_a_run_does_not_need_its_server_any_more(tmp_path: Path) -> None:
+    with running(tmp_path / "run", *ENDLESS, THREE, "launch.max_restarts=1") as job:
+        job.wait_for_step()
+        before = job.workers()
+        os.kill(server_of(job.process.pid), signal.SIGKILL)
+        time.sleep(0.3)
+        assert job.process.poll() is None and job.workers() == before and job.said() == ""
+        os.kill(before[1], signal.SIGKILL)
+        wait_until(
+            lambda: len(job.workers()) == 3 and not set(job.workers().values()) & set(before.values()), "restart"
+        )
+        assert job.said().endswith("starting again (1 of 1 restarts)\n")
+        job.process.terminate()
+        assert job.end() in (75, 143), job.said()
+        assert processes_of(job.run_dir) == {}
+
+
+def carrying(mark: str) -> list[int]:
+    """Processes that were started with this in their environment, and what they forked."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+        except OSError:  # it ended in between
+            continue
+    return found
+
+
+def test_the_server_ends_with_a_refused_config_and_with_a_killed_launcher(tmp_path: Path) -> None:
+    env = {"FORK_SERVER_TEST": str(tmp_path)}
+    assert run("train.epochs=0", env=env).returncode == 2
+    assert carrying(str(tmp_path)) == []
+    with subprocess.Popen([*LAUNCH, f"run_dir={tmp_path}/run"], cwd=ROOT, env=environment(env)) as launcher:
+        wait_until(lambda: len(carrying(str(tmp_path))) == 2, "fork server")
+        launcher.kill()  # long before torch is imported
+    wait_until(lambda: not carrying(str(tmp_path)), "end of the fork server", seconds=2)
+
+
+def test_a_stop_is_obeyed_while_torch_is_imported(tmp_path: Path) -> None:
+    with running(tmp_path / "run", *ENDLESS, THREE) as job:
+        job.wait_for_file("config.yaml")
+        began = time.monotonic()
+        job.process.terminate()
+        assert job.end() in (-signal.SIGTERM, 143)  # the former between config and launcher
+        assert time.monotonic() - began < 1
+        assert processes_of(job.run_dir) == {}
+
+
+SPEC = WorkerSpec(
+    ["/no/such/run", "rank=0"], {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}, {}
+)
+
+
+def test_what_ends_a_forked_worker_is_known(capfd: pytest.CaptureFixture[str]) -> None:
+    server = ForkServer(ROOT)
+    try:
+        with adopting_orphans():
+            reading, writing = os.pipe()
+            spec = WorkerSpec(SPEC.arguments, SPEC.environment, {"ANY": writing})
+            workers = server.fork([spec] * 3, given_up=lambda: False)
+            assert [worker.wait() for worker in workers] == [1, 1, 1]
+            os.close(writing)
+            assert os.read(reading, 1) == b"", "a forked worker, or the server, still holds a file it was given"
+            os.close(reading)
+            error = capfd.readouterr().err
+            assert error.count("Traceback") == error.count("FileNotFoundError: ") == 3
+            (worker,) = server.fork([SPEC], given_up=lambda: False)
+            worker.send_signal(signal.SIGKILL)
+            assert worker.wait() == worker.poll() == -signal.SIGKILL
+            worker.send_signal(signal.SIGKILL)  # to nobody: its number may be another's by now
+    finally:
+        server.close()
+
+
+def test_a_server_that_cannot_be_used_forks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forked(server: ForkServer, stopped: bool = False) -> int:
+        began = time.monotonic()
+        try:
+            return len(server.fork([SPEC], given_up=lambda: stopped))
+        finally:
+            server.close()
+            assert time.monotonic() - began < 1
+
+    assert forked(ForkServer(ROOT), stopped=True) == 0
+    killed = ForkServer(ROOT)
+    os.kill(server_of(os.getpid()), signal.SIGKILL)
+    assert forked(killed) == 0
+    elsewhere = ForkServer(ROOT)
+    with monkeypatch.context() as patch:
+        patch.chdir(tmp_path)
+        assert forked(elsewhere) == 0
+    other = ForkServer(ROOT)
+    monkeypatch.setenv("TORCH_LOGS", "recompiles")
+    assert forked(other) == 0
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    assert forked(ForkServer(ROOT)) == 0
+
+
+def test_a_process_with_cuda_or_threads_is_not_forked() -> None:
+    code = (
+        "import threading, torch\n"
+        "from ddp_train.fork_server import unfit\n"
+        "said = [unfit()]\n"
+        "torch.cuda.is_initialized = lambda: True\n"
+        "said.append(unfit())\n"
+        "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+        "print([*said, unfit()])\n"
+    )
+    env = environment({"OMP_NUM_THREADS": "1"})
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "['', 'CUDA is initialized in it', 'it has 2 threads']\n", done.stderr
