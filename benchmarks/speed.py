@@ -239,8 +239,8 @@ def main() -> None:
         [
             f"# Speed: {head[arguments.work]}, {arguments.processes} x {arguments.device}",
             "",
-            f"Median (min - max) of {arguments.rounds}: what the peers do is in `benchmarks/peers.py`, what is measured "
-            "in the head of `benchmarks/speed.py`.",
+            f"Median (min - max) of {arguments.rounds}. What the peers do is in `benchmarks/peers.py`, what is measured"
+            " in the head of `benchmarks/speed.py`.",
             "",
             *table(arguments.work, found),
             "",

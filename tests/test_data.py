@@ -386,6 +386,12 @@ def test_a_resident_data_set_gives_the_same_batches(augment: bool) -> None:
             assert batch.inputs.dtype == other.inputs.dtype
 
 
+def test_fewer_samples_than_classes_leave_no_class_out() -> None:
+    train, test = build_sources(SyntheticConfig(samples=4, test_samples=4, classes=10, image_size=2), 0)
+    assert (train.outputs, test.outputs) == (10, 10)
+    assert test.fetch(np.arange(4), None)[1].max() > train.fetch(np.arange(4), None)[1].max()
+
+
 def test_a_part_of_a_data_set_keeps_its_classes() -> None:
     source = ArraySource(torch.arange(6.0)[:, None], torch.tensor([0, 1, 0, 1, 2, 2]))
     part = source.first(3)

@@ -56,12 +56,14 @@ class ArraySource:
         std: tuple[float, ...] = (),
         augmentation: Augmentation | None = None,
         seed: int = 0,
+        classes: int | None = None,
     ) -> None:
+        """classes: how many there are, where the labels may not show it."""
         self.inputs, self.targets, self.augmentation, self.seed = inputs, targets, augmentation, seed
         # (x / 255 - mean) / std as one multiplication and one addition
         self.factor = (1 / (255 * torch.tensor(std))).view(-1, 1, 1) if std else None
         self.offset = (-torch.tensor(mean) / torch.tensor(std)).view(-1, 1, 1) if std else None
-        self.outputs = 1 if targets.is_floating_point() else int(targets.max()) + 1
+        self.outputs = 1 if targets.is_floating_point() else classes or int(targets.max()) + 1
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -280,8 +282,8 @@ def _synthetic(data: Any, seed: int) -> tuple[Source, Source]:
     images = patterns[labels] + noise
     half = (0.5,) * data.channels
     return (
-        ArraySource(images[: data.samples], labels[: data.samples], half, half),
-        ArraySource(images[data.samples :], labels[data.samples :], half, half),
+        ArraySource(images[: data.samples], labels[: data.samples], half, half, classes=data.classes),
+        ArraySource(images[data.samples :], labels[data.samples :], half, half, classes=data.classes),
     )
 
 
