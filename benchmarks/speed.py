@@ -111,18 +111,20 @@ def contenders(arguments: argparse.Namespace) -> list[Contender]:
             "train.evaluate_batch_size=1000",
             "train.log_every_steps=1000",
             "optimizer=adamw",
-            "optimizer.lr=1e-3",
+            "optimizer.lr=3e-3",
             "schedule=constant",
             *([f"data.limit={arguments.limit}"] if arguments.limit else []),
         ]
-        same = [*words, "model._target_=benchmarks.peers.small_cnn", "trusted_modules=[benchmarks]"]
+        same = [*words, "model._target_=benchmarks.peers.lenet", "trusted_modules=[benchmarks]"]
         rest = ["--device", device, "--data", arguments.data, "--epochs", "3"]
         rest += ["--limit", str(arguments.limit)] if arguments.limit else []
-        graph = ["tuning.cuda_graph=true", "tuning.channels_last=true"] if device == "cuda" else []
+        graph = ["tuning.cuda_graph=true"] if device == "cuda" else []
         return [
-            ours("recommended, cuda_graph, channels_last", n, read_epochs, *same, *graph),
-            ours("max", n, read_epochs, *same, "tuning=max", *graph),
-            ours("max, fp32 (tf32)", n, read_epochs, *same, "tuning=max", *graph, "tuning.precision=fp32"),
+            ours("recommended, cuda_graph", n, read_epochs, *same, *graph),
+            ours("max", n, read_epochs, *same, "tuning=max"),
+            ours("max, strategy=single", n, read_epochs, *same, "tuning=max", "strategy=single"),
+            ours("max, fp32 (tf32), single", n, read_epochs, *same, "tuning=max", "tuning.precision=fp32",
+                 "strategy=single"),
             ours("none", n, read_epochs, *same, "tuning=none", "train.epochs=3"),
             ours("its own cnn", n, read_epochs, *words, "model=cnn", "model.channels=16", "model.norm=none"),
             *(peer(name, "mnist", n, *rest) for name in (

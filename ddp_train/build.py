@@ -51,7 +51,7 @@ def build_module(config: Config, source: Source, device: str) -> ModelWithLoss:
     model = build_model(config.model, () if custom else inputs.shape[1:], 0 if custom else outputs)
     module = ModelWithLoss(model, loss, device, tuning.AUTOCAST[config.tuning.precision])
     module = build_strategy(config.strategy, device).place(module)
-    module.model = tuning.shape_model(module.model, config.tuning)
+    tuning.shape_model(module, config.tuning)
     return module
 
 

@@ -264,7 +264,18 @@ def process_flags(case: Case) -> Any:
 
 
 def compiled(case: Case) -> Any:
-    return getattr(module_of(case), "_compiled_call_impl", None) is not None
+    """How many graphs torch's compiler found in a training step and an evaluation; they are not turned into kernels."""
+    from torch._dynamo import utils
+
+    source = build_sources(case.config.data, case.config.seed)[0]
+    torch._dynamo.reset()
+    utils.counters.clear()
+    with mock.patch("torch._inductor.compile_fx.compile_fx", lambda graph, *_, **__: graph.forward):
+        module = build_module(case.config, source, "cpu")
+        inputs, targets = source.fetch(np.arange(4), None)
+        module(inputs, targets).backward()
+        module.score(inputs, targets)
+    return utils.counters["stats"]["unique_graphs"]
 
 
 def steppers(case: Case) -> Any:
