@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -132,7 +133,7 @@ def contenders(arguments: argparse.Namespace) -> list[Contender]:
         ]  # fmt: skip
 
     def resnet(name: str, batch: int, *more: str) -> Contender:
-        size = f"data.image_size={arguments.side}", f"data.samples={8 * arguments.batch * n}", "data.classes=1000"
+        size = f"data.image_size={arguments.side}", f"data.samples={16 * arguments.batch * n}", "data.classes=1000"
         size = *size, f"data.test_samples={batch}"
         return ours(name, n, read_speed, *common, "model=resnet50", "data=synthetic", *size,
                     f"train.global_batch_size={batch * n}", f"train.evaluate_batch_size={batch}",
@@ -219,12 +220,12 @@ def main() -> None:
     parser.add_argument("--side", type=int, default=224)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--limit", type=int, help="mnist: use only so many samples of each split")
-    parser.add_argument("--only", nargs="+", help="contenders whose names begin so")
+    parser.add_argument("--only", nargs="+", help="contenders whose whole names match these regular expressions")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     load = f"{load_average()} at the start"
     found = [c for c in contenders(arguments)
-             if not arguments.only or any(c.name.startswith(name) for name in arguments.only)]  # fmt: skip
+             if not arguments.only or any(re.fullmatch(name, c.name) for name in arguments.only)]  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="speed_") as folder:
         for number in range(arguments.rounds):
             for contender in found if number % 2 == 0 else reversed(found):
