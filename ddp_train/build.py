@@ -162,11 +162,12 @@ def plan_rows(config: Config, job: Job) -> dict[str, str]:
     if not config.tuning.num_workers:
         del tips["persistent_workers"]
     shown = [name if value is True else f"{name} {value}" for name, value in tips.items() if value not in (False, 0)]
+    decode = getattr(config.data, "decode", "")
     model = getattr(config.model, "arch", None) or getattr(config.model, "target", None) or config.model.name
     return {
         "processes": f"{on} x {config.device}, {back_end}, {config.strategy.name}",
         "model": f"{model}, {parameters:,} parameters",
-        "data": f"{config.data.name}, {plan.samples:,} samples to train on",
+        "data": f"{config.data.name}, {plan.samples:,} samples to train on{decode and f', decode {decode}'}",
         "global batch": f"{plan.global_batch_size} = {split}",
         "steps": f"{whole:,} = {counted(config.train.epochs, 'epoch')} x {plan.steps_per_epoch:,}{cut}{resumed}",
         "optimizer": f"{config.optimizer.name}, lr {job.stepper.full_rates[0]:g}, {config.schedule.name} schedule, "

@@ -292,6 +292,7 @@ BAD: dict[str, list[str]] = {
     # what lies outside the config
     "data=mnist data.root=empty": ["data.root=empty", "is missing; add data.download=true"],
     "data=cifar10 data.root=empty": ["empty/cifar-10-batches-py/data_batch_1 is missing"],
+    "data=image_folder data.decode=gpu": ["data.decode=gpu: needs a GPU; use data.decode=threads"],
     "data=image_folder data.root=nowhere": ["nowhere/train must be a folder with one sub-folder per class"],
     "model=resnet50 model.arch=resnet_50": ["no classifier of that name; did you mean resnet50?"],
     "checkpoint.resume=/nowhere": ["no such folder; use auto, never, or the path"],

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from ddp_train.config.schema import TuningConfig
+from ddp_train.data.ahead import InThreads, OnGpu
 from ddp_train.data.plan import Share
-from ddp_train.data.sources import Source
+from ddp_train.data.sources import Source, folder_of
 from ddp_train.errors import LaunchError
 from ddp_train.heartbeat import Position
 from ddp_train.nested import map_tensors
@@ -69,6 +70,17 @@ class _Noted:
             yield share
 
 
+class _Ahead:
+    """Batches that threads of this process prepare: what a DataLoader is for loader processes."""
+
+    def __init__(self, prepared: InThreads) -> None:
+        self.prepared = prepared
+
+    def __iter__(self) -> Iterator[Batch]:
+        for share, crops, labels in self.prepared:
+            yield Batch(crops, labels, share)
+
+
 class Loader:
     """Batches of the given shares in order: on the device, in the run's precision and memory format.
 
@@ -92,6 +104,14 @@ class Loader:
         self.fetching: deque[Share] = deque()
         """What loader processes are working on."""
         workers = int(tuning.num_workers)
+        pinned = bool(tuning.pin_memory) and self.device.type == "cuda"
+        self.folder = folder = folder_of(source)
+        if folder and folder.decode == "gpu":
+            self.on_host = _Ahead(OnGpu(folder, shares, max(1, workers), tuning.prefetch_factor, self.device))
+            return
+        if folder and folder.decode == "threads" and workers:
+            self.on_host = _Ahead(InThreads(folder, shares, workers, tuning.prefetch_factor, pinned))
+            return
         self.on_host = DataLoader(
             _Batches(source),
             batch_size=None,  # an item is a batch already
@@ -99,7 +119,7 @@ class Loader:
             num_workers=workers,
             prefetch_factor=tuning.prefetch_factor if workers else None,
             persistent_workers=tuning.persistent_workers and workers > 0,
-            pin_memory=bool(tuning.pin_memory) and self.device.type == "cuda",
+            pin_memory=pinned,
             generator=torch.Generator(),  # else its iterator draws from the one that a step's dropout was seeded in
             worker_init_fn=_enter_worker,
         )
@@ -111,8 +131,14 @@ class Loader:
             if self.fetching:
                 self.fetching.popleft()
             if isinstance(batch, LaunchError):
-                raise batch
+                try:
+                    raise batch
+                finally:
+                    del batch  # it would keep this frame, and both the loader processes, until some later collection
             placed = batch.map(self._place)
+            if self.folder:
+                dtype = self.dtype or torch.float32
+                placed.inputs = self.folder.finish(placed.inputs, batch.share.ids, batch.share.epoch, dtype)
             position.batches += 1
             position.phase = self.forward
             yield placed
