@@ -186,12 +186,14 @@ def plan_rows(config: Config, job: Job) -> dict[str, str]:
     if (scaling := getattr(config.optimizer, "lr_scaling", "none")) != "none":
         ratio = f"{plan.global_batch_size:,} / {config.optimizer.lr_base_batch:,}"
         scaled = f" = {config.optimizer.lr:g} x {ratio if scaling == 'linear' else f'sqrt({ratio})'}"
+    decode = getattr(config.data, "decode", "")
     model = getattr(config.model, "arch", None) or getattr(config.model, "target", None) or config.model.name
     return {
         "processes": f"{on} x {config.device}, {back_end}, {config.strategy.name}",
         "model": f"{model}, {parameters:,} parameters",
         "data": f"{config.data.name}, {plan.samples:,} samples to train on"
-        + (", held on the device" if _resident(config) else ""),
+        + (", held on the device" if _resident(config) else "")
+        + (f", decode {decode}" if decode else ""),
         "global batch": f"{plan.global_batch_size} = {split}",
         "steps": f"{whole:,} = {counted(config.train.epochs, 'epoch')} x {plan.steps_per_epoch:,}{cut}{resumed}",
         "optimizer": f"{config.optimizer.name}, lr {job.stepper.full_rates[0]:g}{scaled}, "

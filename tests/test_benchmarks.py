@@ -12,6 +12,10 @@ ROOT = Path(__file__).resolve().parent.parent
 
 QUICK = {
     "overhead.py": ("--rounds", "2", "--steps", "60", "--limit", "1e6"),
+    "jpeg.py": (
+        *("--images", "8", "--batch", "2", "--size", "32", "--arch", "mobilenet_v3_small", "--eager"),
+        *("--steps", "1", "--seconds", "0.1"),
+    ),
     "checkpoint_stall.py": ("--batch", "2", "--saves", "2", "--every", "2"),
 }
 

@@ -297,6 +297,7 @@ BAD: dict[str, list[str]] = {
     # what lies outside the config
     "data=mnist data.root=empty": ["data.root=empty", "is missing; add data.download=true"],
     "data=cifar10 data.root=empty": ["empty/cifar-10-batches-py/data_batch_1 is missing"],
+    "data=image_folder data.decode=gpu": ["data.decode=gpu: needs a GPU; use data.decode=threads"],
     "data=image_folder data.root=nowhere": ["nowhere/train must be a folder with one sub-folder per class"],
     "model=resnet50 model.arch=resnet_50": ["no classifier of that name; did you mean resnet50?"],
     "checkpoint.resume=/nowhere": ["no such folder; use auto, never, or the path"],
@@ -706,9 +707,13 @@ def test_completion_installs_itself() -> None:
 
 def test_only_combinations_of_a_sweep_are_checked_not_the_defaults() -> None:
     """The default batch, 96, cannot be split over 5 processes, and nobody asked for it."""
-    Trials(ROOT / "launch.py", CONF).check(["-m", "launch.nproc_per_node=5", "train.global_batch_size=50,100"], True)
+    Trials(ROOT / "launch.py", CONF, None).check(
+        ["-m", "launch.nproc_per_node=5", "train.global_batch_size=50,100"], True
+    )
     with pytest.raises(ConfigError) as caught:
-        Trials(ROOT / "launch.py", CONF).check(["-m", "launch.nproc_per_node=1,5", "train.global_batch_size=96"], True)
+        Trials(ROOT / "launch.py", CONF, None).check(
+            ["-m", "launch.nproc_per_node=1,5", "train.global_batch_size=96"], True
+        )
     assert [problem.split(":")[0] for problem in caught.value.problems] == ["train.global_batch_size=96"]
 
 

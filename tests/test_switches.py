@@ -512,6 +512,7 @@ ROWS: dict[str, Row] = {
     "data.augment": Row("data.augment=FLIPPED", samples),
     "data.root": Row("data.root=other", asked_of_torchvision),
     "data.download": Row("data.download=true", asked_of_torchvision),
+    "data.decode": Row("data.decode=pil", samples),
     "data.image_size": Row("data.image_size=16", samples),
     "data.samples": Row("data.samples=64", samples),
     "data.test_samples": Row("data.test_samples=64", samples),

@@ -296,6 +296,8 @@ def notices(asked: Config, config: Config) -> list[str]:
             f"tuning.prefetch_factor={asked.tuning.prefetch_factor} has no effect without loader processes "
             "(tuning.num_workers=0)"
         )
+    if config.tuning.num_workers == 0 and getattr(asked.data, "decode", "") == "threads":
+        found.append("data.decode=threads has no effect without threads (tuning.num_workers=0): training waits")
     if config.strategy.name == "dp" and config.device == "cpu":
         found.append("strategy=dp has no GPUs to spread over: DataParallel runs the model once, on the CPU")
     if getattr(config.strategy, "sync_bn", False) and getattr(config.model, "norm", "batch") != "batch":

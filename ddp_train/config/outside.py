@@ -84,6 +84,8 @@ def _data(asked: Config, config: Config, machine: Machine, world: World | None) 
             path = Path(data.root, cut[0])
             return [f"data.root={data.root}: {path} is truncated; remove it, and fetch it with data.download=true"]
     if data.name == "image_folder":
+        if data.decode == "gpu" and config.device == "cpu":
+            return ["data.decode=gpu: needs a GPU; use data.decode=threads"]
         for split in ("train", "val"):
             folder = Path(data.root, split)
             if not folder.is_dir() or not any(entry.is_dir() for entry in folder.iterdir()):
@@ -186,11 +188,19 @@ def _same_run(asked: Config, config: Config, machine: Machine, world: World | No
     for name in ("reduction", "virtual_shards"):
         values[f"train.{name}"] = (getattr(before.train, name), getattr(config.train, name))
     for section in ("model", "data"):
-        one, other = ({**vars(getattr(c, section)), "root": "", "download": ""} for c in (before, config))
+        one, other = (_same_words(getattr(c, section)) for c in (before, config))
         for name in dict.fromkeys((*one, *other)):
             key = section if name == "name" else f"{section}.{name}"
             values[key] = (one.get(name), other.get(name))
     return _differences(values, f"run_dir={config.run_dir}", "another run_dir")
+
+
+def _same_words(section: Any) -> dict[str, Any]:
+    """The keys of the model or the data, without what changes no sample."""
+    values = {**vars(section), "root": "", "download": ""}
+    if values.get("decode") == "processes":
+        values["decode"] = "threads"  # the same pixels
+    return values
 
 
 def _code(asked: Config, config: Config, machine: Machine, world: World | None) -> list[str]:

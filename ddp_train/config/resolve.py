@@ -23,6 +23,10 @@ IN_MEMORY: dict[str, Callable[[Any], int]] = {
 faster."""
 RESIDENT_SHARE = 0.25
 """Of a GPU's memory, at most, for a data set that is held there without being asked for."""
+CORES_PER_GPU = 10
+"""A core decodes and crops 900 images/s (500 x 375 JPEGs), a GPU of 2024 trains ResNet-50 with 7,000: docs/data.md."""
+READERS = 4
+"""Threads that read files for the GPU to decode: one reads over 10,000 a second that the kernel holds in memory."""
 FUSED = ("sgd", "adam", "adamw")
 """Optimizers with a fused implementation in torch 2.11 to 2.15 (adadelta, rmsprop, lars and lamb have none)."""
 LAYER_WISE = ("lars", "lamb")
@@ -48,17 +52,20 @@ def resolve(config: Config, machine: Machine, world: World | None) -> Config:
     if launch.backend == "auto":
         launch.backend = "nccl" if device == "cuda" else "gloo"
     processes_here = max(1, int(launch.nproc_per_node))
+    cores = machine.cpus // processes_here
     ordered = config.train.reduction == "ordered"
     if launch.threads_per_process == "auto":  # the number of threads changes the bits
-        launch.threads_per_process = 1 if ordered else max(1, machine.cpus // processes_here)
+        launch.threads_per_process = 1 if ordered else max(1, cores)
     deterministic = device == "cpu" or ordered if config.deterministic == "auto" else config.deterministic
+    if getattr(config.data, "decode", "") == "auto":
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, decode=_decode(device, cores)))
     return dataclasses.replace(
         config,
         device=device,
         deterministic=deterministic,
         launch=launch,
         data=_data(config, device, machine),
-        tuning=_tuning(config, device, bool(deterministic), machine, processes_here),
+        tuning=_tuning(config, device, bool(deterministic), machine, cores),
         run_dir=config.run_dir or f"runs/{config.name}/{new_run_id(world)}",
     )
 
@@ -72,13 +79,14 @@ def _data(config: Config, device: str, machine: Machine) -> Any:
     return dataclasses.replace(config.data, loader="device" if fits and wanted else "host")
 
 
-def _tuning(config: Config, device: str, deterministic: bool, machine: Machine, processes_here: int):
+def _tuning(config: Config, device: str, deterministic: bool, machine: Machine, cores: int):
+    """cores: of each process."""
     tuning = dataclasses.replace(config.tuning)
     gpu = device == "cuda"
     regression = config.data.name == "linear_regression"
     chosen = {
         "precision": "bf16" if gpu and machine.compute_capability >= (8, 0) and not regression else "fp32",
-        "num_workers": 0 if config.data.name in IN_MEMORY else min(8, machine.cpus // processes_here),
+        "num_workers": _workers(config.data, cores),
         "pin_memory": gpu,
         "non_blocking": gpu,
         "channels_last": gpu and config.model.name in IMAGE_MODELS,
@@ -130,6 +138,20 @@ def optimizer_at_batch(config: Config) -> Any:
     ratio = config.train.global_batch_size / config.optimizer.lr_base_batch
     lr = config.optimizer.lr * ratio ** LR_POWERS[config.optimizer.lr_scaling]
     return dataclasses.replace(config.optimizer, lr=lr, lr_scaling="none")
+
+
+def _decode(device: str, cores: int) -> str:
+    """How images are decoded: on the host where its cores keep up with a GPU."""
+    return "gpu" if device == "cuda" and cores < CORES_PER_GPU else "threads"
+
+
+def _workers(data: Any, cores: int) -> int:
+    """Loader processes, or threads: as many as there is work for."""
+    if data.name in IN_MEMORY:
+        return 0
+    if data.name != "image_folder":
+        return min(8, cores)
+    return min(READERS, cores) if data.decode == "gpu" else min(32, cores)
 
 
 def described(config: Config) -> dict[str, Any]:

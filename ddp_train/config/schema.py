@@ -90,9 +90,12 @@ class TuningConfig:
         choices=("auto", "fp32", "bf16", "fp16", "fp64"),
     )
     num_workers: Union[int, str] = key(
-        "auto", "loader processes per rank; auto: 0 for data held in memory", at_least=0, words=("auto",)
+        "auto",
+        "loader processes, or decoding threads, per rank; auto: 0 for data held in memory",
+        at_least=0,
+        words=("auto",),
     )
-    prefetch_factor: int = key(2, "batches each loader process prepares ahead", at_least=1)
+    prefetch_factor: int = key(2, "batches each loader process prepares ahead, or all threads", at_least=1)
     persistent_workers: bool = key(True, "keep the loader processes of an evaluation for the next one")
     pin_memory: Union[bool, str] = key("auto", "page-locked batches; auto: on GPUs", words=("auto",))
     non_blocking: Union[bool, str] = key(
@@ -269,6 +272,11 @@ class ImageFolderConfig(DataConfig):
     root: str = key("data/imagenet", "the folder that holds train/ and val/")
     image_size: int = key(224, "height and width after the crop, in pixels", at_least=1)
     augment: bool = key(True, "random resized crop and horizontal flip")
+    decode: str = key(
+        "auto",
+        "by PIL or torchvision in loader processes, by torchvision in threads of each rank, or on the GPU",
+        choices=("auto", "pil", "processes", "threads", "gpu"),
+    )
 
 
 @dataclass

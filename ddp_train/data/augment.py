@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -34,16 +36,35 @@ def move(images: Tensor, draws: Tensor, by: int, flips: bool) -> Tensor:
     return shift(flip(images, draws[:, 2]) if flips else images, draws[:, :2], by)
 
 
-def crop_box(width: int, height: int, draws: Tensor) -> tuple[int, int, int, int]:
+def crop_box(width: int, height: int, draws: Sequence[float]) -> tuple[int, int, int, int]:
     """Top, left, height and width of a random crop: 8 to 100 % of the area, aspect ratio 3/4 to 4/3.
 
-    draws: [4], uniform in [0, 1). The distribution is that of "Going deeper with convolutions" (arXiv:1409.4842), the
+    draws: four, uniform in [0, 1). The distribution is that of "Going deeper with convolutions" (arXiv:1409.4842), the
     crop clipped to the image.
     """
-    area = width * height * (0.08 + 0.92 * draws[0].item())
-    ratio = math.exp((2 * draws[1].item() - 1) * math.log(4 / 3))
+    area = width * height * (0.08 + 0.92 * draws[0])
+    ratio = math.exp((2 * draws[1] - 1) * math.log(4 / 3))
     crop_width = max(1, min(width, round(math.sqrt(area * ratio))))
     crop_height = max(1, min(height, round(math.sqrt(area / ratio))))
-    top = int(draws[2].item() * (height - crop_height + 1))
-    left = int(draws[3].item() * (width - crop_width + 1))
+    top = int(draws[2] * (height - crop_height + 1))
+    left = int(draws[3] * (width - crop_width + 1))
     return top, left, crop_height, crop_width
+
+
+def normalise(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...], dtype: torch.dtype) -> Tensor:
+    """(x / 255 - mean) / std per channel, as one multiplication and one addition, on the images' own device.
+
+    images: uint8 [n, channels, height, width], whose memory format stays. Each operation is rounded by itself: a fused
+    one gives bits that depend, on CPUs, on where in the batch a pixel stands.
+    """
+    factor, offset = _factor_and_offset(mean, std, dtype, images.device)
+    return torch.mul(images, factor).add_(offset)
+
+
+@functools.lru_cache(maxsize=8)
+def _factor_and_offset(
+    mean: tuple[float, ...], std: tuple[float, ...], dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    deviation = torch.tensor(std, dtype=dtype).view(-1, 1, 1)
+    offset = -torch.tensor(mean, dtype=dtype).view(-1, 1, 1) / deviation
+    return (1 / (255 * deviation)).to(device), offset.to(device)

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from ddp_train.config.schema import TuningConfig
+from ddp_train.data.ahead import InThreads, OnGpu
 from ddp_train.data.plan import Share
-from ddp_train.data.sources import ArraySource, Source
+from ddp_train.data.sources import ArraySource, Source, folder_of
 from ddp_train.errors import LaunchError
 from ddp_train.heartbeat import Position
 from ddp_train.nested import map_tensors
@@ -100,6 +101,17 @@ class _Resident:
             yield group
 
 
+class _Ahead:
+    """Batches that threads of this process prepare: what a DataLoader is for loader processes."""
+
+    def __init__(self, prepared: InThreads) -> None:
+        self.prepared = prepared
+
+    def __iter__(self) -> Iterator[Batch]:
+        for share, crops, labels in self.prepared:
+            yield Batch(crops, labels, share)
+
+
 class Loader:
     """Batches of the given shares in order: on the device, in the run's precision and memory format.
 
@@ -124,6 +136,7 @@ class Loader:
         self.data, self.forward, self.end = phases + "data", phases + "forward", phases + "end"
         self.fetching: deque[Share] = deque()
         """What loader processes are working on."""
+        self.folder = folder_of(source)
         self.batches: Iterable[Batch | LaunchError]
         if resident:
             assert isinstance(source, ArraySource), "config.check lets no other data set be resident"
@@ -131,8 +144,15 @@ class Loader:
         else:
             self.batches = self._from_host(source, shares, tuning)
 
-    def _from_host(self, source: Source, shares: Iterable[Share], tuning: TuningConfig) -> DataLoader:
+    def _from_host(
+        self, source: Source, shares: Iterable[Share], tuning: TuningConfig
+    ) -> Iterable[Batch | LaunchError]:
         workers = int(tuning.num_workers)
+        pinned = bool(tuning.pin_memory) and self.device.type == "cuda"
+        if self.folder and self.folder.decode == "gpu":
+            return _Ahead(OnGpu(self.folder, shares, max(1, workers), tuning.prefetch_factor, self.device))
+        if self.folder and self.folder.decode == "threads" and workers:
+            return _Ahead(InThreads(self.folder, shares, workers, tuning.prefetch_factor, pinned))
         return DataLoader(
             _Batches(source),
             batch_size=None,  # an item is a batch already
@@ -140,7 +160,7 @@ class Loader:
             num_workers=workers,
             prefetch_factor=tuning.prefetch_factor if workers else None,
             persistent_workers=tuning.persistent_workers and workers > 0,
-            pin_memory=bool(tuning.pin_memory) and self.device.type == "cuda",
+            pin_memory=pinned,
             generator=torch.Generator(),  # else its iterator draws from the one that a step's dropout was seeded in
             worker_init_fn=_enter_worker,
         )
@@ -152,8 +172,14 @@ class Loader:
             if self.fetching:
                 self.fetching.popleft()
             if isinstance(batch, LaunchError):
-                raise batch
+                try:
+                    raise batch
+                finally:
+                    del batch  # it would keep this frame, and both the loader processes, until some later collection
             placed = batch if self.resident else batch.map(self._place)
+            if self.folder:
+                dtype = self.dtype or torch.float32
+                placed.inputs = self.folder.finish(placed.inputs, batch.share.ids, batch.share.epoch, dtype)
             position.batches += 1
             position.phase = self.forward
             yield placed

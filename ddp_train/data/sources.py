@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 
 from ddp_train.data import augment
+from ddp_train.data.folder import FolderSource
 from ddp_train.data.keyed import mix, uniform
 from ddp_train.errors import ConfigError, DataError
 from ddp_train.nested import tensors
 
 Augmentation = Callable[[Tensor, Tensor], Tensor]
 """(images [n, c, h, w], draws [n, 3] uniform in [0, 1)) -> images."""
-
-IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class Source(Protocol):
@@ -92,49 +91,6 @@ class ArraySource:
         return inputs, self.targets[index]
 
 
-class FolderSource:
-    """Images in a folder per class, decoded when they are asked for."""
-
-    def __init__(self, folder: Path, image_size: int, augmented: bool, seed: int) -> None:
-        from torchvision.datasets import ImageFolder
-
-        self.images = ImageFolder(str(folder))
-        self.image_size, self.augmented, self.seed = image_size, augmented, seed
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    @property
-    def outputs(self) -> int:
-        return len(self.images.classes)
-
-    def fetch(self, ids: np.ndarray, epoch: int | None) -> tuple[Tensor, Tensor]:
-        draws = uniform(mix(self.seed, "augment", epoch), torch.from_numpy(ids), 5) if epoch is not None else None
-        images = [self._image(int(number), None if draws is None else draws[row]) for row, number in enumerate(ids)]
-        return torch.stack(images), torch.tensor([self.images.targets[number] for number in ids])
-
-    def _image(self, number: int, draws: Tensor | None) -> Tensor:
-        from torchvision.transforms.v2 import functional
-
-        path, _ = self.images.samples[number]
-        try:
-            image = self.images.loader(path)
-        except (OSError, ValueError, SyntaxError) as error:  # what PIL raises for files that are no image
-            raise DataError(
-                f"{path} (sample {number}) cannot be decoded: {error}", "repair or remove the file"
-            ) from error
-        size = [self.image_size, self.image_size]
-        if draws is not None and self.augmented:
-            box = augment.crop_box(image.width, image.height, draws[:4])
-            image = functional.resized_crop(image, *box, size=size, antialias=True)
-            image = functional.horizontal_flip(image) if draws[4] < 0.5 else image
-        else:  # the usual evaluation crop: the middle of an image whose short side is 8/7 of the crop
-            image = functional.resize(image, [round(self.image_size * 8 / 7)], antialias=True)
-            image = functional.center_crop(image, size)
-        tensor = functional.to_dtype(functional.to_image(image), torch.float32, scale=True)
-        return functional.normalize(tensor, list(IMAGENET_MEAN), list(IMAGENET_STD))
-
-
 class ForeignSource:
     """Anyone's own map-style dataset. Its random draws (torch's and Python's) are keyed by seed, epoch and sample."""
 
@@ -172,10 +128,16 @@ class LimitedSource:
 
     def __init__(self, source: Source, limit: int) -> None:
         self.fetch, self.outputs = source.fetch, source.outputs
-        self.count = min(limit, len(source))
+        self.whole, self.count = source, min(limit, len(source))
 
     def __len__(self) -> int:
         return self.count
+
+
+def folder_of(source: Source) -> FolderSource | None:
+    """The image folder that a source is, or the first part of."""
+    whole = source.whole if isinstance(source, LimitedSource) else source
+    return whole if isinstance(whole, FolderSource) else None
 
 
 def build_sources(data: Any, seed: int) -> tuple[Source, Source]:
@@ -261,10 +223,10 @@ def _torchvision(data: Any, seed: int) -> tuple[Source, Source]:
 
 
 def _image_folder(data: Any, seed: int) -> tuple[Source, Source]:
-    train = FolderSource(Path(data.root, "train"), data.image_size, data.augment, seed)
-    test = FolderSource(Path(data.root, "val"), data.image_size, False, seed)
-    if train.images.classes != test.images.classes:
-        odd = sorted(set(train.images.classes) ^ set(test.images.classes))
+    train = FolderSource(Path(data.root, "train"), data.image_size, data.augment, seed, data.decode)
+    test = FolderSource(Path(data.root, "val"), data.image_size, False, seed, data.decode)
+    if train.classes != test.classes:
+        odd = sorted(set(train.classes) ^ set(test.classes))
         raise DataError(
             f"data.root={data.root}: train/ and val/ differ in classes: {', '.join(odd[:5])}", "complete them"
         )
