@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help train test check lint bench chaos clean
+.PHONY: help train test check lint bench chaos judge clean
 PYTHON ?= python3
 ARGS ?=
 BIN := .venv/bin
@@ -23,6 +23,15 @@ bench: .venv/ready  ## start-up against torchrun and overhead against a raw loop
 
 chaos: .venv/ready  ## 60 runs under random SIGKILLs at 2, 3 and 4 ranks; every one must end in the same bytes
 	$(BIN)/python -m tests.chaos
+
+judge: .venv/ready  ## ckpt-chaos kills three ranks at every file event of a run with checkpoints; 13 minutes on two cores
+	@$(BIN)/python -c 'import ckpt_chaos' 2>/dev/null || $(BIN)/python -m pip install --quiet --constraint constraints.txt ckpt-chaos
+	$(BIN)/ckpt-chaos run --work runs/judge --ranks 3 --timeout 120 --ckpt-ignore-size \
+	  --step-regex 'from step (\d+)' --checkpoint-glob '{out}/checkpoints/step_*' \
+	  --result-file '{out}/checkpoints/step_00000004/model.safetensors' \
+	  --fail-on HARD_FAIL,SILENT_DIVERGENCE,LOST_WORK,CONTROL_FAIL -- \
+	  $(BIN)/python launch.py 'run_dir={out}' model=mlp data.limit=48 train.global_batch_size=24 train.epochs=2 \
+	  train.evaluate_every_epochs=99 checkpoint.every_steps=2 checkpoint.keep=9
 
 lint: .venv/ready  ## lint, format and types
 	$(BIN)/ruff check .

@@ -31,7 +31,13 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: Any, implementat
     if implementation == "fused":
         common |= {"foreach": None, "fused": True}
     if config.name == "sgd":
-        return torch.optim.SGD(groups, momentum=config.momentum, nesterov=config.nesterov, **common)
+        sgd = torch.optim.SGD(groups, momentum=config.momentum, nesterov=config.nesterov, **common)
+        if implementation == "fused" and config.momentum:
+            # Where a GradScaler leaves out the first step, as float16 often needs it, torch's kernel leaves the new
+            # buffers unwritten: ResNet-50 had a loss of NaN in step 2. From zeros the first step is the same.
+            for parameter in parameters:
+                sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        return sgd
     if config.name == "adadelta":
         return torch.optim.Adadelta(groups, rho=config.rho, eps=config.eps, **common)
     if config.name == "rmsprop":

@@ -230,6 +230,18 @@ def test_a_device_keeps_a_bad_loss_out_of_the_weights_until_the_host_looks(optim
     assert stepper.position.step == step
 
 
+def test_a_first_step_that_is_left_out_leaves_no_garbage_in_the_momentum() -> None:
+    """torch's fused SGD would leave it as the memory was."""
+    weight = torch.nn.Parameter(torch.ones(70_000))
+    optimizer = build_optimizer([weight], SgdConfig(lr=0.1, momentum=0.9), "fused")
+    weight.grad, optimizer.found_inf = torch.full_like(weight, torch.inf), torch.ones(())  # as a GradScaler sets it
+    optimizer.step()
+    assert (weight == 1).all() and not optimizer.state[weight]["momentum_buffer"].any()
+    weight.grad, optimizer.found_inf = torch.ones_like(weight), torch.zeros(())
+    optimizer.step()
+    torch.testing.assert_close(weight.detach(), torch.full_like(weight, 0.9))
+
+
 def test_clipping_comes_after_accumulation_and_is_torchs() -> None:
     world = World()
     sources = (table(48), table(10))

@@ -23,8 +23,9 @@ IN_MEMORY: dict[str, Callable[[Any], int]] = {
 faster."""
 RESIDENT_SHARE = 0.25
 """Of a GPU's memory, at most, for a data set that is held there without being asked for."""
-CORES_PER_GPU = 10
-"""A core decodes and crops 900 images/s (500 x 375 JPEGs), a GPU of 2024 trains ResNet-50 with 7,000: docs/data.md."""
+CORES_PER_GPU = 8
+"""A core decodes and crops 700 to 900 images/s (500 x 375 JPEGs); nvJPEG beside ResNet-50 gave 5,000 in all on an H200:
+docs/benchmarks/jpeg.md."""
 READERS = 4
 """Threads that read files for the GPU to decode: one reads over 10,000 a second that the kernel holds in memory."""
 FUSED = ("sgd", "adam", "adamw")
@@ -141,8 +142,8 @@ def optimizer_at_batch(config: Config) -> Any:
 
 
 def _decode(device: str, cores: int) -> str:
-    """How images are decoded: on the host where its cores keep up with a GPU."""
-    return "gpu" if device == "cuda" and cores < CORES_PER_GPU else "threads"
+    """How images are decoded: on the host, unless its cores are too few for a GPU."""
+    return "gpu" if device == "cuda" and cores < CORES_PER_GPU else "processes"
 
 
 def _workers(data: Any, cores: int) -> int:
