@@ -134,7 +134,7 @@ def build_job(
     )
     forward: Callable[[Any, Tensor], Tensor] = wrapped
     if stream:
-        stepper: Stepper = GraphedStepper(wrapped, stream, *parts)
+        stepper: Stepper = GraphedStepper(wrapped, stream, plan.is_full, *parts)
         forward = stepper.forward
     else:
         stepper = Stepper(*parts)

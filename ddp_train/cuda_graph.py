@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ddp_train.data.plan import Share
+from ddp_train.errors import LaunchError, first_line
 from ddp_train.nested import map_tensors, tensors
 from ddp_train.optim import Stepper
 
@@ -47,9 +48,17 @@ class GraphedStepper(Stepper):
     step.
     """
 
-    def __init__(self, wrapped: Callable[[Any, Tensor], Tensor], stream: torch.cuda.Stream, *given: Any) -> None:
-        """stream: the one on which `wrapped` was built. given: the arguments of Stepper."""
-        self.wrapped, self.stream = wrapped, stream
+    def __init__(
+        self,
+        wrapped: Callable[[Any, Tensor], Tensor],
+        stream: torch.cuda.Stream,
+        is_full: Callable[[int], bool],
+        *given: Any,
+    ) -> None:
+        """stream: the one on which `wrapped` was built. is_full: whether the global batch of a step is a whole one: all
+        ranks must replay or none, as NCCL demands, whatever the shape of their own shares. given: Stepper's arguments.
+        """
+        self.wrapped, self.stream, self.is_full = wrapped, stream, is_full
         self.warm_up_left = WARM_UP_STEPS
         self.graph: torch.cuda.CUDAGraph | None = None
         self.replayed = False
@@ -70,10 +79,20 @@ class GraphedStepper(Stepper):
             self._fill(group["lr"], full_rate * factor)
 
     def forward(self, inputs: Any, targets: Tensor) -> Tensor:
-        """The loss of a batch, a scalar: of one that is recorded its value comes with `backward`."""
-        if self.graph is None and not self.warm_up_left:
-            self._record(inputs, targets)
-        if self.graph is not None and _shapes([inputs, targets]) == self.shapes:
+        """The loss of a batch, a scalar: of one that is recorded its value comes with `backward`.
+
+        Raises LaunchError if a step cannot be recorded, or if whole batches differ in shape.
+        """
+        full = self.is_full(self.steps_done)
+        if full and self.graph is None and not self.warm_up_left:
+            try:
+                self._record(inputs, targets)
+            except RuntimeError as error:
+                why = f"the training step cannot be recorded as a CUDA graph: {first_line(error)}"
+                raise LaunchError(why, "use tuning.cuda_graph=false") from error
+        if full and self.graph is not None:
+            if _shapes([inputs, targets]) != self.shapes:
+                raise LaunchError("batches differ in shape", "use tuning.cuda_graph=false")
             for place, value in zip(self.batch, tensors([inputs, targets]), strict=True):
                 place.copy_(value)
             return self.loss
@@ -97,9 +116,10 @@ class GraphedStepper(Stepper):
             self.replayed = False
             self.count_step()
             return
+        if self.is_full(self.steps_done):
+            self.warm_up_left = max(0, self.warm_up_left - 1)
         with on_stream(self.stream):
             super().step()
-        self.warm_up_left = max(0, self.warm_up_left - 1)
 
     def _record(self, inputs: Any, targets: Tensor) -> None:
         """Records a step for batches of this shape; none is taken."""

@@ -138,8 +138,10 @@ class DeviceGuard(Guard):
         if self.scaled:
             firsts = torch.tensor(self.losses.first_bad_step(never=step), device=self.one.device)
             bad = int(from_all_ranks(firsts).min())
-        else:  # the exchanged gradients are the same on all ranks, and so is what was made of them
-            bad = step - int(self.steps_left_out)
+        else:
+            # The same on all ranks, as the exchanged gradients are. Asked of all the same: NCCL watches no collective
+            # of a replayed graph, but this one it ends after launch.timeout_seconds if a rank stands still.
+            bad = step - int(from_all_ranks(self.steps_left_out).max())
         if bad < step:
             self.position.step = bad
             raise self._explain(bad)

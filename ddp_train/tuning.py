@@ -48,6 +48,8 @@ def spared_garbage(tuning: TuningConfig) -> Iterator[None]:
     gc.collect()
     if tuning.gc_freeze:
         gc.freeze()
+    else:  # the fork server froze what it imported
+        gc.unfreeze()
     try:
         yield
     finally:

@@ -25,7 +25,7 @@ from ddp_train.config.check import check, check_rules
 from ddp_train.config.compose import all_keys, bind, read_config, read_overrides, shown
 from ddp_train.config.freeze import FILE, freeze, thaw
 from ddp_train.config.machine import Machine
-from ddp_train.config.prepare import prepare
+from ddp_train.config.prepare import prepare, read_run
 from ddp_train.config.resolve import resolve
 from ddp_train.config.schema import OPTIONS, SECTIONS, Config, CustomConfig, schema_of
 from ddp_train.errors import ConfigError
@@ -282,6 +282,7 @@ BAD: dict[str, list[str]] = {
     "train.reduction=ordered deterministic=false": ["needs deterministic=true"],
     "train.reduction=ordered launch.threads_per_process=2": ["needs launch.threads_per_process=1"],
     "train.reduction=ordered tuning.compile=true": ["needs tuning.compile=false"],
+    "strategy=dp tuning.compile=true": ["tuning.compile=true: DataParallel's replicas"],
     "train.reduction=ordered model=gelu_mlp model.fused=true": ["needs model.fused=false"],
     "deterministic=true tuning.cudnn_benchmark=true": ["which deterministic=true forbids"],
     "data=linear_regression": ["model=cnn: needs images", "use model=linear_regression or mlp"],
@@ -495,6 +496,26 @@ def test_another_option_of_a_group_is_one_mistake(tmp_path: Path) -> None:
     assert problem == "model=mlp: the run in run_dir=run has model=cnn; use that, or another run_dir"
     (problem,) = problems_of("run_dir=run", "model.channels=8")
     assert problem == "model.channels=8: the run in run_dir=run has model.channels=32; use that, or another run_dir"
+
+
+def test_a_run_goes_on_wherever_its_data_are_held(tmp_path: Path) -> None:
+    checkpoint_of(tmp_path / "run", "model=mlp")
+    machine = Machine(cpus=2)
+    for word in ("tuning.num_workers=2", "data.loader=host", "data.loader=device"):
+        asked = composed("run_dir=run", "model=mlp", word)
+        assert check(asked, resolve(asked, machine, None), machine, None) == []
+
+
+def test_a_run_keeps_its_decoder_and_an_evaluation_has_its_own(tmp_path: Path) -> None:
+    words = ["data=image_folder", "data.root=images"]
+    for split in ("train", "val"):
+        (tmp_path / "images" / split / "a").mkdir(parents=True)
+    checkpoint_of(tmp_path / "run", *words, "data.decode=pil")
+    again, _ = read_run(CONF, read_overrides(CONF, ["run_dir=run", *words]))
+    anew, _ = read_run(CONF, read_overrides(CONF, ["run_dir=run", "checkpoint.resume=never", *words]))
+    evaluation, _ = read_run(CONF, read_overrides(CONF, ["mode=evaluate", "checkpoint.resume=run"]))
+    assert [config.data.decode for config in (again, anew, evaluation)] == ["pil", "auto", "auto"]
+    assert evaluation.data.name == "image_folder"
 
 
 @pytest.mark.parametrize("place", ["run", "run/checkpoints/step_00000010"])

@@ -386,6 +386,12 @@ def test_a_resident_data_set_gives_the_same_batches(augment: bool) -> None:
             assert batch.inputs.dtype == other.inputs.dtype
 
 
+def test_a_step_knows_whether_its_batch_is_whole() -> None:
+    for samples in (95, 96, 97):
+        plan = Plan(samples=samples, global_batch_size=24, accumulation_steps=1, steps=20, seed=0)
+        assert [plan.is_full(step) for step in range(20)] == [len(plan.global_batch(step)) == 24 for step in range(20)]
+
+
 def test_fewer_samples_than_classes_leave_no_class_out() -> None:
     train, test = build_sources(SyntheticConfig(samples=4, test_samples=4, classes=10, image_size=2), 0)
     assert (train.outputs, test.outputs) == (10, 10)

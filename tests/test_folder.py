@@ -312,9 +312,9 @@ def test_an_error_of_a_thread_reaches_training(folder: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("machine", "decode", "workers"),
     [
-        (Machine(cpus=3), "threads", 1),  # over two processes
-        (Machine(16, gpus=1, compute_capability=(9, 0)), "threads", 16),
-        (Machine(128, gpus=8, compute_capability=(9, 0)), "threads", 16),
+        (Machine(cpus=3), "processes", 1),  # over two processes
+        (Machine(16, gpus=1, compute_capability=(9, 0)), "processes", 16),
+        (Machine(128, gpus=8, compute_capability=(9, 0)), "processes", 16),
         (Machine(32, gpus=8, compute_capability=(9, 0)), "gpu", 4),
     ],
 )
@@ -335,8 +335,9 @@ def config_asked():
 def words(root: Path, *more: str) -> list[str]:
     """Three epochs of six steps on three ranks, two decoding threads each."""
     return [
-        "model=mlp", "data=image_folder", f"data.root={root}", f"data.image_size={SIZE}", "train.global_batch_size=6",
-        "train.epochs=3", "checkpoint.every_steps=1", "checkpoint.keep=99", "tuning.num_workers=2", THREE, *more,
+        "model=mlp", "data=image_folder", f"data.root={root}", f"data.image_size={SIZE}", "data.decode=threads",
+        "train.global_batch_size=6", "train.epochs=3", "checkpoint.every_steps=1", "checkpoint.keep=99",
+        "tuning.num_workers=2", THREE, *more,
     ]  # fmt: skip
 
 

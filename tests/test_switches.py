@@ -551,6 +551,16 @@ ROWS: dict[str, Row] = {
 """For each key of the schema: the change, the observation, and what must be set beside it."""
 
 
+def test_what_cannot_be_recorded_is_refused_or_left_out() -> None:
+    against = ("launch.backend=gloo", "train.accumulation_steps=2", "optimizer=rmsprop", "strategy=dp",
+               "train.on_non_finite=skip", "strategy.sync_bn=true", "train.reduction=ordered")  # fmt: skip
+    assert case_of("model=mlp", GPU).config.tuning.cuda_graph is True
+    for words in against:
+        assert case_of(f"model=mlp {words}", GPU).config.tuning.cuda_graph is False, words
+        problems = case_of(f"{words} tuning.cuda_graph=true", GPU).problems
+        assert any(problem.startswith("tuning.cuda_graph=true: needs ") for problem in problems), words
+
+
 # --- the tests --------------------------------------------------------------------------------------------------------
 
 

@@ -222,6 +222,11 @@ def _precision(asked: Config, config: Config, machine: Machine, world: World | N
             "tuning.cudnn_benchmark=true: picks algorithms by timing, which deterministic=true forbids; "
             "drop one of them"
         )
+    if tuning.compile and config.strategy.name == "dp":
+        problems.append(
+            "tuning.compile=true: DataParallel's replicas would all run the compiled model of the first GPU; "
+            "use strategy=ddp, or tuning.compile=false"
+        )
     if tuning.cuda_graph and config.device == "cuda":
         problems += [
             f"tuning.cuda_graph=true: needs {key}={rule}; or use tuning.cuda_graph=false"

@@ -197,7 +197,7 @@ def _same_run(asked: Config, config: Config, machine: Machine, world: World | No
 
 def _same_words(section: Any) -> dict[str, Any]:
     """The keys of the model or the data, without what changes no sample."""
-    values = {**vars(section), "root": "", "download": ""}
+    values = {**vars(section), "root": "", "download": "", "loader": ""}
     if values.get("decode") == "processes":
         values["decode"] = "threads"  # the same pixels
     return values

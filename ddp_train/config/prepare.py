@@ -43,6 +43,11 @@ def read_run(conf: Path, overrides: Overrides) -> tuple[Config, list[str]]:
     config, problems = read_config(conf, overrides)
     if config.mode == "evaluate" and not problems:
         config, problems = read_config(conf, overrides, adopted_sections(Path(config.checkpoint.resume)))
+    elif config.run_dir and config.checkpoint.resume != "never" and getattr(config.data, "decode", "") == "auto":
+        # Another machine may decode otherwise, to slightly other pixels: a run keeps to what it began with.
+        then = manifest_config(Path(config.run_dir)).get("data", {})
+        if then.get("name") == config.data.name:
+            config.data = replace(config.data, decode=then.get("decode", "auto"))
     return config, problems
 
 
@@ -97,4 +102,6 @@ def set_aside(run_dir: Path) -> list[str]:
 def adopted_sections(resume: Path) -> dict[str, Any]:
     """The model and the data that a checkpoint was trained with, from its manifest; nothing if there is none."""
     frozen = manifest_config(resume)
+    if "data" in frozen:  # where its samples are held and decoded is this machine's affair
+        frozen["data"] = {name: value for name, value in frozen["data"].items() if name not in ("loader", "decode")}
     return {section: frozen[section] for section in ("model", "data") if section in frozen}

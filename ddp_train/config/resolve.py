@@ -66,7 +66,7 @@ def resolve(config: Config, machine: Machine, world: World | None) -> Config:
         deterministic=deterministic,
         launch=launch,
         data=_data(config, device, machine),
-        tuning=_tuning(config, device, bool(deterministic), machine, cores),
+        tuning=_tuning(dataclasses.replace(config, launch=launch), device, bool(deterministic), machine, cores),
         run_dir=config.run_dir or f"runs/{config.name}/{new_run_id(world)}",
     )
 
@@ -110,7 +110,7 @@ def _gains_by_compiling(config: Config, deterministic: bool) -> bool:
     """Whether compiling pays. It takes most of a minute, and saves a third of the time of a large model's step."""
     long = config.train.max_steps is None or config.train.max_steps >= COMPILING_PAYS_STEPS
     worth = config.tuning.name == "max" or (config.model.name == "torchvision" and long)
-    plain = config.strategy.name != "dp" and not getattr(config.strategy, "sync_bn", False)
+    plain = config.mode == "train" and config.strategy.name != "dp" and not getattr(config.strategy, "sync_bn", False)
     return worth and plain and not deterministic
 
 
@@ -122,6 +122,10 @@ def against_cuda_graph(config: Config) -> dict[str, str]:
         "train.accumulation_steps": (train.accumulation_steps > 1, "1", "one recording holds one share and its step"),
         "train.reduction": (train.reduction == "ordered", "all_reduce", replayed),
         "train.on_non_finite": (train.on_non_finite == "skip", "stop", "whether to skip is decided on the host"),
+        "launch.backend": (
+            strategy.name == "ddp" and config.launch.backend == "gloo", "nccl", "gloo takes gradients to the host"
+        ),
+        "optimizer": (config.optimizer.name not in FUSED, " or ".join(FUSED), "others are checked from the host"),
         "tuning.optimizer": (config.tuning.optimizer != "fused", "fused", "others read their rate on the host"),
         "strategy.find_unused_parameters": (
             getattr(strategy, "find_unused_parameters", False), "false", "it looks at each step's own graph"

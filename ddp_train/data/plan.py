@@ -64,6 +64,11 @@ class Plan:
         """Whether `step` optimizer steps complete an epoch, or the run."""
         return step % self.steps_per_epoch == 0 or step == self.steps
 
+    def is_full(self, step: int) -> bool:
+        """Whether the global batch of an optimizer step is a whole one."""
+        ends = (step + 1) % self.steps_per_epoch == 0
+        return not ends or self.samples % self.global_batch_size == 0
+
     def samples_seen(self, step: int) -> int:
         """Samples that the first `step` optimizer steps consume, over all processes."""
         epochs, rest = divmod(step, self.steps_per_epoch)
