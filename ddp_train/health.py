@@ -60,7 +60,13 @@ class Failure:
 def is_echo(error: BaseException) -> bool:
     """Whether an error only says that another process is gone."""
     text = str(error).lower()
-    return any(echo in text for echo in _ECHOES) and not isinstance(error, LaunchError)
+    return any(echo in text for echo in _ECHOES) and not isinstance(error, LaunchError) and not _lost_a_batch(error)
+
+
+def _lost_a_batch(error: BaseException) -> bool:
+    """Whether a loader process died after it had announced a batch: its memory cannot be fetched any more."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return any(frame.filename.endswith("torch/multiprocessing/reductions.py") for frame in frames)
 
 
 def is_timeout(error: BaseException) -> bool:
@@ -83,8 +89,9 @@ def failure_from(error: BaseException, rank: int, position: Position, log_file: 
         detail = f"another process is gone: {first_line(error)}"
     elif _is_out_of_memory(error):
         kind, remedy, detail = "oom", _LESS_MEMORY, f"{detail}; held at the time: {sizes}"
-    elif text.startswith("DataLoader worker (pid"):  # torch's own words, raised wherever the main thread happened to be
-        kind, detail = "data_worker", f"a loader process died: {first_line(error)}"
+    elif text.startswith("DataLoader worker (pid") or _lost_a_batch(error):
+        # In torch's own words, raised wherever the main thread happened to be, or as a connection that broke.
+        kind, detail = "data_worker", f"a loader process died: {first_line(error) or type(error).__name__}"
         if position.fetching:
             detail += f"; the next batch was samples {position.fetching[0].ids.tolist()[:20]}"
         remedy = f"{_LESS_MEMORY}; tuning.num_workers=0 lets the data set fail in the rank itself"

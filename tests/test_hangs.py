@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ddp_train import watch
 from ddp_train.distributed import roll_call
 from ddp_train.distributed.world import World
-from ddp_train.health import failure_from, failure_from_exit
+from ddp_train.health import failure_from, failure_from_exit, is_echo
 from ddp_train.heartbeat import Board, Position
 from ddp_train.watch import Watch
 from tests.commands import (
@@ -319,6 +319,20 @@ def test_a_kill_for_want_of_memory_is_told_from_other_kills() -> None:
     assert failure_from_exit(*arguments, oom_killed=False, sizes="").kind == "died"
 
 
+def test_a_batch_that_died_with_its_loader_process_is_no_other_failure(tmp_path: Path) -> None:
+    """The connection over which its memory is fetched breaks, as that to a lost rank does."""
+    code = compile("raise error", "/site-packages/torch/multiprocessing/reductions.py", "exec")
+    for error in (EOFError(), ConnectionResetError(104, "Connection reset by peer")):
+        with pytest.raises(type(error)) as caught:
+            exec(code, {"error": error})
+        seen = caught.value
+        failure = failure_from(seen, 1, Position(step=3, phase="data"), tmp_path / "log", "")
+        assert (
+            failure.kind == "data_worker" and failure.detail.startswith("a loader process died: ") and not is_echo(seen)
+        )
+    assert is_echo(ConnectionResetError(104, "Connection reset by peer"))
+
+
 @pytest.mark.slow
 def test_a_loader_process_that_is_killed_is_named_with_its_samples(tmp_path: Path, env: dict[str, str]) -> None:
     faulty = words(data={"how": "killed loader", "rank": 1, "reads": 64})
@@ -327,9 +341,8 @@ def test_a_loader_process_that_is_killed_is_named_with_its_samples(tmp_path: Pat
         assert processes_of(job.run_dir) == {}
         failure = read(job.run_dir, "failure.json")
         assert (failure["kind"], failure["rank"]) == ("data_worker", 1)
-        # torch says one or the other, by who is first to notice: its signal handler, or the wait for a batch.
-        noticed = r"(is killed by signal: Killed|exited unexpectedly).*samples \[\d+, "
-        assert re.search(noticed, failure["detail"]), failure["detail"]
+        # By who is first to notice: torch's signal handler, the wait for a batch, or the fetching of one.
+        assert re.search(r"a loader process died: .*samples \[\d+, ", failure["detail"]), failure["detail"]
         assert "tuning.num_workers=0" in failure["remedy"]
         assert len(fatal_lines(job.said())) == 1
 

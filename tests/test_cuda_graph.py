@@ -1,0 +1,103 @@
+"""What a recorded step does around its recording, played on the CPU; tests/test_gpu.py has real ones."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from ddp_train import cuda_graph
+from ddp_train.build import build_job, build_module
+from ddp_train.config.machine import Machine
+from ddp_train.cuda_graph import WARM_UP_STEPS, GraphedStepper
+from ddp_train.data.sources import ArraySource
+from ddp_train.distributed.world import World
+from ddp_train.errors import LaunchError
+from ddp_train.heartbeat import Position
+from ddp_train.loop import Job, train
+from ddp_train.nested import map_tensors, tensors
+from tests.jobs import config_of, table
+
+recorded: list[int] = []
+replayed: list[int] = []
+
+
+def record(self: Any, inputs: Any, targets: Tensor) -> None:
+    """As the real one, but for the GPU: what would be recorded is played at each replay."""
+    recorded.append(self.steps_done)
+    place = map_tensors(torch.clone, [inputs, targets])
+    self.batch, self.shapes = list(tensors(place)), cuda_graph._shapes(place)
+    self.scale, self.loss = torch.zeros(()), torch.zeros(())
+
+    def replay() -> None:
+        replayed.append(self.steps_done)
+        loss = self.wrapped(*place)
+        torch.autograd.backward((loss,), (loss.detach() * 0 + self.scale,))
+        self.update()
+        self.loss.copy_(loss.detach())
+
+    self.graph = SimpleNamespace(replay=replay)
+
+
+@pytest.fixture(autouse=True)
+def no_gpu() -> Iterator[None]:
+    recorded.clear(), replayed.clear()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch.cuda, "Stream"))
+        for module in ("build", "cuda_graph"):
+            stack.enter_context(mock.patch(f"ddp_train.{module}.on_stream", contextlib.nullcontext))
+        stack.enter_context(mock.patch.object(GraphedStepper, "_record", record))
+        yield
+
+
+def job(graph: bool, samples: int, optimizer: str = "sgd", source: ArraySource | None = None) -> Job:
+    config = config_of(
+        World(),
+        Machine(cpus=1, gpus=1),
+        strategy={"name": "single"},
+        model={"name": "mlp", "hidden": 8},
+        train={"global_batch_size": 8, "epochs": 8},
+        optimizer={"name": optimizer},
+        schedule={"name": "cosine", "warmup_steps": 3},
+        tuning={"cuda_graph": graph, "precision": "fp32", "optimizer": "fused"},
+    )
+    sources = (source or table(samples), table(8))
+    module = build_module(config, sources[0], "cpu")
+    return build_job(config, World(), "cpu", module, sources, Position(), first_step=0)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("samples", [40, 44])
+def test_whole_batches_are_replayed_and_others_are_not(samples: int, optimizer: str) -> None:
+    results = []
+    for graph in (False, True):
+        made = job(graph, samples, optimizer)
+        train(made, iter(made.batches), until=made.plan.steps)
+        weights = torch.cat([p.detach().flatten() for p in made.stepper.parameters])
+        results.append((weights, made.stepper.mean_loss(), made.stepper.steps_done, made.stepper.last_learning_rate))
+    plan, whole = made.plan, [step for step in range(made.plan.steps) if made.plan.is_full(step)]
+    assert recorded == [whole[WARM_UP_STEPS]] and replayed == whole[WARM_UP_STEPS:] and len(replayed) > 20
+    assert len(whole) < plan.steps or samples == 40
+    for one, other in zip(*results, strict=True):  # on the CPU, a rate in a tensor has fewer digits than a number
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_the_twelfth_batch_may_be_a_short_one() -> None:
+    made = job(True, 8 * WARM_UP_STEPS + 4)
+    train(made, iter(made.batches), until=20)
+    assert recorded == [WARM_UP_STEPS + 1]
+
+
+def test_what_cannot_be_recorded_is_told_with_the_remedy() -> None:
+    made = job(True, 40)
+    refusal = RuntimeError("operation not permitted when stream is capturing\nand a stack")
+    with mock.patch.object(GraphedStepper, "_record", side_effect=refusal), pytest.raises(LaunchError) as caught:
+        train(made, iter(made.batches), until=20)
+    assert str(caught.value).endswith("as a CUDA graph: operation not permitted when stream is capturing")
+    assert caught.value.remedy == "use tuning.cuda_graph=false" and made.step == WARM_UP_STEPS
