@@ -1,6 +1,6 @@
 """Training with DDP as the PyTorch tutorials write it: what benchmarks/startup.py compares launch.py with.
 
-    torchrun --nproc_per_node=2 benchmarks/bare_ddp.py [--data sklearn|file] [--steps N]
+    torchrun --nproc_per_node=2 benchmarks/bare_ddp.py [--data sklearn|file] [--device cpu|cuda] [--steps N]
 
 It imports nothing of ddp_train. The layers are those of conf/model/cnn.yaml on 8 x 8 images, the data set is the
 digits, the batch has 96 samples over all processes. Rank 0 prints `FIRST_STEP <seconds since the epoch>` after its
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import time
 from pathlib import Path
 
@@ -69,27 +70,34 @@ def main() -> None:
     """Trains for some steps."""
     parser = argparse.ArgumentParser(description="Plain DDP training on the digits.")
     parser.add_argument("--data", choices=["sklearn", "file"], default="sklearn")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--steps", type=int, default=1)
     arguments = parser.parse_args()
 
-    dist.init_process_group("gloo")
+    on_gpu = arguments.device == "cuda"
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if on_gpu else "gloo")
     torch.manual_seed(0)
     data = read_digits(arguments.data)
     sampler: DistributedSampler[tuple[Tensor, ...]] = DistributedSampler(data, shuffle=True)
     loader = DataLoader(data, batch_size=GLOBAL_BATCH_SIZE // dist.get_world_size(), sampler=sampler)
-    model = DDP(build_model())
+    model = DDP(build_model().to(device), device_ids=[device] if on_gpu else None)
     criterion = nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     step = epoch = 0
     while step < arguments.steps:
         sampler.set_epoch(epoch)
         for images, labels in loader:
-            loss = criterion(model(images), labels)
+            loss = criterion(model(images.to(device)), labels.to(device))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             step += 1
             if step == 1 and dist.get_rank() == 0:
+                if on_gpu:
+                    torch.cuda.synchronize()
                 print(f"FIRST_STEP {time.time():.6f}", flush=True)
             if step == arguments.steps:
                 break
