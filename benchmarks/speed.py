@@ -10,14 +10,15 @@ resnet50   training steps of ResNet-50 at 224 x 224, batch 256 a process (anothe
            keeps uint8 images on the device, and shuffles and normalises them for every step; the peers read ready
            batches. Images per second over all processes: for launch.py the median logging interval of 25 steps after
            the first four, for the peers 100 steps after 30.
-mnist      one epoch of batch 64 (over all processes) with its test, the same network for all. Seconds: the median epoch
-           but the first, which stands beside it. Accuracy: after the last epoch, and after the first.
+mnist      one epoch of batch 64 (over all processes) with its test, LeNet-5 unless a row says otherwise. Seconds: the
+           median epoch but the first, which stands beside it. Accuracy: after the last epoch, and after the first.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import statistics
 import subprocess
@@ -70,7 +71,10 @@ def peer(name: str, work: str, processes: int, *words: str) -> Contender:
     """A function of benchmarks/peers.py."""
     many = 1 if name == "DataParallel" else processes
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={many}"]
-    return Contender(name, lambda _: [*launcher, "benchmarks/peers.py", name, work, *words], lambda _, text: said(text))
+    shown = name + (f", {words[-1]}".replace("_", " ") if "--network" in words else "")
+    return Contender(
+        shown, lambda _: [*launcher, "benchmarks/peers.py", name, work, *words], lambda _, text: said(text)
+    )
 
 
 def said(text: str) -> dict[str, float]:
@@ -81,7 +85,7 @@ def said(text: str) -> dict[str, float]:
 
 def of_epochs(epoch_seconds: list[float], accuracy: float, first_accuracy: float = float("nan")) -> dict[str, float]:
     return {
-        "epoch": statistics.median(epoch_seconds[1:]),
+        "epoch": statistics.median(epoch_seconds[1:] or [math.nan]),
         "first epoch": epoch_seconds[0],
         "accuracy": accuracy,
         "accuracy after one": first_accuracy,
@@ -117,6 +121,7 @@ def contenders(arguments: argparse.Namespace) -> list[Contender]:
             *([f"data.limit={arguments.limit}"] if arguments.limit else []),
         ]
         same = [*words, "model._target_=benchmarks.peers.lenet", "trusted_modules=[benchmarks]"]
+        small = [*same, "model._target_=benchmarks.peers.one_convolution", "tuning=max", "tuning.precision=fp32"]
         rest = ["--device", device, "--data", arguments.data, "--epochs", "3"]
         rest += ["--limit", str(arguments.limit)] if arguments.limit else []
         graph = ["tuning.cuda_graph=true"] if device == "cuda" else []
@@ -128,8 +133,12 @@ def contenders(arguments: argparse.Namespace) -> list[Contender]:
                  "strategy=single"),
             ours("none", n, read_epochs, *same, "tuning=none", "train.epochs=3"),
             ours("its own cnn", n, read_epochs, *words, "model=cnn", "model.channels=16", "model.norm=none"),
+            ours("max, fp32 (tf32), single, one convolution", n, read_epochs, *small, "strategy=single"),
+            ours("the same, one epoch, one_cycle", n, read_epochs, *small, "strategy=single", "train.epochs=1",
+                 "schedule=one_cycle"),
             *(peer(name, "mnist", n, *rest) for name in (
                 "plain DDP, DataLoader", "plain DDP, DataLoader tuned", "plain DDP, images on the device")),
+            peer("plain DDP, images on the device", "mnist", n, *rest, "--network", "one_convolution"),
         ]  # fmt: skip
 
     def resnet(name: str, batch: int, *more: str) -> Contender:

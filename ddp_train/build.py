@@ -123,7 +123,9 @@ def build_job(
             share, here = next(plan.shares()), replace(config.tuning, num_workers=0)
             settle_buckets(wrapped, next(iter(Loader(train_source, [share], here, device, position))))
     parts = (
-        build_optimizer(module.model.parameters(), optimizer_at_batch(config), config.tuning.optimizer),
+        build_optimizer(
+            module.model.parameters(), optimizer_at_batch(config), config.tuning.optimizer, recorded=stream is not None
+        ),
         build_schedule(config.schedule, plan.steps, plan.steps_per_epoch),
         config.train.max_grad_norm,
         torch.amp.GradScaler(torch.device(device).type, enabled=config.tuning.precision == "fp16"),

@@ -91,9 +91,10 @@ class GraphedStepper(Stepper):
                 why = f"the training step cannot be recorded as a CUDA graph: {first_line(error)}"
                 raise LaunchError(why, "use tuning.cuda_graph=false") from error
         if full and self.graph is not None:
-            if _shapes([inputs, targets]) != self.shapes:
+            batch = list(tensors([inputs, targets]))
+            if [tensor.shape for tensor in batch] != self.shapes:
                 raise LaunchError("batches differ in shape", "use tuning.cuda_graph=false")
-            for place, value in zip(self.batch, tensors([inputs, targets]), strict=True):
+            for place, value in zip(self.batch, batch, strict=True):
                 place.copy_(value)
             return self.loss
         with on_stream(self.stream):
@@ -124,7 +125,8 @@ class GraphedStepper(Stepper):
     def _record(self, inputs: Any, targets: Tensor) -> None:
         """Records a step for batches of this shape; none is taken."""
         place = map_tensors(torch.clone, [inputs, targets])
-        self.batch, self.shapes = list(tensors(place)), _shapes(place)
+        self.batch = list(tensors(place))
+        self.shapes = [tensor.shape for tensor in self.batch]
         self.scale = torch.zeros((), device=self.device)
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
@@ -140,7 +142,3 @@ class GraphedStepper(Stepper):
         if self.set_to.get(constant) != value:
             self.set_to[constant] = value
             constant.fill_(value)
-
-
-def _shapes(batch: Any) -> list[torch.Size]:
-    return [tensor.shape for tensor in tensors(batch)]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ddp_train import fused
 from ddp_train.config.schema import ScheduleConfig
 from ddp_train.custom import call
 from ddp_train.data.plan import Share
@@ -21,8 +22,11 @@ from ddp_train.metrics import RunningLoss
 Factor = Callable[[int], float]
 
 
-def build_optimizer(parameters: Iterable[nn.Parameter], config: Any, implementation: str) -> Optimizer:
-    """torch's own optimizer, or LARS or LAMB. implementation: loop, foreach or fused, as torch calls them."""
+def build_optimizer(
+    parameters: Iterable[nn.Parameter], config: Any, implementation: str, recorded: bool = False
+) -> Optimizer:
+    """torch's own optimizer, or LARS or LAMB. implementation: loop, foreach or fused, as torch calls them. recorded:
+    its steps are recorded and replayed, so that they may take the host longer."""
     parameters = [parameter for parameter in parameters if parameter.requires_grad]
     if config.name == "custom":
         return call("optimizer", config, parameters)
@@ -30,8 +34,9 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: Any, implementat
     common = {"lr": config.lr, "weight_decay": config.weight_decay, "foreach": implementation == "foreach"}
     if implementation == "fused":
         common |= {"foreach": None, "fused": True}
+    torchs = fused if recorded and implementation == "fused" else torch.optim
     if config.name == "sgd":
-        sgd = torch.optim.SGD(groups, momentum=config.momentum, nesterov=config.nesterov, **common)
+        sgd = torchs.SGD(groups, momentum=config.momentum, nesterov=config.nesterov, **common)
         if implementation == "fused" and config.momentum:
             # Where a GradScaler leaves out the first step, as float16 often needs it, torch's kernel leaves the new
             # buffers unwritten: ResNet-50 had a loss of NaN in step 2. From zeros the first step is the same.
@@ -48,7 +53,7 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: Any, implementat
     common |= {"betas": (config.beta1, config.beta2), "eps": config.eps}
     if config.name == "lamb":
         return Lamb(groups, max_trust_ratio=config.max_trust_ratio, **common)
-    cls = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
+    cls = torchs.AdamW if config.name == "adamw" else torchs.Adam
     return cls(groups, **common)
 
 

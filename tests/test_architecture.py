@@ -18,7 +18,7 @@ LAYERS = """
     config.schema config.machine config.resolve config.compose config.outside config.check config.freeze config.prepare
     nested custom stopping distributed.preflight distributed.session distributed.roll_call distributed.sync_batch_norm
     data.keyed data.augment data.crop data.plan data.folder data.ahead data.sources data.loader
-    models strategy ordered tuning metrics guard large_batch optim cuda_graph
+    models strategy ordered tuning metrics guard large_batch fused optim cuda_graph
     checkpoint progress loop hooks build worker
     restarts watch fork_server launcher hosts cli
 """.split()  # noqa: SIM905  one word per module reads better

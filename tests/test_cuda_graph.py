@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddp_train import cuda_graph
 from ddp_train.build import build_job, build_module
 from ddp_train.config.machine import Machine
 from ddp_train.cuda_graph import WARM_UP_STEPS, GraphedStepper
@@ -32,7 +31,8 @@ def record(self: Any, inputs: Any, targets: Tensor) -> None:
     """As the real one, but for the GPU: what would be recorded is played at each replay."""
     recorded.append(self.steps_done)
     place = map_tensors(torch.clone, [inputs, targets])
-    self.batch, self.shapes = list(tensors(place)), cuda_graph._shapes(place)
+    self.batch = list(tensors(place))
+    self.shapes = [tensor.shape for tensor in self.batch]
     self.scale, self.loss = torch.zeros(()), torch.zeros(())
 
     def replay() -> None:

@@ -28,6 +28,7 @@ from ddp_train.data.plan import Share
 from ddp_train.data.sources import ArraySource
 from ddp_train.distributed.world import World
 from ddp_train.errors import NonFiniteLossError
+from ddp_train.fused import in_parts
 from ddp_train.guard import DeviceGuard
 from ddp_train.loop import fit, train
 from ddp_train.metrics import RunningLoss
@@ -68,6 +69,40 @@ def test_warm_up_is_linear_and_the_schedule_runs_after_it(config: Any) -> None:
     assert [ours(step) for step in range(10)] == pytest.approx([(step + 1) / 11 for step in range(10)])
     without = build_schedule(type(config)(), STEPS - 10, 10)
     assert [ours(step) for step in range(10, STEPS)] == [without(step) for step in range(STEPS - 10)]
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+@pytest.mark.parametrize("tensor_rate", [False, True])
+@pytest.mark.parametrize("config", [SgdConfig(nesterov=True, weight_decay=0.1), SgdConfig(momentum=0.0), AdamConfig(),
+                                    AdamWConfig()])  # fmt: skip
+def test_an_update_in_parts_has_the_bits_of_the_whole(config: Any, tensor_rate: bool, stopped: bool) -> None:
+    results = []
+    for recorded in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last), nn.Linear(70, 100))
+        optimizer = build_optimizer(model.parameters(), config, "fused", recorded)
+        for step in range(6):
+            for parameter in model.parameters():
+                parameter.grad = torch.randn_like(parameter)
+            if tensor_rate:
+                optimizer.param_groups[0]["lr"] = torch.tensor(0.5 / (step + 1))
+            if stopped and step == 3:
+                optimizer.found_inf = torch.ones(())  # pyright: ignore[reportAttributeAccessIssue]
+            optimizer.step()
+        moments = [value for state in optimizer.state_dict()["state"].values() for value in state.values()]
+        results.append([*(p.detach() for p in model.parameters()), *moments])
+    assert len(results[0]) == len(results[1]) >= 4
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+def test_parts_share_memory_and_fill_a_launch() -> None:
+    large, small = torch.zeros(640, 1000), torch.zeros(7)
+    turned = torch.zeros(50, 40).T
+    (parts, others), origin = in_parts([[large, small, turned], [large.clone(), small.clone(), turned.clone()]])
+    assert [origin.count(index) for index in range(3)] == [32, 1, 1] and len(parts) == len(others) <= 36
+    parts[31].fill_(1.0)
+    assert large.sum() == parts[31].numel() and parts[33] is turned
+    assert len(in_parts([[torch.zeros(1500, 1500), small]])[1]) == 2, "enough for the GPU as it is"
 
 
 @pytest.mark.parametrize("implementation", ["loop", "foreach", "fused"])

@@ -93,7 +93,7 @@ class Plan:
         else:  # DDP takes the mean over the processes
             count = -(-len(ids) // (self.micro_batch_size * self.world_size)) * self.world_size
             numbers, sum_to_mean = range(self.rank, count, self.world_size), self.world_size / len(ids)
-        parts = np.array_split(ids, count)
+        parts = np.array_split(ids, count) if count > 1 else [ids]
         epoch = step // self.steps_per_epoch
         for number in numbers:
             mine = parts[number]
