@@ -41,6 +41,11 @@ def in_parts(lists: list[list[Tensor]]) -> tuple[list[list[Tensor]], list[int]]:
     return parts, origin
 
 
+def for_rate(kernel: Any, rate: float | Tensor) -> Any:
+    """The overload that leaves a rate on the device: torch would take the other, which reads it, for a 0-dim tensor."""
+    return kernel.tensor_lr if isinstance(rate, Tensor) else kernel.default
+
+
 class _Told:
     """What a GradScaler, or the guard, tells a fused optimizer: see torch.optim.Optimizer."""
 
@@ -58,7 +63,7 @@ class SGD(torch.optim.SGD, _Told):
             self._init_group(group, params, grads, momenta)
             parts, _ = in_parts([params, grads, *([momenta] if momenta else [])])
             if params:
-                aten._fused_sgd_(
+                for_rate(aten._fused_sgd_, group["lr"])(
                     *(parts if momenta else [*parts, []]),
                     **{name: group[name] for name in ("weight_decay", "momentum", "lr", "dampening", "nesterov")},
                     maximize=False,
@@ -85,7 +90,7 @@ class _InParts(_Told):
             update = aten._fused_adamw_ if group["decoupled_weight_decay"] else aten._fused_adam_
             beta1, beta2 = group["betas"]
             told = self.told()
-            update(
+            for_rate(update, group["lr"])(
                 *parts,
                 [],
                 [steps[index] for index in origin],

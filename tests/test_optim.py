@@ -35,6 +35,7 @@ from ddp_train.metrics import RunningLoss
 from ddp_train.optim import build_optimizer, build_schedule
 from tests.jobs import config_of, job_of, table
 from tests.ranks import on_ranks
+from tests.test_large_batch import Calls
 
 STEPS = 60
 
@@ -88,7 +89,9 @@ def test_an_update_in_parts_has_the_bits_of_the_whole(config: Any, tensor_rate: 
                 optimizer.param_groups[0]["lr"] = torch.tensor(0.5 / (step + 1))
             if stopped and step == 3:
                 optimizer.found_inf = torch.ones(())  # pyright: ignore[reportAttributeAccessIssue]
-            optimizer.step()
+            with Calls() as calls:
+                optimizer.step()
+            assert not recorded or "aten._local_scalar_dense.default" not in calls.seen, "nothing is read"
         moments = [value for state in optimizer.state_dict()["state"].values() for value in state.values()]
         results.append([*(p.detach() for p in model.parameters()), *moments])
     assert len(results[0]) == len(results[1]) >= 4
