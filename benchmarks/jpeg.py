@@ -79,15 +79,21 @@ def make_folder(root: Path, images: int) -> float:
     return float(np.mean([path.stat().st_size for path in originals]))
 
 
-def config_for(arguments: argparse.Namespace, root: Path, decode: str = "auto", workers: int | str = "auto") -> Config:
-    """What the launcher would hand to a single process on this host."""
+def config_for(
+    arguments: argparse.Namespace,
+    root: Path,
+    decode: str = "auto",
+    workers: int | str = "auto",
+    beside: bool | str = "auto",
+) -> Config:
+    """What the launcher would hand to a single process on this host. beside: tuning.copy_stream."""
     config, problems = bind(
         {
             "strategy": {"name": "single"},
             "data": {"name": "image_folder", "root": str(root), "image_size": arguments.size, "decode": decode},
             "model": {"name": "torchvision", "arch": arguments.arch},
             "train": {"global_batch_size": arguments.batch, "epochs": 10**6},
-            "tuning": {"num_workers": workers, "compile": not arguments.eager},
+            "tuning": {"num_workers": workers, "copy_stream": beside, "compile": not arguments.eager},
             "deterministic": False,
         }
     )
@@ -221,13 +227,14 @@ def training(arguments: argparse.Namespace, root: Path, job: Job, device: str, c
     first = next(iter(loader_of(config_for(arguments, root), device, [next(job.plan.shares())])))
     ways: dict[str, Callable[[], Iterator[Batch]]] = {"a batch on the device": lambda: resident(job, first)}
 
-    def folder(decode: str, workers: int) -> Callable[[], Iterator[Batch]]:
-        return lambda: iter(loader_of(config_for(arguments, root, decode, workers), device, job.plan.shares()))
+    def folder(decode: str, workers: int, beside: bool | str = "auto") -> Callable[[], Iterator[Batch]]:
+        return lambda: iter(loader_of(config_for(arguments, root, decode, workers, beside), device, job.plan.shares()))
 
     spare = max(1, cores - 1)
     ways |= {f"threads, {cores}": folder("threads", cores), f"threads, {spare}": folder("threads", spare)}
     ways |= {f"processes, {cores}": folder("processes", cores), f"pil, {cores}": folder("pil", cores)}
     if device.startswith("cuda"):
+        ways[f"processes, {cores}, copied in training's stream"] = folder("processes", cores, beside=False)
         ways[f"gpu, {min(4, cores)}"] = folder("gpu", min(4, cores))
     best = dict.fromkeys(ways, 0.0)
     for names in (list(ways), list(reversed(ways))):

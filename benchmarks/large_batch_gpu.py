@@ -55,6 +55,12 @@ def with_rate(optimizer: Optimizer, rate: float | Tensor) -> Optimizer:
     return optimizer
 
 
+def with_flag(optimizer: Optimizer) -> Optimizer:
+    """That could stop it, as in training on a GPU, and does not."""
+    optimizer.found_inf = torch.zeros((), device=DEVICE)  # pyright: ignore[reportAttributeAccessIssue]
+    return optimizer
+
+
 def captured(optimizer: Optimizer) -> Callable[[], None]:
     """A step of an optimizer that has made some already, as a graph. Its rate must be a tensor."""
     graph = torch.cuda.CUDAGraph()
@@ -69,7 +75,7 @@ def difference_from_float64(name: str, model: nn.Module) -> float:
     scale = 20 if name == "lars" else 0.1
     here, exact = copy.deepcopy(model).to(DEVICE), copy.deepcopy(model).double()
     ours, rate = parameters_of(here), torch.zeros((), device=DEVICE)
-    optimizer = with_rate(build_optimizer(ours, OURS[name], "foreach"), rate)
+    optimizer = with_flag(with_rate(build_optimizer(ours, OURS[name], "foreach"), rate))
     half = len(RATES) // 2
     rates = [torch.tensor(scale * value, device=DEVICE) for value in RATES]
     if ON_GPU:
@@ -114,6 +120,7 @@ def steps_to_time(model: nn.Module) -> dict[str, Callable[[], object]]:
             optimizer = with_rate(
                 build_optimizer(parameters, config, implementation), torch.tensor(1e-4, device=DEVICE)
             )
+            with_flag(optimizer)
             for _ in range(3):
                 optimizer.step()
             found[f"{name}, {kind}"] = captured(optimizer) if kind == "graph" else optimizer.step

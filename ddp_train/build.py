@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ddp_train import tuning
-from ddp_train.config.compose import counted
+from ddp_train.config.compose import counted, shown
 from ddp_train.config.resolve import optimizer_at_batch, process_count
-from ddp_train.config.schema import Config
+from ddp_train.config.schema import Config, TuningConfig
 from ddp_train.cuda_graph import GraphedStepper, on_stream
 from ddp_train.data.keyed import StepSeed, mix
 from ddp_train.data.loader import Loader
@@ -22,9 +22,11 @@ from ddp_train.data.sources import Source
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
 from ddp_train.heartbeat import Position
+from ddp_train.lint import biases_before_norm
 from ddp_train.loop import Evaluation, Job
 from ddp_train.metrics import Scorer
 from ddp_train.models import build_model
+from ddp_train.nested import map_tensors
 from ddp_train.optim import Stepper, build_optimizer, build_schedule, warmup_steps
 from ddp_train.ordered import OrderedReduction
 from ddp_train.strategy import ModelWithLoss, Strategy, build_strategy, cross_entropy, settle_buckets, squared_error
@@ -53,6 +55,21 @@ def build_module(config: Config, source: Source, device: str) -> ModelWithLoss:
     module = build_strategy(config.strategy, device).place(module)
     tuning.shape_model(module, config.tuning)
     return module
+
+
+def advice(config: Config, module: ModelWithLoss, source: Source) -> list[str]:
+    """What the user may want to change in the model, a line each."""
+    if not config.tuning.bias_lint:
+        return []
+    dtype = next(module.model.parameters()).dtype
+    sample = map_tensors(
+        lambda tensor: tensor.to(dtype) if tensor.is_floating_point() or tensor.dtype == torch.uint8 else tensor,
+        source.fetch(np.array([0]), None)[0],
+    )
+    names = biases_before_norm(module.model, sample)
+    some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    what = f"{counted(len(names), 'bias')} directly before a norm layer, which takes the mean away again"
+    return [f"note: {what}: {some}; build such layers with bias=False"] if names else []
 
 
 def build_evaluation(
@@ -165,8 +182,8 @@ class _Shares:
         return self.plan.shares(self.first_step)
 
 
-def plan_rows(config: Config, job: Job) -> dict[str, str]:
-    """What is about to happen, for the user's eyes."""
+def plan_rows(config: Config, job: Job, reasons: dict[str, str]) -> dict[str, str]:
+    """What is about to happen, for the user's eyes. reasons: why switches are what they are, see `resolve.reasons`."""
     plan, processes = job.plan, process_count(config)
     parameters = sum(parameter.numel() for parameter in job.module.model.parameters())
     split = f"{plan.micro_batch_size} per process x {counted(processes, 'process')} x "
@@ -180,10 +197,6 @@ def plan_rows(config: Config, job: Job) -> dict[str, str]:
     cut = f", cut to {plan.steps:,} by train.max_steps" if plan.steps < whole else ""
     on = f"{processes} on {config.launch.nnodes} hosts" if config.launch.nnodes > 1 else str(processes)
     back_end = config.launch.backend if config.strategy.name == "ddp" else "no process group"
-    tips = {name: value for name, value in vars(config.tuning).items() if name not in ("name", "prefetch_factor")}
-    if not config.tuning.num_workers:
-        del tips["persistent_workers"]
-    shown = [name if value is True else f"{name} {value}" for name, value in tips.items() if value not in (False, 0)]
     scaled = ""
     if (scaling := getattr(config.optimizer, "lr_scaling", "none")) != "none":
         ratio = f"{plan.global_batch_size:,} / {config.optimizer.lr_base_batch:,}"
@@ -201,6 +214,23 @@ def plan_rows(config: Config, job: Job) -> dict[str, str]:
         "optimizer": f"{config.optimizer.name}, lr {job.stepper.full_rates[0]:g}{scaled}, "
         f"{config.schedule.name} schedule, "
         f"warm-up {counted(warmup_steps(config.schedule, plan.steps_per_epoch), 'step')}",
-        "tuning": f"{config.tuning.name}: {', '.join(shown)}",
+        **tuning_rows(config.tuning, reasons),
         "run directory": str(config.run_dir),
     }
+
+
+def tuning_rows(tuning: TuningConfig, reasons: dict[str, str]) -> dict[str, str]:
+    """The switches that are on, and those that `auto` left off, unless it is because there is no GPU."""
+    passive = {"name", "prefetch_factor", "bias_lint", *([] if tuning.num_workers else ["persistent_workers"])}
+    tips = {name: value for name, value in vars(tuning).items() if name not in passive}
+    off = {name for name, value in tips.items() if value in (False, 0, [], "default")}
+    why = {name: f" ({reason})" for name, reason in reasons.items() if reason}
+    on = [
+        (name if value is True else f"{name} {shown(value)}") + why.get(name, "")
+        for name, value in tips.items()
+        if name not in off
+    ]
+    rows = {"tuning": f"{tuning.name}: {', '.join(on)}"}
+    if left_off := [name + why[name] for name in tips if name in off & why.keys() and reasons[name] != "no GPU"]:
+        rows["left off"] = ", ".join(left_off)
+    return rows

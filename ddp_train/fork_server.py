@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 
 from ddp_train.distributed.world import environment, preload_environment, set_environment
 from ddp_train.heartbeat import START_SECONDS
-from ddp_train.processes import end_with_parent, set_title
+from ddp_train.processes import children_of, end_children, end_with_parent, set_title
 
 WORKER = "ddp_train.worker"
 POLL_SECONDS = 0.02
@@ -106,6 +106,7 @@ class ForkServer:
 
         Inside `adopting_orphans` only. given_up: asked until then; if it says so there will be none, and no more.
         """
+        before = set(children_of(os.getpid()))
         try:
             if self._process is None:
                 raise _CannotError("it does not run")
@@ -124,6 +125,7 @@ class ForkServer:
         except (_CannotError, OSError, ValueError) as error:  # ValueError: it ended within its answer
             log.debug("each worker starts by itself: the fork server failed: %s", error)
             self.close()
+            end_children(before)  # it may have forked some of which it could not tell
             return []
 
     def close(self) -> None:
@@ -149,23 +151,20 @@ def _positions(spec: WorkerSpec, descriptors: list[int]) -> dict[str, int]:
 
 
 def _adopt(answer: Any, count: int) -> list[ForkedWorker]:
-    """The workers by the process ids in an answer. Raises _CannotError, and ends those there are, if one is missing."""
+    """The workers by the process ids in an answer. Raises _CannotError if one is missing, or is nobody's child here."""
     if isinstance(answer, str):
         raise _CannotError(answer)
     workers = [ForkedWorker(pid) for pid in answer]
     try:
         for worker in workers:
             worker.poll()
-        if len(workers) == count:
-            return workers
-        reason = f"it forked {len(workers)} of {count} workers"
     except ChildProcessError:
-        reason = "what it forks does not become the launcher's child"
-    for worker in workers:
-        os.kill(worker.pid, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            worker.wait()
-    raise _CannotError(reason)
+        for worker in workers:
+            os.kill(worker.pid, signal.SIGKILL)
+        raise _CannotError("what it forks does not become the launcher's child") from None
+    if len(workers) < count:
+        raise _CannotError(f"it forked {len(workers)} of {count} workers")
+    return workers
 
 
 def _send(connection: socket.socket, message: Any, descriptors: list[int]) -> None:

@@ -2,14 +2,15 @@
 
 Each update of a layer is scaled so that its length is in a fixed proportion to that of the layer's weights. What
 depends on values stays on the device: no step waits for it, and a step can be captured in a CUDA graph. For that the
-learning rate of a group may be a 0-dim tensor on the device, filled anew before each replay.
+learning rate of a group may be a 0-dim tensor on the device, filled anew before each replay; and like torch's fused
+optimizers they leave out a step if the tensor `found_inf` of the optimizer, which a GradScaler sets, is 1.
 """
 
 # pyright: reportPrivateImportUsage=false
 # torch._foreach_*: torch's own optimizers are made of them.
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,13 +23,20 @@ Groups = Iterable[Tensor] | Iterable[dict[str, Any]]
 class _LayerWise(Optimizer):
     """What both share. In a group with `layer_adaptation=False` each trust ratio is 1."""
 
+    found_inf: Tensor | None = None
+    """A float32 scalar on the device: 1 leaves weights and moments as they are."""
+    _step_supports_amp_scaling = True  # GradScaler asks
+
     def __init__(self, params: Groups, **defaults: Any) -> None:
         # capturable, as torch calls it: a loaded step counter goes to the device.
         super().__init__(params, {"layer_adaptation": True, "capturable": True, **defaults})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step. Parameters without a gradient stay as they are."""
+        """One step. Parameters without a gradient stay as they are. Raises RuntimeError if the gradients are still
+        multiplied by the scale of a GradScaler."""
+        if getattr(self, "grad_scale", None) is not None:  # GradScaler has set it
+            raise RuntimeError("call GradScaler.unscale_(optimizer) before GradScaler.step(optimizer)")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -47,6 +55,38 @@ class _LayerWise(Optimizer):
 
     def _update(self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor], *common: Tensor):
         raise NotImplementedError
+
+    def _descend(
+        self,
+        places: list[Tensor],
+        slopes: Sequence[Tensor],
+        momenta: list[Tensor],
+        rate: float = 1.0,
+        pull: float = 0.0,
+        momentum: float = 0.0,
+    ) -> None:
+        """places -= rate (slopes + pull places), through momenta if there are any; nothing if `found_inf` is 1.
+
+        torch's fused SGD is the one kernel for lists that looks at such a flag. It takes for granted that a slope lies
+        in memory as its place does.
+        """
+        alike = [
+            slope if slope.stride() == place.stride() else torch.empty_like(place).copy_(slope)
+            for slope, place in zip(slopes, places, strict=True)
+        ]
+        torch._fused_sgd_(
+            places,
+            alike,
+            momenta,
+            weight_decay=pull,
+            momentum=momentum,
+            lr=rate,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+            is_first_step=False,
+            found_inf=self.found_inf,
+        )
 
     def _kept(self, parameters: list[Tensor], name: str) -> list[Tensor]:
         """Tensors like the parameters that last from step to step, zero at first."""
@@ -93,6 +133,9 @@ class Lars(_LayerWise):
             ratios = group["trust_coefficient"] * weights / torch.add(slopes, weights, alpha=decay).add_(group["eps"])
             rates = _scaled(rates, _or_one(ratios, weights, slopes))
         torch._foreach_mul_(updates, rates)
+        if self.found_inf is not None:
+            self._descend(parameters, updates, momenta, momentum=group["momentum"])
+            return
         torch._foreach_mul_(momenta, group["momentum"])
         torch._foreach_add_(momenta, updates)
         torch._foreach_sub_(parameters, momenta)
@@ -136,7 +179,7 @@ class Lamb(_LayerWise):
         first, (beta1, beta2) = group["params"][0], group["betas"]
         if "step" not in self.state[first]:
             self.state[first]["step"] = torch.zeros((), device=first.device)
-        self.state[first]["step"] += 1
+        self.state[first]["step"] += 1 if self.found_inf is None else 1 - self.found_inf
         steps = self.state[first]["step"].double()
         root = (1 - beta2**steps).sqrt_()
         return root / (1 - beta1**steps), root * group["eps"]
@@ -145,9 +188,13 @@ class Lamb(_LayerWise):
         scale, eps = (value.to(parameters[0].dtype) for value in common)
         (beta1, beta2), rates = group["betas"], group["lr"]
         moments, squares = self._kept(parameters, "exp_avg"), self._kept(parameters, "exp_avg_sq")
-        torch._foreach_lerp_(moments, gradients, 1 - beta1)
-        torch._foreach_mul_(squares, beta2)
-        torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
+        if self.found_inf is None:
+            torch._foreach_lerp_(moments, gradients, 1 - beta1)
+            torch._foreach_mul_(squares, beta2)
+            torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
+        else:  # towards the gradients, and their squares
+            self._descend(moments, gradients, [], rate=beta1 - 1, pull=-1.0)
+            self._descend(squares, torch._foreach_mul(gradients, gradients), [], rate=beta2 - 1, pull=-1.0)
         roots = torch._foreach_sqrt(squares)
         torch._foreach_add_(roots, eps, alpha=1)  # without alpha torch would read the value of eps
         updates = torch._foreach_div(moments, roots)
@@ -160,7 +207,10 @@ class Lamb(_LayerWise):
                 ratios.clamp_(max=group["max_trust_ratio"])
             rates = _scaled(rates, _or_one(ratios, weights, lengths))
         torch._foreach_mul_(updates, rates)
-        torch._foreach_sub_(parameters, updates)
+        if self.found_inf is None:
+            torch._foreach_sub_(parameters, updates)
+        else:
+            self._descend(parameters, updates, [])
 
 
 def _norms(tensors: list[Tensor] | tuple[Tensor, ...]) -> Tensor:

@@ -151,7 +151,8 @@ class Stepper:
         self.losses = RunningLoss()
         self.scaled = scaler.is_enabled()
         watched = self.losses, position, self.scaled
-        if optimizer.defaults.get("fused") and self.device != "cpu" and not (any_may_lack or skip_non_finite):
+        reads_flags = getattr(optimizer, "_step_supports_amp_scaling", False)  # torch's fused ones, and ours
+        if reads_flags and self.device != "cpu" and not (any_may_lack or skip_non_finite):
             self.guard: Guard = DeviceGuard(optimizer, *watched)
         else:
             self.guard = Guard(optimizer, *watched, any_may_lack, skip_non_finite)
@@ -187,7 +188,7 @@ class Stepper:
             if start is None:  # kept: making a tensor costs more than all the rest of this method
                 start = self.constants[value] = torch.full_like(loss, value)
         else:  # looking at the loss would wait for the GPU
-            seen = loss.detach()
+            seen = loss.detach().clone()  # a compiled model with CUDA graphs of its own writes the next loss there
             start = seen * 0 + share.scale
         self.losses.add(seen, share)
         torch.autograd.backward((loss,), (self.scaler.scale(start) if self.scaled else start,))

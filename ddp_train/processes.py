@@ -37,11 +37,16 @@ def adopting_orphans() -> Iterator[None]:
     try:
         yield
     finally:
-        while orphans := set(children_of(os.getpid())) - before:  # the children of a killed one are adopted in turn
-            for pid in orphans:
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
+        end_children(before)
         _prctl(PR_SET_CHILD_SUBREAPER, 0)
+
+
+def end_children(but: set[int]) -> None:
+    """Kills all children of this process but these, and those that it adopts from them."""
+    while others := set(children_of(os.getpid())) - but:
+        for pid in others:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
 
 
 def state_of(pid: int) -> str:

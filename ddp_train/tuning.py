@@ -10,6 +10,7 @@ import torch
 
 from ddp_train.config.schema import Config, TuningConfig
 from ddp_train.distributed.world import set_cublas_workspace
+from ddp_train.recompute import recompute_blocks
 from ddp_train.strategy import ModelWithLoss
 
 AUTOCAST = {"fp32": None, "fp64": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -33,12 +34,14 @@ def shape_model(module: ModelWithLoss, tuning: TuningConfig) -> None:
         module.model = module.model.double()
     if tuning.channels_last:
         module.model = module.model.to(memory_format=torch.channels_last)
+    if tuning.activation_checkpointing:
+        recompute_blocks(module.model, tuning.activation_checkpointing)
     if tuning.compile:
         # In place: torch.compile(module) would prefix the names in checkpoints. Our module, not the model in it: torch
         # 2.11 compiles no nn.Sequential in place, without a word. A graph for each of the few shapes of a run (whole
         # and last batch, in training and in evaluation) is faster than one for all.
-        module.compile(dynamic=False)
-        module.score = torch.compile(module.score, dynamic=False)
+        module.compile(dynamic=False, mode=tuning.compile_mode)
+        module.score = torch.compile(module.score, dynamic=False, mode=tuning.compile_mode)
 
 
 @contextlib.contextmanager

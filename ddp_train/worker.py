@@ -16,11 +16,12 @@ from typing import Any, NoReturn
 import torch
 
 from ddp_train import checkpoint, health, heartbeat, output, progress, tuning
-from ddp_train.build import build_evaluation, build_job, build_module, plan_rows
+from ddp_train.build import advice, build_evaluation, build_job, build_module, plan_rows
 from ddp_train.checkpoint import Writer
 from ddp_train.config.compose import counted
 from ddp_train.config.freeze import FILE, thaw, to_values
-from ddp_train.config.resolve import described
+from ddp_train.config.machine import this_machine
+from ddp_train.config.resolve import described, reasons
 from ddp_train.config.schema import Config
 from ddp_train.data.sources import Source, build_sources, digests, refuse_other_data
 from ddp_train.distributed import roll_call
@@ -40,6 +41,7 @@ from ddp_train.distributed.world import (
     board_descriptor,
     launcher_pid,
     say_last_word,
+    visible_devices,
     world_from_environment,
 )
 from ddp_train.errors import LaunchError, PeerError
@@ -203,7 +205,10 @@ def _train(
     save = Save(writer, record, {**facts, "data_digests": data_digests}, config.checkpoint, position)
     job.hooks = [record, save]
     job.brake = job.evaluation.brake = brake = Brake()
-    display.plan(plan_rows(config, job))
+    if world.is_leader:
+        display.plan(plan_rows(config, job, reasons(config, this_machine(visible_devices()))))
+        for line in advice(config, module, sources[0]):
+            display.line(line)
     if job.step >= job.plan.steps:
         display.line(f"nothing is left to train: {counted(job.step, 'step')} done, {job.plan.steps:,} were asked for")
     display.start(job.step, job.plan.steps)

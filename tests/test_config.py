@@ -283,6 +283,12 @@ BAD: dict[str, list[str]] = {
     "train.reduction=ordered launch.threads_per_process=2": ["needs launch.threads_per_process=1"],
     "train.reduction=ordered tuning.compile=true": ["needs tuning.compile=false"],
     "strategy=dp tuning.compile=true": ["tuning.compile=true: DataParallel's replicas"],
+    "tuning.compile_mode=fast": [REFUSED, "default, reduce-overhead, max-autotune, max-autotune-no-cudagraphs"],
+    "train.accumulation_steps=2 tuning.compile=true tuning.compile_mode=reduce-overhead": [
+        "write over gradients that others are to be added to",
+        "or train.accumulation_steps=1",
+    ],
+    "tuning.activation_checkpointing=Bottleneck": ["must be a list"],
     "train.reduction=ordered model=gelu_mlp model.fused=true": ["needs model.fused=false"],
     "deterministic=true tuning.cudnn_benchmark=true": ["which deterministic=true forbids"],
     "data=linear_regression": ["model=cnn: needs images", "use model=linear_regression or mlp"],
@@ -565,6 +571,7 @@ def test_no_file_is_blamed_for_what_the_command_line_said() -> None:
             "model=mlp tuning.channels_last=true",
             "tuning.channels_last=true has no effect: model=mlp has no convolution",
         ),
+        ("tuning.compile_mode=max-autotune", "tuning.compile_mode=max-autotune has no effect: tuning.compile=false"),
     ],
 )
 def test_a_switch_without_effect_is_noted(line: str, notice: str) -> None:
@@ -575,7 +582,8 @@ def test_a_switch_without_effect_is_noted(line: str, notice: str) -> None:
 def test_no_tip_is_on_in_tuning_none() -> None:
     tips = dataclasses.asdict(composed("tuning=none").tuning)
     del tips["prefetch_factor"]
-    assert {name for name, value in tips.items() if value not in (False, 0)} == {"name", "precision", "optimizer"}
+    off = (False, 0, [], "default")
+    assert {name for name, value in tips.items() if value not in off} == {"name", "precision", "optimizer"}
     assert (tips["precision"], tips["optimizer"]) == ("fp32", "loop")
 
 

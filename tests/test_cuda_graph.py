@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ddp_train.build import build_job, build_module
 from ddp_train.config.machine import Machine
+from ddp_train.config.resolve import LAYER_WISE
 from ddp_train.cuda_graph import WARM_UP_STEPS, GraphedStepper
 from ddp_train.data.sources import ArraySource
 from ddp_train.distributed.world import World
@@ -65,14 +66,18 @@ def job(graph: bool, samples: int, optimizer: str = "sgd", source: ArraySource |
         train={"global_batch_size": 8, "epochs": 8},
         optimizer={"name": optimizer},
         schedule={"name": "cosine", "warmup_steps": 3},
-        tuning={"cuda_graph": graph, "precision": "fp32", "optimizer": "fused"},
+        tuning={
+            "cuda_graph": graph,
+            "precision": "fp32",
+            "optimizer": "foreach" if optimizer in LAYER_WISE else "fused",
+        },
     )
     sources = (source or table(samples), table(8))
     module = build_module(config, sources[0], "cpu")
     return build_job(config, World(), "cpu", module, sources, Position(), first_step=0)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "lars", "lamb"])
 @pytest.mark.parametrize("samples", [40, 44])
 def test_whole_batches_are_replayed_and_others_are_not(samples: int, optimizer: str) -> None:
     results = []

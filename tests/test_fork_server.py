@@ -10,11 +10,12 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from ddp_train.fork_server import ForkServer, WorkerSpec
-from ddp_train.processes import adopting_orphans
+from ddp_train.processes import adopting_orphans, children_of
 from tests.commands import (
     ENDLESS,
     LAUNCH,
@@ -236,6 +237,24 @@ def test_a_server_that_cannot_be_used_forks_nothing(tmp_path: Path, monkeypatch:
     assert forked(other) == 0
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     assert forked(ForkServer(ROOT)) == 0
+
+
+def test_workers_of_which_nobody_told_are_ended(tmp_path: Path) -> None:
+    """The answer is lost after the forks. They wait for their config, which is a pipe that nobody fills."""
+    os.mkfifo(tmp_path / "config.yaml")
+    spec = WorkerSpec([str(tmp_path), "rank=0"], SPEC.environment, {})
+    server, seen = ForkServer(ROOT), set()
+
+    def lost(*_: object) -> None:
+        wait_until(lambda: len(processes_of(tmp_path)) == 3, "three workers", seconds=5)
+        seen.update(processes_of(tmp_path))
+        raise OSError("cut off")
+
+    with adopting_orphans(), mock.patch("ddp_train.fork_server._receive", lost):
+        before = set(children_of(os.getpid())) - {server_of(os.getpid())}
+        assert server.fork([spec] * 3, given_up=lambda: False) == []
+        assert len(seen) == 3 and processes_of(tmp_path) == {}
+        assert set(children_of(os.getpid())) == before
 
 
 def test_a_process_with_cuda_or_threads_is_not_forked() -> None:

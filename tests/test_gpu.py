@@ -9,17 +9,19 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torchvision.models import resnet50
 
 from ddp_train.config.machine import Machine
 from ddp_train.config.schema import DigitsConfig, TuningConfig
 from ddp_train.cuda_graph import GraphedStepper
 from ddp_train.data.loader import Loader
 from ddp_train.data.plan import Plan
-from ddp_train.data.sources import build_sources
+from ddp_train.data.sources import ArraySource, build_sources
 from ddp_train.distributed.world import World
 from ddp_train.errors import NonFiniteLossError
 from ddp_train.heartbeat import Position
 from ddp_train.loop import Job, evaluate, train
+from ddp_train.recompute import recompute_blocks
 from tests.jobs import config_of, job_of, largest_difference
 from tests.ranks import on_ranks
 
@@ -31,6 +33,8 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16, dropout": {"tuning": {"precision": "bf16"}, "model": {"dropout": 0.3}},
     "fp16": {"tuning": {"precision": "fp16"}},
     "batch norm": {"model": {"norm": "batch"}},
+    "lars": {"optimizer": {"name": "lars", "trust_coefficient": 0.02}},
+    "lamb, fp16": {"optimizer": {"name": "lamb"}, "tuning": {"precision": "fp16"}},
 }
 
 
@@ -87,7 +91,7 @@ def on_nccl(world: World, case: dict[str, Any], graph: bool) -> dict[str, Tensor
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("name", ["sgd", "bf16, dropout"])
+@pytest.mark.parametrize("name", ["sgd", "bf16, dropout", "lars"])
 def test_recorded_steps_exchange_gradients(name: str) -> None:
     ranks = torch.cuda.device_count()
     plain, recorded = (on_ranks(ranks, on_nccl, CASES[name], graph, device="cuda") for graph in (False, True))
@@ -96,12 +100,15 @@ def test_recorded_steps_exchange_gradients(name: str) -> None:
 
 
 @pytest.mark.parametrize("graph", [False, True])
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_a_bad_loss_stays_out_of_the_weights_until_the_host_looks(graph: bool, precision: str) -> None:
+@pytest.mark.parametrize(
+    ("precision", "optimizer"), [("fp32", "sgd"), ("fp16", "sgd"), ("fp32", "lamb"), ("fp16", "lars")]
+)
+def test_a_bad_loss_stays_out_of_the_weights_until_the_host_looks(graph: bool, precision: str, optimizer: str) -> None:
     sources = build_sources(DigitsConfig(), 0)
     poisoned = 700
     sources[0].inputs[poisoned] = math.nan  # pyright: ignore[reportAttributeAccessIssue]
-    made = job(World(), {"tuning": {"precision": precision}}, graph, sources=sources)
+    case = {"tuning": {"precision": precision}, "optimizer": {"name": optimizer}}
+    made = job(World(), case, graph, sources=sources)
     bad = [step for step in range(15, 45) if poisoned in made.plan.global_batch(step)]
     if not graph:
         made.stepper.losses.seen.clear()
@@ -142,3 +149,54 @@ def test_data_on_the_device_are_those_of_the_host(augment: bool) -> None:
         assert np.array_equal(batch.share.ids, other.share.ids)
         assert batch.inputs.is_cuda and other.inputs.is_contiguous(memory_format=torch.channels_last)
         assert torch.equal(batch.inputs, other.inputs) and torch.equal(batch.targets, other.targets)
+
+
+@pytest.mark.parametrize("copy_stream", [False, True])
+def test_batches_are_whole_however_late_they_are_read(copy_stream: bool) -> None:
+    """Training's stream is kept busy, so that every batch is used long after the next ones were sent."""
+    pixels = torch.randint(0, 255, (64, 3, 64, 64), dtype=torch.uint8)
+    source = ArraySource(pixels, torch.arange(64))
+    plan = Plan(samples=64, global_batch_size=16, accumulation_steps=1, steps=40, seed=0)
+    tuning = TuningConfig(num_workers=0, pin_memory=True, non_blocking=True, copy_stream=copy_stream)
+    tuning.channels_last, tuning.precision = True, "fp32"
+    busy, seen = torch.ones(4096, 4096, device="cuda"), []
+    for batch in Loader(source, plan.shares(), tuning, "cuda:0", Position()):
+        for _ in range(20):
+            busy @ busy
+        seen.append((batch.inputs.clone(), batch.targets.clone(), batch.share.ids))
+        assert batch.inputs.is_contiguous(memory_format=torch.channels_last)
+    for inputs, targets, ids in seen:
+        assert torch.equal(inputs.cpu(), pixels[torch.from_numpy(ids)]) and targets.tolist() == ids.tolist()
+    assert len(seen) == 40
+
+
+def test_a_model_that_records_graphs_of_its_own_trains_as_others_do() -> None:
+    ends = []
+    for mode in ("default", "reduce-overhead"):
+        torch._dynamo.reset()
+        made = job(World(), {"tuning": {"compile": True, "compile_mode": mode}}, graph=False)
+        train(made, iter(made.batches), until=30)
+        ends.append((state_of(made), made.stepper.mean_loss()))
+    assert largest_difference(ends[0][0], ends[1][0]) < 1e-5 and ends[0][1] == pytest.approx(ends[1][1], rel=1e-5)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_blocks_that_compute_again_take_less_memory(compiled: bool) -> None:
+    ends, peaks = [], []
+    for classes in ([], ["Bottleneck"]):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = resnet50(num_classes=10).cuda().to(memory_format=torch.channels_last)
+        recompute_blocks(model, classes)
+        if compiled:
+            model.compile()
+        images = torch.randn(32, 3, 128, 128, generator=torch.Generator().manual_seed(0)).cuda()
+        for _ in range(2):
+            torch.cuda.reset_peak_memory_stats()
+            model(images).square().mean().backward()
+        peaks.append(torch.cuda.max_memory_allocated())
+        ends.append({name: buffer.clone() for name, buffer in model.named_buffers()})
+        del model
+    assert peaks[1] < 0.8 * peaks[0]
+    assert ends[0]["bn1.num_batches_tracked"] == ends[1]["layer3.1.bn2.num_batches_tracked"] == 2
+    assert largest_difference(*ends) < 1e-2

@@ -19,8 +19,11 @@ from ddp_train.build import plan_rows
 from ddp_train.config.schema import OPTIONS, LambConfig, LarsConfig, OptimizerConfig
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
+from ddp_train.guard import DeviceGuard
+from ddp_train.heartbeat import Position
 from ddp_train.large_batch import Lamb, Lars
 from ddp_train.loop import evaluate, fit, train
+from ddp_train.metrics import RunningLoss
 from ddp_train.optim import build_optimizer
 from tests.jobs import config_of, job_of, largest_difference, table, trained
 from tests.ranks import on_ranks
@@ -94,10 +97,11 @@ def gradients_of(weights: list[list[Tensor]]) -> Iterator[list[list[Tensor | Non
         yield made
 
 
+@pytest.mark.parametrize("flag", [False, True])
 @pytest.mark.parametrize("lr_kind", ["number", "tensor"])
 @pytest.mark.parametrize("foreach", [True, False])
 @pytest.mark.parametrize(("cls", "paper", "more"), PAPERS)
-def test_the_update_is_the_papers(cls: Any, paper: Any, more: dict, foreach: bool, lr_kind: str) -> None:
+def test_the_update_is_the_papers(cls: Any, paper: Any, more: dict, foreach: bool, lr_kind: str, flag: bool) -> None:
     expected = layers()
     parameters = [[nn.Parameter(w.clone()) for w in group] for group in expected]
     kept: list[list[dict]] = [[{} for _ in group] for group in expected]
@@ -106,6 +110,8 @@ def test_the_update_is_the_papers(cls: Any, paper: Any, more: dict, foreach: boo
     rate = torch.zeros((), dtype=torch.float64) if lr_kind == "tensor" else 0.0
     groups = [{"params": group, **options} for group, options in zip(parameters, own, strict=True)]
     optimizer = cls(groups, lr=rate, weight_decay=0.01, foreach=foreach, **more)
+    if flag:  # that could stop it, and does not
+        optimizer.found_inf = torch.zeros(())
     for value, gradients in zip(RATES, gradients_of(expected), strict=True):
         for group, given, weights, of_group, states in zip(
             optimizer.param_groups, gradients, expected, parameters, kept, strict=True
@@ -133,6 +139,61 @@ def test_a_gradient_that_is_not_a_number_reaches_the_weights(cls: Any) -> None:
     assert parameter.isnan().all()
 
 
+@pytest.mark.parametrize("foreach", [True, False])
+@pytest.mark.parametrize("cls", [Lars, Lamb])
+def test_a_flag_on_the_device_leaves_weights_and_moments_alone(cls: Any, foreach: bool) -> None:
+    """A step that it leaves out never was, whatever the gradients: the steps around it are those of a run without."""
+    ends = []
+    for stopped in ((), (0, 2, 3)):
+        torch.manual_seed(0)
+        parameters = [nn.Parameter(torch.randn(5, 4)), nn.Parameter(torch.randn(4))]
+        optimizer = cls([{"params": parameters[:1]}, {"params": parameters[1:]}], lr=0.1, foreach=foreach)
+        optimizer.found_inf, seen = torch.zeros(()), 0
+        for step in range(6):
+            if step not in (0, 2, 3) or stopped:
+                for parameter in parameters:
+                    parameter.grad = torch.full_like(parameter, math.nan if step in stopped else 0.1 * seen + 0.1)
+                seen += step not in stopped
+                optimizer.found_inf.fill_(step in stopped)
+                optimizer.step()
+        ends.append([*parameters, *(value for state in optimizer.state.values() for value in state.values())])
+    for one, other in zip(*ends, strict=True):
+        assert torch.equal(one, other) and one.isfinite().all()
+
+
+@pytest.mark.parametrize("cls", [Lars, Lamb])
+def test_a_grad_scaler_leaves_steps_out(cls: Any) -> None:
+    parameter = nn.Parameter(torch.ones(3, 3))
+    optimizer, scaler = cls([parameter], lr=0.1), torch.amp.GradScaler("cpu", init_scale=4.0)
+    for bad in (False, True):
+        before = parameter.detach().clone()
+        scaler.scale(parameter.sum() * (math.inf if bad else 1.0)).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        parameter.grad = None
+        assert torch.equal(parameter, before) == bad
+    scaler.scale(parameter.sum()).backward()
+    with pytest.raises(RuntimeError, match="unscale_"):
+        scaler.step(optimizer)
+
+
+@pytest.mark.parametrize("name", ["lars", "lamb", "sgd"])
+def test_the_guard_of_devices_needs_no_wait(name: str) -> None:
+    """Played on the CPU: a NaN sets the flag, and the weights stay from then on."""
+    parameter = nn.Parameter(torch.ones(3, 3))
+    optimizer = build_optimizer([parameter], OPTIONS["optimizer"][name](), "fused" if name == "sgd" else "foreach")
+    optimizer.param_groups[0]["initial_lr"] = 0.1
+    guard = DeviceGuard(optimizer, RunningLoss(), Position())
+    for step, gradient in enumerate((1.0, math.nan, 1.0)):
+        before = parameter.detach().clone()
+        parameter.grad = torch.full_like(parameter, gradient)
+        assert guard.allows(step, None)
+        optimizer.step()
+        assert torch.equal(parameter, before) == (step > 0)
+    assert guard.steps_left_out == 2
+
+
 class Calls(TorchDispatchMode):
     """Counts the operators that are called, views included; the work inside one call is not seen."""
 
@@ -148,14 +209,19 @@ class Calls(TorchDispatchMode):
 
 @pytest.mark.parametrize("config", [LarsConfig(), LambConfig(), LambConfig(max_trust_ratio=10.0)])
 @pytest.mark.parametrize("lr_kind", ["number", "tensor"])
-def test_a_step_has_few_calls_and_reads_nothing(config: OptimizerConfig, lr_kind: str) -> None:
+@pytest.mark.parametrize("flag", [False, True])
+def test_a_step_has_few_calls_and_reads_nothing(config: OptimizerConfig, lr_kind: str, flag: bool) -> None:
     """On the meta device, where no tensor has a value: whoever reads one fails."""
     with torch.device("meta"):
         model = resnet50()
         rate = torch.tensor(0.1) if lr_kind == "tensor" else 0.1
+        found_inf = torch.zeros(()) if flag else None
+    library = torch.library.Library("aten", "IMPL", "Meta")  # torch has no such kernel; it would do nothing
+    library.impl("_fused_sgd_", lambda *given, **named: None)
     for parameter in model.parameters():
         parameter.grad = torch.empty_like(parameter)
     optimizer = build_optimizer(model.parameters(), config, "foreach")
+    optimizer.found_inf = found_inf
     for group in optimizer.param_groups:
         group["lr"] = rate
     optimizer.step()  # makes the state
@@ -243,7 +309,7 @@ def test_the_rate_follows_the_global_batch(scaling: str, rate: float, shown: str
         config.strategy = OPTIONS["strategy"]["single"]()  # a job of one process of them, without a group
         job = job_of(config, World(0, processes, 0, processes), (table(48), table(12)))
         assert job.stepper.full_rates == pytest.approx([rate], rel=1e-15)
-        assert plan_rows(config, job)["optimizer"].startswith(f"sgd, {shown}")
+        assert plan_rows(config, job, {})["optimizer"].startswith(f"sgd, {shown}")
         assert config.optimizer.lr == asked == 0.1, "what is frozen is what was asked for"
 
 
@@ -260,7 +326,7 @@ def test_a_warm_up_in_epochs_is_counted_in_optimizer_steps(epochs: float, accumu
     job = job_of(config, World(), (table(100), table(12)))
     rising = [(step + 1) / (steps + 1) for step in range(steps)]
     assert [job.stepper.factor(step) for step in range(10)] == pytest.approx([*rising, *[1.0] * (10 - steps)])
-    assert plan_rows(config, job)["optimizer"].endswith(f"warm-up {steps} steps")
+    assert plan_rows(config, job, {})["optimizer"].endswith(f"warm-up {steps} steps")
 
 
 def test_a_warm_up_that_outlasts_the_run_is_refused() -> None:

@@ -30,13 +30,13 @@ from PIL import Image
 from torch import nn
 
 from ddp_train import cli, hosts, launcher, tuning, worker
-from ddp_train.build import build_evaluation, build_job, build_module, build_plan
+from ddp_train.build import advice, build_evaluation, build_job, build_module, build_plan, tuning_rows
 from ddp_train.config.check import check
 from ddp_train.config.compose import all_keys, bind, read_overrides
 from ddp_train.config.freeze import FILE, freeze
 from ddp_train.config.machine import Machine
 from ddp_train.config.outside import TORCHVISION_FILES
-from ddp_train.config.resolve import resolve
+from ddp_train.config.resolve import reasons, resolve
 from ddp_train.config.schema import OPTIONS, SECTIONS, Config
 from ddp_train.data.loader import Loader
 from ddp_train.data.sources import ArraySource, build_sources
@@ -145,6 +145,13 @@ class Table:
 class OtherTable(Table):
     def __getitem__(self, number: int) -> tuple[torch.Tensor, int]:
         return torch.full((5,), float(number)), number % 2
+
+
+class Biased(nn.Sequential):
+    """A convolution whose bias has no effect."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 10))
 
 
 def asked_of_torchvision(case: Case) -> Any:
@@ -257,6 +264,10 @@ def copies_to_the_device(case: Case) -> Any:
     return tensor.to.call_args.kwargs
 
 
+def copies_beside_the_computation(case: Case) -> Any:
+    return Loader(ArraySource(torch.zeros(4, 1), torch.zeros(4)), [], case.config.tuning, "cuda:0", Position()).beside
+
+
 def process_flags(case: Case) -> Any:
     """The global flags of torch once a worker has set them."""
     tuning.set_process_flags(case.config)
@@ -276,6 +287,34 @@ def compiled(case: Case) -> Any:
         module(inputs, targets).backward()
         module.score(inputs, targets)
     return utils.counters["stats"]["unique_graphs"]
+
+
+def asked_of_the_compiler(case: Case) -> Any:
+    """The options with which a training step is turned into kernels; it is not."""
+    source, asked = build_sources(case.config.data, case.config.seed)[0], []
+
+    def compile_fx(graph: Any, *_: Any, config_patches: Any = None, **__: Any) -> Any:
+        asked.append(config_patches)
+        return graph.forward
+
+    torch._dynamo.reset()
+    with mock.patch("torch._inductor.compile_fx.compile_fx", compile_fx):
+        build_module(case.config, source, "cpu")(*source.fetch(np.arange(4), None))
+    return asked
+
+
+def tensors_kept(case: Case) -> Any:
+    """The bytes of each for the backward pass."""
+    source, kept = build_sources(case.config.data, case.config.seed)[0], []
+    module = build_module(case.config, source, "cpu")
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.nbytes), lambda _: None):
+        module(*source.fetch(np.arange(4), None))
+    return kept
+
+
+def advised(case: Case) -> Any:
+    source = build_sources(case.config.data, case.config.seed)[0]
+    return advice(case.config, build_module(case.config, source, "cpu"), source)
 
 
 def steppers(case: Case) -> Any:
@@ -484,10 +523,20 @@ ROWS: dict[str, Row] = {
     "tuning.persistent_workers": Row("tuning.persistent_workers=false", data_loader, WORKERS),
     "tuning.pin_memory": Row("tuning.pin_memory=false", data_loader, machine=GPU),
     "tuning.non_blocking": Row("tuning.non_blocking=false", copies_to_the_device, machine=GPU),
+    "tuning.copy_stream": Row("tuning.copy_stream=false", copies_beside_the_computation, machine=GPU),
     "tuning.channels_last": Row("tuning.channels_last=true", memory_formats),
     "tuning.cudnn_benchmark": Row("tuning.cudnn_benchmark=false", process_flags, machine=GPU),
     "tuning.tf32": Row("tuning.tf32=false", process_flags, machine=GPU),
     "tuning.compile": Row("tuning.compile=true", compiled),
+    "tuning.compile_mode": Row(
+        "tuning.compile_mode=max-autotune-no-cudagraphs", asked_of_the_compiler, "tuning.compile=true"
+    ),
+    "tuning.activation_checkpointing": Row("tuning.activation_checkpointing=[Sequential]", tensors_kept),
+    "tuning.bias_lint": Row(
+        "tuning.bias_lint=false",
+        advised,
+        f"model._target_={__name__}.Biased trusted_modules=[{__name__.partition('.')[0]}]",
+    ),
     "tuning.cuda_graph": Row("tuning.cuda_graph=false", steppers, machine=GPU),
     "tuning.gc_freeze": Row("tuning.gc_freeze=false", spared_objects),
     "tuning.optimizer": Row("tuning.optimizer=loop", optimizer),
@@ -553,12 +602,42 @@ ROWS: dict[str, Row] = {
 
 def test_what_cannot_be_recorded_is_refused_or_left_out() -> None:
     against = ("launch.backend=gloo", "train.accumulation_steps=2", "optimizer=rmsprop", "strategy=dp",
-               "train.on_non_finite=skip", "strategy.sync_bn=true", "train.reduction=ordered")  # fmt: skip
+               "train.on_non_finite=skip", "strategy.sync_bn=true", "train.reduction=ordered",
+               "tuning.compile=true tuning.compile_mode=max-autotune",
+               "tuning.activation_checkpointing=[Linear]")  # fmt: skip
     assert case_of("model=mlp", GPU).config.tuning.cuda_graph is True
+    for words in ("optimizer=lars", "optimizer=lamb tuning.optimizer=loop", "tuning.compile_mode=reduce-overhead"):
+        assert case_of(f"model=mlp {words}", GPU).config.tuning.cuda_graph is True, words
     for words in against:
         assert case_of(f"model=mlp {words}", GPU).config.tuning.cuda_graph is False, words
         problems = case_of(f"{words} tuning.cuda_graph=true", GPU).problems
         assert any(problem.startswith("tuning.cuda_graph=true: needs ") for problem in problems), words
+
+
+def test_the_plan_says_why() -> None:
+    """For each switch that `auto` chose; nothing of those that are on for every GPU, or off for want of one."""
+
+    def rows(line: str, machine: Machine) -> dict[str, str]:
+        config = case_of(line, machine).config
+        return tuning_rows(config.tuning, reasons(config, machine))
+
+    assert rows("", CPU) == {"tuning": "recommended: precision fp32 (no GPU), gc_freeze, optimizer foreach (no GPU)"}
+    assert rows("model=mlp tuning.tf32=false", GPU) == {
+        "tuning": "recommended: precision bf16 (compute capability 9.0), pin_memory, non_blocking, copy_stream, "
+        "cudnn_benchmark, cuda_graph (a small model), gc_freeze, optimizer fused",
+        "left off": "channels_last (no known convolutions), compile (not torchvision's model)",
+    }
+    assert rows("model=resnet50 train.max_steps=100 optimizer=lars tuning.precision=fp32", GPU) == {
+        "tuning": "recommended: precision fp32, pin_memory, non_blocking, copy_stream, channels_last (convolutions), "
+        "cudnn_benchmark, tf32, gc_freeze, optimizer foreach (no fused lars)",
+        "left off": "compile (under 2000 steps), cuda_graph (not a small model of ours)",
+    }
+    largest = rows("tuning=max optimizer=rmsprop deterministic=true data=image_folder", GPU)
+    assert "num_workers 4 (4 cores each)" in largest["tuning"]
+    assert largest["left off"] == (
+        "cudnn_benchmark (deterministic=true), compile (deterministic=true), cuda_graph (because of optimizer)"
+    )
+    assert rows("tuning=none", GPU) == {"tuning": "none: precision fp32, optimizer loop"}
 
 
 # --- the tests --------------------------------------------------------------------------------------------------------

@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-import shutil
 from typing import Any
 
-from ddp_train.config import outside
+from ddp_train.config import outside, tips
 from ddp_train.config.compose import counted, did_you_mean, shown
 from ddp_train.config.machine import Machine
-from ddp_train.config.resolve import FUSED, IMAGE_MODELS, IN_MEMORY, LAYER_WISE, against_cuda_graph, process_count
+from ddp_train.config.resolve import IMAGE_MODELS, IN_MEMORY, LAYER_WISE, process_count
 from ddp_train.config.schema import OPTIONS, SECTIONS, Config
 from ddp_train.distributed.world import World, hosts_asked
 
@@ -19,7 +18,7 @@ from ddp_train.distributed.world import World, hosts_asked
 def check(asked: Config, config: Config, machine: Machine, world: World | None) -> list[str]:
     """The problems of a config whose values obey `check_rules`. asked: what the user wrote; config: after `resolve`."""
     problems: list[str] = []
-    for one_check in (_processes, _batch, _strategy, _reduction, _precision, _numbers, *outside.CHECKS):
+    for one_check in (_processes, _batch, _strategy, _reduction, tips.problems, _numbers, *outside.CHECKS):
         problems += one_check(asked, config, machine, world)
     return problems
 
@@ -211,45 +210,6 @@ def _reduction(asked: Config, config: Config, machine: Machine, world: World | N
     ]
 
 
-def _precision(asked: Config, config: Config, machine: Machine, world: World | None) -> list[str]:
-    tuning, problems = config.tuning, []
-    if tuning.precision == "fp16" and config.device == "cpu":
-        problems.append("tuning.precision=fp16: needs a GPU; use tuning.precision=bf16 or fp32 on CPU")
-    if tuning.precision == "bf16" and config.device == "cuda" and (0, 0) < machine.compute_capability < (8, 0):
-        problems.append(f"tuning.precision=bf16: {machine.gpu_name} has no bfloat16 units; use tuning.precision=fp16")
-    if config.deterministic and tuning.cudnn_benchmark:
-        problems.append(
-            "tuning.cudnn_benchmark=true: picks algorithms by timing, which deterministic=true forbids; "
-            "drop one of them"
-        )
-    if tuning.compile and config.strategy.name == "dp":
-        problems.append(
-            "tuning.compile=true: DataParallel's replicas would all run the compiled model of the first GPU; "
-            "use strategy=ddp, or tuning.compile=false"
-        )
-    if tuning.cuda_graph and config.device == "cuda":
-        problems += [
-            f"tuning.cuda_graph=true: needs {key}={rule}; or use tuning.cuda_graph=false"
-            for key, rule in against_cuda_graph(config).items()
-        ]
-    if getattr(config.data, "loader", "host") == "device":
-        if config.data.name not in IN_MEMORY:
-            problems.append(f"data.loader=device: data={config.data.name} is not held in memory; use data.loader=host")
-        elif tuning.num_workers:
-            problems.append(
-                f"tuning.num_workers={tuning.num_workers}: data.loader=device has no use for loader processes; "
-                "use tuning.num_workers=0, or data.loader=host"
-            )
-    if tuning.optimizer == "fused" and config.optimizer.name not in FUSED:
-        problems.append(
-            f"tuning.optimizer=fused: torch has no fused {config.optimizer.name}; use tuning.optimizer=foreach"
-        )
-    if (tuning.compile or getattr(config.model, "fused", False)) and config.device == "cpu" and not shutil.which("g++"):
-        key = "tuning.compile" if tuning.compile else "model.fused"
-        problems.append(f"{key}=true: torch.compile needs a C++ compiler on CPU and there is no g++; install one")
-    return problems
-
-
 def _numbers(asked: Config, config: Config, machine: Machine, world: World | None) -> list[str]:
     problems = []
     if getattr(config.optimizer, "nesterov", False) and not config.optimizer.momentum:
@@ -291,7 +251,7 @@ def _numbers(asked: Config, config: Config, machine: Machine, world: World | Non
 def notices(asked: Config, config: Config) -> list[str]:
     """Switches that the user set and that have no effect here. Not errors: the same command runs elsewhere."""
     found = []
-    on_gpus_only = ("pin_memory", "non_blocking", "cudnn_benchmark", "tf32", "cuda_graph")
+    on_gpus_only = ("pin_memory", "non_blocking", "copy_stream", "cudnn_benchmark", "tf32", "cuda_graph")
     if config.device == "cpu":
         found += [
             f"tuning.{name}=true has no effect on CPU" for name in on_gpus_only if getattr(asked.tuning, name) is True
@@ -303,6 +263,8 @@ def notices(asked: Config, config: Config) -> list[str]:
         )
     if config.tuning.num_workers == 0 and getattr(asked.data, "decode", "") == "threads":
         found.append("data.decode=threads has no effect without threads (tuning.num_workers=0): training waits")
+    if not config.tuning.compile and config.tuning.compile_mode != "default":
+        found.append(f"tuning.compile_mode={config.tuning.compile_mode} has no effect: tuning.compile=false")
     if config.strategy.name == "dp" and config.device == "cpu":
         found.append("strategy=dp has no GPUs to spread over: DataParallel runs the model once, on the CPU")
     if getattr(config.strategy, "sync_bn", False) and getattr(config.model, "norm", "batch") != "batch":

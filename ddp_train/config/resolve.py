@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ddp_train.config.machine import Machine
-from ddp_train.config.schema import Config
+from ddp_train.config.schema import Config, TuningConfig
 from ddp_train.distributed.world import World, new_run_id
 
 IN_MEMORY: dict[str, Callable[[Any], int]] = {
@@ -32,11 +32,15 @@ FUSED = ("sgd", "adam", "adamw")
 """Optimizers with a fused implementation in torch 2.11 to 2.15 (adadelta, rmsprop, lars and lamb have none)."""
 LAYER_WISE = ("lars", "lamb")
 """Optimizers that adapt their rate to each layer."""
+RECORDABLE = (*FUSED, *LAYER_WISE)
+"""Optimizers that a flag on the device stops, and whose rate may lie there: no step waits for the host."""
 IMAGE_MODELS = ("cnn", "torchvision")
 LAUNCH_BOUND = ("cnn", "mlp", "linear_regression", "gelu_mlp")
 """Models whose kernels take a GPU less time than a host takes to launch them."""
 COMPILING_PAYS_STEPS = 2000
 """ResNet-50 at batch 256 on an H200: 17 ms less a step, 35 s to compile."""
+OWN_GRAPHS = ("reduce-overhead", "max-autotune")
+"""Modes of torch.compile that record CUDA graphs by themselves."""
 LR_POWERS = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}
 """Of the global batch over lr_base_batch. linear: arXiv:1706.02677, for SGD; sqrt: arXiv:1404.5997, for LAMB too."""
 
@@ -60,15 +64,15 @@ def resolve(config: Config, machine: Machine, world: World | None) -> Config:
     deterministic = device == "cpu" or ordered if config.deterministic == "auto" else config.deterministic
     if getattr(config.data, "decode", "") == "auto":
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, decode=_decode(device, cores)))
-    return dataclasses.replace(
+    config = dataclasses.replace(
         config,
         device=device,
         deterministic=deterministic,
         launch=launch,
         data=_data(config, device, machine),
-        tuning=_tuning(dataclasses.replace(config, launch=launch), device, bool(deterministic), machine, cores),
         run_dir=config.run_dir or f"runs/{config.name}/{new_run_id(world)}",
     )
+    return dataclasses.replace(config, tuning=_tuning(config, machine))
 
 
 def _data(config: Config, device: str, machine: Machine) -> Any:
@@ -80,43 +84,87 @@ def _data(config: Config, device: str, machine: Machine) -> Any:
     return dataclasses.replace(config.data, loader="device" if fits and wanted else "host")
 
 
-def _tuning(config: Config, device: str, deterministic: bool, machine: Machine, cores: int):
-    """cores: of each process."""
+def _tuning(config: Config, machine: Machine) -> TuningConfig:
     tuning = dataclasses.replace(config.tuning)
-    gpu = device == "cuda"
-    regression = config.data.name == "linear_regression"
-    chosen = {
-        "precision": "bf16" if gpu and machine.compute_capability >= (8, 0) and not regression else "fp32",
-        "num_workers": _workers(config.data, cores),
-        "pin_memory": gpu,
-        "non_blocking": gpu,
-        "channels_last": gpu and config.model.name in IMAGE_MODELS,
-        # DataParallel's replicas autotune in one thread each: ResNet-50 had not finished its first steps after 150 s.
-        "cudnn_benchmark": gpu and not deterministic and config.strategy.name != "dp",
-        "tf32": gpu,
-        "optimizer": "fused" if gpu and config.optimizer.name in FUSED else "foreach",
-        "compile": gpu and _gains_by_compiling(config, deterministic),
-    }
-    for name, value in chosen.items():
-        if getattr(tuning, name) == "auto":
-            setattr(tuning, name, value)
-    if tuning.cuda_graph == "auto":
-        small = config.tuning.name == "max" or config.model.name in LAUNCH_BOUND
-        tuning.cuda_graph = gpu and small and not against_cuda_graph(dataclasses.replace(config, tuning=tuning))
+    for choose in (_choices, _choice_of_cuda_graph):  # the latter looks at what the others have become
+        for name, (value, _) in choose(dataclasses.replace(config, tuning=tuning), machine).items():
+            if getattr(tuning, name) == "auto":
+                setattr(tuning, name, value)
     return tuning
 
 
-def _gains_by_compiling(config: Config, deterministic: bool) -> bool:
-    """Whether compiling pays. It takes most of a minute, and saves a third of the time of a large model's step."""
-    long = config.train.max_steps is None or config.train.max_steps >= COMPILING_PAYS_STEPS
-    worth = config.tuning.name == "max" or (config.model.name == "torchvision" and long)
-    plain = config.mode == "train" and config.strategy.name != "dp" and not getattr(config.strategy, "sync_bn", False)
-    return worth and plain and not deterministic
+Choice = tuple[Any, str]
+"""What `auto` means here, and why, in a few words; none where it is on for every GPU."""
+
+
+def reasons(config: Config, machine: Machine) -> dict[str, str]:
+    """Why the switches of a resolved config are what they are: those that have the value that `auto` gives them."""
+    if config.tuning.name == "none":
+        return {}
+    choices = _choices(config, machine) | _choice_of_cuda_graph(config, machine)
+    return {name: why for name, (value, why) in choices.items() if getattr(config.tuning, name) == value}
+
+
+def _choices(config: Config, machine: Machine) -> dict[str, Choice]:
+    """For each switch but one. Of a config that is resolved but for `tuning`."""
+    gpu, model, data = config.device == "cuda", config.model.name, config.data
+    no_gpu, no_dp = (not gpu, "no GPU"), (config.strategy.name == "dp", "strategy=dp")
+    repeatable = (bool(config.deterministic), "deterministic=true")
+    capability, cores = machine.compute_capability, machine.cpus // max(1, int(config.launch.nproc_per_node))
+    bf16, why = _on_unless(
+        f"compute capability {capability[0]}.{capability[1]}",
+        no_gpu,
+        (capability < (8, 0), f"compute capability {capability[0]}.{capability[1]}"),
+        (data.name == "linear_regression", "a regression"),
+    )
+    fused, why_fused = _on_unless("", no_gpu, (config.optimizer.name not in FUSED, f"no fused {config.optimizer.name}"))
+    steps, largest = config.train.max_steps, config.tuning.name == "max"
+    return {
+        "precision": ("bf16" if bf16 else "fp32", why),
+        "num_workers": (_workers(data, cores), "" if data.name in IN_MEMORY else f"{cores} cores each"),
+        "pin_memory": _on_unless("", no_gpu),
+        "non_blocking": _on_unless("", no_gpu),
+        "copy_stream": _on_unless("", no_gpu, (config.tuning.non_blocking is False, "non_blocking=false")),
+        "channels_last": _on_unless("convolutions", no_gpu, (model not in IMAGE_MODELS, "no known convolutions")),
+        # DataParallel's replicas autotune in one thread each: ResNet-50 had not finished its first steps after 150 s.
+        "cudnn_benchmark": _on_unless("", no_gpu, repeatable, no_dp),
+        "tf32": _on_unless("", no_gpu),
+        "optimizer": ("fused" if fused else "foreach", why_fused),
+        # It takes most of a minute, and saves a third of the time of a large model's step.
+        "compile": _on_unless(
+            "tuning=max" if largest else "torchvision's model",
+            no_gpu,
+            (config.mode != "train", "an evaluation"),
+            no_dp,
+            (getattr(config.strategy, "sync_bn", False), "strategy.sync_bn"),
+            repeatable,
+            (not largest and model != "torchvision", "not torchvision's model"),
+            (not largest and steps is not None and steps < COMPILING_PAYS_STEPS, f"under {COMPILING_PAYS_STEPS} steps"),
+        ),
+    }
+
+
+def _choice_of_cuda_graph(config: Config, machine: Machine) -> dict[str, Choice]:
+    largest, launch_bound = config.tuning.name == "max", config.model.name in LAUNCH_BOUND
+    choice = _on_unless(
+        "tuning=max" if largest else "a small model",
+        (config.device != "cuda", "no GPU"),
+        (not largest and not launch_bound, "not a small model of ours"),
+        *((True, f"because of {key}") for key in against_cuda_graph(config)),
+    )
+    return {"cuda_graph": choice}
+
+
+def _on_unless(why: str, *against: tuple[bool, str]) -> Choice:
+    """Off, and the first reason that applies; on if none does."""
+    return next(((False, why_not) for applies, why_not in against if applies), (True, why))
 
 
 def against_cuda_graph(config: Config) -> dict[str, str]:
     """What stands against recording a step: key -> what it must be, and why. Of a config that is resolved otherwise."""
-    train, strategy, replayed = config.train, config.strategy, "a recorded step has no Python in it"
+    train, strategy, tuning, replayed = (
+        config.train, config.strategy, config.tuning, "a recorded step has no Python in it"
+    )  # fmt: skip
     rules = {
         "strategy": (strategy.name == "dp", "ddp or single", "DataParallel runs in several threads"),
         "train.accumulation_steps": (train.accumulation_steps > 1, "1", "one recording holds one share and its step"),
@@ -125,8 +173,20 @@ def against_cuda_graph(config: Config) -> dict[str, str]:
         "launch.backend": (
             strategy.name == "ddp" and config.launch.backend == "gloo", "nccl", "gloo takes gradients to the host"
         ),
-        "optimizer": (config.optimizer.name not in FUSED, " or ".join(FUSED), "others are checked from the host"),
-        "tuning.optimizer": (config.tuning.optimizer != "fused", "fused", "others read their rate on the host"),
+        "optimizer": (
+            config.optimizer.name not in RECORDABLE, " or ".join(RECORDABLE), "others are checked from the host"
+        ),
+        "tuning.compile_mode": (
+            bool(tuning.compile) and tuning.compile_mode in OWN_GRAPHS,
+            "default or max-autotune-no-cudagraphs", "the other modes record graphs of their own"
+        ),
+        "tuning.activation_checkpointing": (
+            bool(tuning.activation_checkpointing), "[]", "it asks the host for the state of the random numbers"
+        ),
+        "tuning.optimizer": (
+            config.optimizer.name in FUSED and tuning.optimizer != "fused", "fused",
+            "others read their rate on the host"
+        ),
         "strategy.find_unused_parameters": (
             getattr(strategy, "find_unused_parameters", False), "false", "it looks at each step's own graph"
         ),

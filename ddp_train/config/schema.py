@@ -101,6 +101,9 @@ class TuningConfig:
     non_blocking: Union[bool, str] = key(
         "auto", "copy to the GPU while it computes; auto: with pin_memory", words=("auto",)
     )
+    copy_stream: Union[bool, str] = key(
+        "auto", "copy batches in a stream of their own, beside the computation; auto: on GPUs", words=("auto",)
+    )
     channels_last: Union[bool, str] = key("auto", "NHWC memory format; auto: on GPUs", words=("auto",))
     cudnn_benchmark: Union[bool, str] = key(
         "auto", "let cuDNN time its algorithms; auto: on one GPU per process", words=("auto",)
@@ -109,10 +112,19 @@ class TuningConfig:
     compile: Union[bool, str] = key(
         "auto", "torch.compile the model; auto: torchvision's on GPUs, if the run is long enough", words=("auto",)
     )
+    compile_mode: str = key(
+        "default",
+        "of torch.compile: its own CUDA graphs (reduce-overhead), kernels chosen by timing (max-autotune...)",
+        choices=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
+    )
+    activation_checkpointing: list[str] = key(
+        [], "classes of blocks that compute their activations again in the backward pass, to keep fewer: [Bottleneck]"
+    )
     cuda_graph: Union[bool, str] = key(
         "auto", "replay whole training steps as one CUDA graph; auto: small models on GPUs", words=("auto",)
     )
     gc_freeze: bool = key(True, "spare the garbage collector what was there before the first step")
+    bias_lint: bool = key(True, "name biases that the norm layer behind them subtracts again")
     optimizer: str = key(
         "auto",
         "torch's implementation: loop, foreach, fused; auto: fused where it exists on GPUs",

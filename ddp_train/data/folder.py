@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ddp_train.data import augment
+from ddp_train.data.copies import sent
 from ddp_train.data.crop import Window, resized, resized_together, window
 from ddp_train.data.keyed import mix, uniform
 from ddp_train.errors import ConfigError, DataError, first_line
@@ -62,7 +63,7 @@ class FolderSource:
         """The inputs of a model, from the crops of `fetch`: mirrored by draw and normalised, where the crops are."""
         if self.augmented and epoch is not None:
             draws = uniform(mix(self.seed, "augment", epoch), torch.from_numpy(ids), 5)[:, 4]
-            crops = augment.flip(crops, draws.to(crops.device))
+            crops = augment.flip(crops, sent(draws.contiguous(), crops.device))
         return augment.normalise(crops, IMAGENET_MEAN, IMAGENET_STD, dtype)
 
     def read(self, ids: np.ndarray) -> list[np.ndarray]:

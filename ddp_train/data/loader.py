@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ddp_train.config.schema import TuningConfig
 from ddp_train.data.ahead import InThreads, OnGpu
+from ddp_train.data.copies import CopyStream
 from ddp_train.data.plan import Share
 from ddp_train.data.sources import ArraySource, Source, folder_of
 from ddp_train.errors import LaunchError
@@ -137,6 +138,9 @@ class Loader:
         self.fetching: deque[Share] = deque()
         """What loader processes are working on."""
         self.folder = folder_of(source)
+        decoded_there = self.folder is not None and self.folder.decode == "gpu"
+        self.beside = bool(tuning.copy_stream) and self.device.type == "cuda" and not resident and not decoded_there
+        """Whether batches are copied while the GPU computes."""
         self.batches: Iterable[Batch | LaunchError]
         if resident:
             assert isinstance(source, ArraySource), "config.check lets no other data set be resident"
@@ -167,6 +171,7 @@ class Loader:
 
     def __iter__(self) -> Iterator[Batch]:
         position = self.position
+        copies = CopyStream(self.device) if self.beside else None
         position.phase, position.fetching = self.data, self.fetching
         for batch in self.batches:
             if self.fetching:
@@ -176,12 +181,16 @@ class Loader:
                     raise batch
                 finally:
                     del batch  # it would keep this frame, and both the loader processes, until some later collection
-            placed = batch if self.resident else batch.map(self._place)
+            position.batches += 1
+            position.phase = self.forward  # from here on it is the device that one waits for
+            if copies:
+                inputs, targets = copies.place([batch.inputs, batch.targets], self._place)
+                placed = Batch(inputs, targets, batch.share)
+            else:
+                placed = batch if self.resident else batch.map(self._place)
             if self.folder:
                 dtype = self.dtype or torch.float32
                 placed.inputs = self.folder.finish(placed.inputs, batch.share.ids, batch.share.epoch, dtype)
-            position.batches += 1
-            position.phase = self.forward
             yield placed
             position.phase, position.fetching = self.data, self.fetching
         position.phase = self.end

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ddp_train.data import augment
+from ddp_train.data.copies import sent
 from ddp_train.data.folder import FolderSource
 from ddp_train.data.keyed import mix, uniform
 from ddp_train.errors import ConfigError, DataError
@@ -82,7 +83,7 @@ class ArraySource:
         return other
 
     def fetch(self, ids: np.ndarray, epoch: int | None) -> tuple[Tensor, Tensor]:
-        index = torch.from_numpy(ids).to(self.inputs.device)
+        index = sent(torch.from_numpy(ids), self.inputs.device)
         inputs = self.inputs[index]
         if self.factor is not None and self.offset is not None:
             inputs = inputs.float().mul_(self.factor).add_(self.offset)
