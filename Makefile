@@ -39,7 +39,7 @@ lint: .venv/ready  ## lint, format and types
 	$(BIN)/basedpyright
 
 clean:  ## remove what set-up, tests and runs left behind; data/ stays
-	rm -rf .venv runs .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf .venv build runs .pytest_cache .ruff_cache .hypothesis *.egg-info
 
 .venv/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.12"; exit 1; }

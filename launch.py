@@ -38,7 +38,7 @@ def main(words: list[str]) -> int:
 def starts_workers(words: list[str]) -> bool:
     """Whether it is likely, by the look of the words, that workers will be started here."""
     flags = {word for word in words if word.startswith("-")}
-    elsewhere = any(word.startswith("launch.nnodes=") for word in words)
+    elsewhere = any(word.startswith(("launch.nnodes=", "hydra/launcher=")) for word in words)
     return flags <= {"-m", "--multirun"} and not elsewhere and "launch.fork_server=false" not in words
 
 

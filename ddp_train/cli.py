@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
+import importlib.util
 import json
 import math
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +23,7 @@ from rich.table import Table
 
 import ddp_train
 from ddp_train import launcher
+from ddp_train.config.check import check_rules
 from ddp_train.config.compose import did_you_mean, read_overrides, shown
 from ddp_train.config.prepare import examine, prepare, read_run
 from ddp_train.config.schema import OPTIONS, SECTIONS, Config, CustomConfig
@@ -31,6 +35,7 @@ from ddp_train.health import SUMMARY
 from ddp_train.stopping import SAVED, UNSAVED
 
 RESULTS = "results.jsonl"
+LAUNCHER, SLURM = "hydra/launcher", ("slurm", "submitit_slurm")
 SWEEP = ("-m", "--multirun")
 FLAGS = (
     *("-h", "--help", "--version", *SWEEP, "-c", "--cfg", "--resolve", "-p", "--package"),
@@ -66,18 +71,30 @@ def through_hydra(
     if {"-sc", "--shell-completion", "--hydra-help"}.isdisjoint(flags):
         words = trials.check(words, sweep)
     sys.argv = [str(script), *words]
-    hydra.main(config_path=str(conf), config_name="config", version_base="1.3")(trials.run)()
+    try:
+        hydra.main(config_path=str(conf), config_name="config", version_base="1.3")(trials.run)()
+    except BaseException:
+        if trials.elsewhere:  # what became of the others is known all the same
+            trials.finish()
+        raise
     return trials.finish()
 
 
 class Trials:
-    """The trials that Hydra asks for, each in fresh processes; a row of results for each, also for those that fail."""
+    """The trials that Hydra asks for, each in fresh processes; a row of results for each, also for those that fail.
+
+    One of Hydra's launchers may run them `elsewhere`: there a pickled copy of this runs one trial, and only the rows in
+    the file come back.
+    """
 
     def __init__(self, script: Path, conf: Path, server: ForkServer | None) -> None:
         self.script, self.conf, self.server, self.sweep_dir = script, conf, server, Path()
         self.swept: set[str] = set()
         self.objective = ""
         self.rows: list[dict[str, Any]] = []
+        self.elsewhere = ""
+        """The launcher of Hydra that takes the trials to other processes or hosts; empty where they run here."""
+        self.rows_begin = 0
 
     def check(self, words: list[str], sweep: bool) -> list[str]:
         """Checks the overrides among the words before Hydra sees them, and returns the words for Hydra.
@@ -87,7 +104,15 @@ class Trials:
         overrides = [word for word in words if not word.startswith("-") and ("=" in word or sweep)]
         read = read_overrides(self.conf, overrides, sweep)
         problems, config = list(read.problems), Config()
-        fixed = [word for word in read.words if _key(word) not in read.swept and _key(word).split("/")[0] != "hydra"]
+        launchers = [word.partition("=")[2] for word in read.words if _key(word) == LAUNCHER]
+        self.elsewhere = launchers[-1] if launchers and launchers[-1] != "basic" else ""
+        if self.elsewhere in SLURM:
+            problems += _without_slurm(self.elsewhere)
+        fixed = [
+            word
+            for word in read.words
+            if _key(word) not in read.swept and not _key(word).startswith(("hydra/", "hydra."))
+        ]
         first = {key: values[0] for key, values in read.swept.items() if values}
         tries = [first, *(first | {key: value} for key, values in read.swept.items() for value in values[1:])]
         for one in tries:
@@ -96,7 +121,7 @@ class Trials:
             )
             problems += found
             if sweep and not found:
-                problems += _unfit(config)
+                problems += _unfit(config, bool(self.elsewhere))
         if problems:
             raise ConfigError(list(dict.fromkeys(problems)))
         ready = [word for word in words if word not in overrides] + read.words
@@ -104,6 +129,10 @@ class Trials:
             return ready
         self.swept, self.objective = set(read.swept), config.objective
         self.sweep_dir = Path(config.run_dir or f"runs/{config.name}/sweep_{new_run_id(None)}")
+        if self.elsewhere:
+            results = self.sweep_dir / RESULTS
+            self.rows_begin = results.stat().st_size if results.exists() else 0
+            print(f"trials run by hydra/launcher={self.elsewhere}; results {results}", flush=True)
         return [*ready, f"hydra.sweep.dir='{self.sweep_dir}'"]
 
     def run(self, _: DictConfig) -> float:
@@ -124,19 +153,27 @@ class Trials:
             finally:
                 if prepared.lock:
                     prepared.lock.release()
+            if self.elsewhere and row["exit_code"] in (SAVED, UNSAVED):
+                stop.hand_on()  # submitit's handler puts the job back into the queue, and does not return
+                raise SystemExit(row["exit_code"])  # it was cancelled; or SLURM itself starts it again
             row |= _outcome(prepared.config) if row["exit_code"] == 0 else _failure(run_dir)
         except ConfigError as error:
             print(error, file=sys.stderr)
             row |= {"kind": error.kind, "reason": str(error)}
         self.rows.append(row)
         with (self.sweep_dir / RESULTS).open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # trials on other hosts append to it too
             file.write(json.dumps(row, allow_nan=False) + "\n")
-        if stop.received or row["exit_code"] in (SAVED, UNSAVED):
+        if (stop.received and not self.elsewhere) or row["exit_code"] in (SAVED, UNSAVED):
             raise SystemExit(row["exit_code"] or stop.exit_code(UNSAVED))
         return math.nan if row.get("objective") is None else row["objective"]
 
     def finish(self) -> int:
         """Shows the table. Returns 0 if every trial was completed, else the exit code of the first that was not."""
+        if self.elsewhere and (self.sweep_dir / RESULTS).exists():
+            with (self.sweep_dir / RESULTS).open() as file:
+                file.seek(self.rows_begin)
+                self.rows = sorted(map(json.loads, file), key=lambda row: row["trial"])
         if self.rows:
             Console(soft_wrap=False).print(_table(self.rows))
             scored = [row for row in self.rows if row.get("objective") is not None]
@@ -165,13 +202,22 @@ def _key(word: str) -> str:
     return word.lstrip("+").partition("=")[0]
 
 
-def _unfit(config: Config) -> list[str]:
-    """Why a trial of a sweep cannot run on this host."""
+def _without_slurm(name: str) -> list[str]:
+    """What this host lacks to hand jobs to SLURM."""
+    if importlib.util.find_spec("hydra_plugins.hydra_submitit_launcher") is None:
+        return [f"{LAUNCHER}={name}: needs the package hydra-submitit-launcher; pip install -e '.[slurm]'"]
+    if not shutil.which("srun"):
+        return [f"{LAUNCHER}={name}: there is no srun on this host; start the sweep where `sbatch` works"]
+    return []
+
+
+def _unfit(config: Config, elsewhere: bool) -> list[str]:
+    """Why a trial of a sweep cannot run: on this host, or, as far as it can be known here, elsewhere."""
     if config.launch.nnodes > 1:
         return [
             f"launch.nnodes={config.launch.nnodes}: a sweep runs on one host; leave it out, or start each run by itself"
         ]
-    return examine(config, None)[1]
+    return check_rules(config) if elsewhere else examine(config, None)[1]
 
 
 def _outcome(config: Config) -> dict[str, Any]:
@@ -210,9 +256,9 @@ def _table(rows: list[dict[str, Any]]) -> Table:
 def help_text(usage: str, conf: Path) -> str:
     """Usage, the groups and their options, and every key with its default, its rule and its meaning."""
     lines = [usage.strip(), "", "Groups (group=option; the files are in conf/):"]
-    for group in sorted(path for path in conf.iterdir() if path.is_dir()):
+    for group in sorted({path.parent for path in conf.rglob("*.yaml")} - {conf}):
         files = sorted(group.glob("*.yaml"))
-        lines.append(f"  {group.name:<11} {', '.join(path.stem for path in files)}")
+        lines.append(f"  {group.relative_to(conf).as_posix():<11} {', '.join(path.stem for path in files)}")
         if "# @package" in files[0].read_text():  # a whole run: its comment says what it is
             lines += [f"    {path.stem:<19} {path.read_text().splitlines()[1].lstrip('# ')}" for path in files]
     lines += ["", "Keys (key=value):", *_keys("", Config)]

@@ -53,6 +53,12 @@ class Stop:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
+    def hand_on(self) -> None:
+        """Passes the first signal on to whoever listened before this, if anybody did. After `listening` only."""
+        handler = signal.getsignal(self.received[0]) if self.received else None
+        if callable(handler) and handler is not signal.default_int_handler:
+            signal.raise_signal(self.received[0])
+
     def _note(self, number: int, _: object) -> None:
         self._first_time = self._first_time or time.monotonic()
         self.insists = time.monotonic() - self._first_time > SAME_REQUEST_SECONDS

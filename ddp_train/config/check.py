@@ -12,7 +12,7 @@ from ddp_train.config.compose import counted, did_you_mean, shown
 from ddp_train.config.machine import Machine
 from ddp_train.config.resolve import IMAGE_MODELS, IN_MEMORY, LAYER_WISE, process_count
 from ddp_train.config.schema import OPTIONS, SECTIONS, Config
-from ddp_train.distributed.world import World, hosts_asked
+from ddp_train.distributed.world import World, hosts_asked, srun_tasks
 
 
 def check(asked: Config, config: Config, machine: Machine, world: World | None) -> list[str]:
@@ -100,6 +100,11 @@ def _processes(asked: Config, config: Config, machine: Machine, world: World | N
                 "run_dir=null: several hosts need one name for the run; add run_dir=PATH on a shared file "
                 "system, or torchrun --rdzv-id=NAME"
             )
+    elif srun_tasks() not in (1, launch.nnodes):
+        problems.append(
+            f"launch.nnodes={launch.nnodes}: srun started {srun_tasks()} launchers, and each starts all processes of "
+            "its node; use srun --ntasks-per-node=1, with launch.nnodes as many as there are nodes (deploy/slurm)"
+        )
     elif launch.nnodes > 1 and not launch.rdzv_endpoint:
         problems.append(
             f"launch.nnodes={launch.nnodes}: hosts need a place to meet; add launch.rdzv_endpoint=HOST:PORT"

@@ -173,6 +173,11 @@ def hosts_asked() -> tuple[int, int] | None:
     return (int(found[1]), int(found[2] or found[1])) if found else None
 
 
+def srun_tasks() -> int:
+    """How many processes SLURM's srun started with this one; 1 outside of it."""
+    return int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) if "SLURM_PROCID" in os.environ else 1
+
+
 def launcher_pid() -> int | None:
     """The process id of our own launcher, if it started this process."""
     pid = os.environ.get(LAUNCHER_PID)

@@ -1,0 +1,219 @@
+"""deploy/slurm and sweeps as jobs, on a real SLURM of two nodes. See tests/slurmlab.py and docs/slurm.md."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.commands import LAUNCH, LIMIT_SECONDS, ROOT, checkpoints, metrics, read, run, wait_until, weights
+from tests.slurmlab import NoSlurmError, SlurmLab, packages, why_not
+
+pytestmark = pytest.mark.timeout(300)  # jobs of several processes each, on a machine that may be busy
+
+TRAIN = "deploy/slurm/train.sbatch"
+NET = '''
+import os
+import time
+
+
+from torch import nn
+
+
+class Net(nn.Module):
+    """`delay` seconds pass in each training call of a job's first start; once it is started again it hurries."""
+
+    def __init__(self, delay=0.0):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10))
+        self.delay = delay
+
+    def forward(self, images):
+        if self.training and "SLURM_RESTART_COUNT" not in os.environ:
+            time.sleep(self.delay)
+        return self.layers(images)
+'''
+WORDS = (
+    *("model._target_=patient.Net", "trusted_modules=[patient]", "data.limit=200", "schedule=constant"),
+    *("train.epochs=1000", "train.evaluate_every_epochs=1000", "checkpoint.every_steps=1000000"),
+    *("launch.threads_per_process=1", "train.log_every_steps=1"),
+)
+"""Training that saves when it is told to stop and at its end, and at no other time."""
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmLab]:
+    try:
+        unpacked = packages()
+    except NoSlurmError as error:
+        pytest.skip(str(error))
+    folder = tmp_path_factory.mktemp("slurm")
+    (folder / "patient.py").write_text(NET)
+    (folder / "train.sbatch").write_text(edited())
+    with SlurmLab(2, unpacked, folder) as lab:
+        lab.env |= {"PYTHON": sys.executable, "PYTHONPATH": str(folder)}
+        yield lab
+
+
+def edited() -> str:
+    """The script as a user leaves it who has another thing to train."""
+    lines = (ROOT / TRAIN).read_text().splitlines()
+    (number,) = (number for number, line in enumerate(lines) if line.startswith("words=("))
+    lines[number] = f"words=({' '.join(WORDS)})"
+    return "\n".join(lines) + "\n"
+
+
+@dataclass
+class Job:
+    number: str
+    run_dir: Path
+    words: tuple[str, ...]
+
+
+@pytest.fixture(scope="module")
+def limited(slurm: SlurmLab) -> Iterator[Job]:
+    """Two nodes with two processes each, whose time limit comes near once they train, and far again when they wait in
+    the queue. slurmctld looks at limits every 30 s: other tests run meanwhile."""
+    run_dir, words = slurm.folder / "limited", ("+model.delay=0.1", "train.max_steps=600")
+    number = slurm.submit(f"{slurm.folder}/train.sbatch", f"run_dir={run_dir}", *words, options=["--nodes=2"])
+    wait_for_step(slurm, number, run_dir)
+    set_limit(slurm, number, minutes(slurm.show(number)["RunTime"]) + 1)  # less than its 120 s of warning
+
+    def lift() -> None:
+        slurm.wait_for(number, "PENDING")
+        set_limit(slurm, number, 600)
+
+    lifting = threading.Thread(target=lift, daemon=True)
+    lifting.start()
+    yield Job(number, run_dir, words)
+    lifting.join(LIMIT_SECONDS)
+
+
+def set_limit(slurm: SlurmLab, job: str, limit: int) -> None:
+    slurm.call("scontrol", "update", f"JobId={job}", f"TimeLimit={limit}")
+
+
+def minutes(clock: str) -> int:
+    """Whole minutes in SLURM's 00:01:59."""
+    hours, rest, _ = clock.split(":")
+    return 60 * int(hours) + int(rest)
+
+
+def wait_for_step(slurm: SlurmLab, job: str, run_dir: Path) -> None:
+    def trains() -> bool:
+        assert slurm.show(job)["JobState"] in ("PENDING", "RUNNING"), slurm.said(job)
+        return begun(run_dir)
+
+    wait_until(trains, "first step")
+
+
+def begun(run_dir: Path) -> bool:
+    return (run_dir / "metrics.jsonl").exists() and bool(metrics(run_dir))
+
+
+on_slurm = pytest.mark.skipif(bool(why_not()), reason=why_not())
+
+
+# --- mistakes, before SLURM is asked --------------------------------------------------------------------------------
+
+
+def test_a_launcher_per_gpu_is_refused(tmp_path: Path) -> None:
+    """`srun --ntasks-per-node=8 python launch.py` would start 64 processes for 8 GPUs."""
+    done = run(f"run_dir={tmp_path}/run", env={"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "8"})
+    assert done.returncode == 2
+    assert "launch.nnodes=1: srun started 8 launchers, and each starts all processes of its node; use" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_sweep_for_slurm_where_there_is_none_is_refused(tmp_path: Path) -> None:
+    words = ("-m", "hydra/launcher=slurm", "optimizer.lr=0.1,0.2", f"run_dir={tmp_path}/sweep")
+    done = run(*words, env={"PATH": str(Path(sys.executable).parent)})
+    assert done.returncode == 2
+    assert "hydra/launcher=slurm: there is no srun on this host; start the sweep where `sbatch` works" in done.stderr
+
+
+def test_the_script_is_one_that_bash_reads() -> None:
+    done = subprocess.run(["bash", "-n", TRAIN], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# --- a cluster ------------------------------------------------------------------------------------------------------
+
+
+@on_slurm
+@pytest.mark.slow
+def test_the_trials_of_a_sweep_are_jobs_and_one_that_is_stopped_goes_on(slurm: SlurmLab, limited: Job) -> None:
+    sweep = slurm.folder / "sweep"
+    words = (*WORDS, "+model.delay=0.1", "train.max_steps=40", "launch.nproc_per_node=1", f"run_dir={sweep}")
+    asked = ("hydra.launcher.gpus_per_node=null", "hydra.launcher.cpus_per_task=2")
+    command = (*LAUNCH, "-m", "hydra/launcher=slurm", *asked, "optimizer.lr=0.01,0.02,0.05,0.1", *words)
+    with slurm.popen(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        wait_until(lambda: process.poll() is not None or begun(sweep / "0"), "step of trial 0")
+        assert process.poll() is None, process.communicate()
+        (array,) = {line.split("_")[0] for line in jobs_of(slurm, "--array") if "_" in line}
+        slurm.call("scancel", "--signal=USR1", f"{array}_0")  # as SLURM does before the time limit
+        out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, out + err
+    assert slurm.show(f"{array}_0")["Restarts"] == "1"
+    (log,) = (sweep / ".submitit").rglob("*_0_0_log.out")
+    assert re.search(r"^steps .*, from step \d+$", log.read_text(), re.M)
+    rows = [json.loads(line) for line in (sweep / "results.jsonl").read_text().splitlines()]
+    assert sorted((row["trial"], row["status"]) for row in rows) == [(trial, "completed") for trial in range(4)]
+    assert [read(sweep / str(trial), "summary.json")["steps"] for trial in range(4)] == [40] * 4
+    lines = out.splitlines()
+    assert [line.split()[1] for line in lines if "completed" in line] == ["0", "1", "2", "3"], out
+    assert any(line.startswith("best trial ") for line in lines)
+
+
+@on_slurm
+@pytest.mark.slow
+def test_a_cancelled_job_saves_and_leaves_nothing(slurm: SlurmLab, limited: Job) -> None:
+    run_dir, words = slurm.folder / "cancelled", ("+model.delay=0.02", "train.epochs=1000000")
+    job = slurm.submit(f"{slurm.folder}/train.sbatch", f"run_dir={run_dir}", *words, options=["--nodes=1"])
+    wait_for_step(slurm, job, run_dir)
+    slurm.call("scancel", job)
+    wait_until(lambda: not slurm.processes(str(run_dir)), "end of its processes", 30)
+    known = slurm.wait_for(job, "CANCELLED")
+    assert known["Restarts"] == "0"
+    wait_until(lambda: job not in jobs_of(slurm), "end of the job", 10)
+    assert read(run_dir, "summary.json")["status"] == "preempted"
+    assert checkpoints(run_dir) == [f"step_{metrics_end(run_dir):08}"]
+    assert weights(run_dir)
+
+
+@on_slurm
+@pytest.mark.slow
+def test_a_job_at_its_time_limit_saves_and_goes_on_to_the_same_weights(
+    slurm: SlurmLab, limited: Job, tmp_path: Path
+) -> None:
+    known = slurm.wait_for(limited.number, "COMPLETED")
+    said = slurm.said(limited.number)
+    assert known["Restarts"] == "1", said
+    assert said.count("saved; back into the queue") == 1
+    assert "from step " in said
+    summary = read(limited.run_dir, "summary.json")
+    assert (summary["status"], summary["world_size"], summary["steps"]) == ("completed", 4, 600)
+    assert not slurm.processes(str(limited.run_dir))
+    alone = run(
+        *WORDS, *limited.words, "model.delay=0", "launch.nproc_per_node=4", f"run_dir={tmp_path}/alone",
+        env={"PYTHONPATH": str(slurm.folder)},
+    )  # fmt: skip
+    assert alone.returncode == 0, alone.stderr
+    assert weights(limited.run_dir) == weights(tmp_path / "alone")
+
+
+def jobs_of(slurm: SlurmLab, *options: str) -> list[str]:
+    """The jobs that wait or run."""
+    return slurm.call("squeue", "--noheader", "--format=%i", *options).split()
+
+
+def metrics_end(run_dir: Path) -> int:
+    """The last step of which there is a line."""
+    return max(line["step"] for line in metrics(run_dir))
