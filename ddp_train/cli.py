@@ -171,6 +171,8 @@ def _unfit(config: Config) -> list[str]:
         return [
             f"launch.nnodes={config.launch.nnodes}: a sweep runs on one host; leave it out, or start each run by itself"
         ]
+    if config.mode == "doctor":
+        return ["mode=doctor: a sweep trains; leave out -m"]
     return examine(config, None)[1]
 
 
