@@ -3,6 +3,7 @@
 python launch.py [key=value ...]                         train
 torchrun --nproc_per_node=N launch.py [key=value ...]    the same run under torchrun
 python launch.py mode=evaluate checkpoint.resume=PATH    score the test set with a checkpoint
+python launch.py mode=doctor [key=value ...]             is this host, or under torchrun are these hosts, fit to train?
 python launch.py -m optimizer.lr=0.1,0.2 [...]           a sweep: fresh processes for each trial, one table
 python launch.py --cfg job [key=value ...]               show the config, run nothing
 """
@@ -11,12 +12,17 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ddp_train import output
 from ddp_train.distributed.world import World, world_from_environment
 from ddp_train.errors import ConfigError
 from ddp_train.fork_server import ForkServer
 from ddp_train.stopping import INTERRUPTED
+
+if TYPE_CHECKING:
+    from ddp_train.config.schema import Config
+    from ddp_train.distributed.session import Store
 
 SCRIPT = Path(__file__).resolve()
 CONF = SCRIPT.parent / "conf"
@@ -39,7 +45,8 @@ def starts_workers(words: list[str]) -> bool:
     """Whether it is likely, by the look of the words, that workers will be started here."""
     flags = {word for word in words if word.startswith("-")}
     elsewhere = any(word.startswith(("launch.nnodes=", "hydra/launcher=")) for word in words)
-    return flags <= {"-m", "--multirun"} and not elsewhere and "launch.fork_server=false" not in words
+    without = {"launch.fork_server=false", "mode=doctor"}.intersection(words)
+    return flags <= {"-m", "--multirun"} and not elsewhere and not without
 
 
 def lead(world: World | None, words: list[str], server: ForkServer | None) -> int:
@@ -61,11 +68,15 @@ def lead(world: World | None, words: list[str], server: ForkServer | None) -> in
     if world:
         from ddp_train.worker import join
 
-        join(world, words, prepared.text)
+        join(world, words, prepared.text, doctor)
     if prepared.config.launch.nnodes > 1:
         if server:
             server.close()  # torchrun starts the workers
         return hosts.join_hosts(prepared.config, SCRIPT, words)
+    if prepared.config.mode == "doctor":
+        from ddp_train.doctor.examination import examine_here
+
+        return examine_here(prepared.config, SCRIPT.parent)
     return launcher.launch(prepared.config, SCRIPT.parent, server=server)
 
 
@@ -75,7 +86,14 @@ def follow(world: World, words: list[str]) -> int:
         return 0
     from ddp_train.worker import join
 
-    return join(world, words, None)
+    return join(world, words, None, doctor)
+
+
+def doctor(store: Store, world: World, words: list[str], config: Config) -> int:
+    """`mode=doctor` under torchrun. Returns the exit code."""
+    from ddp_train.doctor.examination import examine_together
+
+    return examine_together(store, world, words, config, SCRIPT.parent)
 
 
 def refuse(world: World | None) -> int:

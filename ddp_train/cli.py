@@ -217,6 +217,8 @@ def _unfit(config: Config, elsewhere: bool) -> list[str]:
         return [
             f"launch.nnodes={config.launch.nnodes}: a sweep runs on one host; leave it out, or start each run by itself"
         ]
+    if config.mode == "doctor":
+        return ["mode=doctor: a sweep trains; leave out -m"]
     return check_rules(config) if elsewhere else examine(config, None)[1]
 
 

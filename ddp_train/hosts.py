@@ -127,7 +127,8 @@ def find_place(endpoint: str) -> Place:
     is_head = address == target[0]
     if is_head:
         _check_free(endpoint, family, int(port))
-    return Place(address, _interface(address), is_head)
+    interfaces = {held: name for name, held in addresses_of_interfaces().items()}
+    return Place(address, interfaces.get(address), is_head)
 
 
 def _check_free(endpoint: str, family: int, port: int) -> None:
@@ -145,16 +146,16 @@ def _check_free(endpoint: str, family: int, port: int) -> None:
             ) from error
 
 
-def _interface(address: str) -> str | None:
-    """The network interface that has an IPv4 address; None for IPv6, where gloo and NCCL must find it themselves."""
+def addresses_of_interfaces() -> dict[str, str]:
+    """The IPv4 address of each network interface that has one. For IPv6 gloo and NCCL must find it themselves."""
     SIOCGIFADDR = 0x8915  # linux/sockios.h: the address of an interface is at byte 20 of struct ifreq
+    found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # an interface without an address
                 request = struct.pack("256s", name.encode()[:15])
-                if socket.inet_ntoa(fcntl.ioctl(probe, SIOCGIFADDR, request)[20:24]) == address:
-                    return name
-    return None
+                found[name] = socket.inet_ntoa(fcntl.ioctl(probe, SIOCGIFADDR, request)[20:24])
+    return found
 
 
 @contextlib.contextmanager

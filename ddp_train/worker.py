@@ -69,8 +69,17 @@ def main() -> NoReturn:
     leave(run(config, world, lambda: open_store(world, join_timeout)))
 
 
-def join(world: World, words: list[str], text: str | None, timeout_seconds: float = 600.0) -> NoReturn:
-    """A worker of torchrun. Rank 0 brings the frozen config; the others wait for it, and leave if there is none."""
+Wing = Callable[[Store, World, list[str], Config], int]
+"""What is done in place of a run, with the words of the command line: returns the exit code."""
+
+
+def join(
+    world: World, words: list[str], text: str | None, doctor: Wing | None = None, timeout_seconds: float = 600.0
+) -> NoReturn:
+    """A worker of torchrun. Rank 0 brings the frozen config; the others wait for it, and leave if there is none.
+
+    doctor: takes over if the config says mode=doctor.
+    """
     die_with_parent()
     try:
         store = open_store(world, timeout_seconds)
@@ -81,6 +90,8 @@ def join(world: World, words: list[str], text: str | None, timeout_seconds: floa
     if not text:
         leave(2)
     config = thaw(text)
+    if config.mode == "doctor" and doctor:
+        leave(doctor(store, world, words, config))
 
     def checked_store() -> Store:
         agree(store, world, words, Path(str(config.run_dir), FILE), text, config.launch.join_timeout_seconds)

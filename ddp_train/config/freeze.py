@@ -23,7 +23,7 @@ def freeze(config: Config) -> str:
 
     Raises ConfigError if the directory cannot be written.
     """
-    text = yaml.safe_dump(to_values(config), sort_keys=False)
+    text = to_text(config)
     run_dir = Path(str(config.run_dir))
     try:
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
@@ -35,6 +35,11 @@ def freeze(config: Config) -> str:
     except OSError as error:
         raise ConfigError([unwritable(config.run_dir, error.strerror or str(error))]) from None
     return text
+
+
+def to_text(config: Config) -> str:
+    """What `thaw` reads."""
+    return yaml.safe_dump(to_values(config), sort_keys=False)
 
 
 def to_values(config: Config) -> dict[str, Any]:

@@ -68,6 +68,11 @@ def torchvision_classifiers() -> list[str]:
 
 
 def _data(asked: Config, config: Config, machine: Machine, world: World | None) -> list[str]:
+    return [] if config.mode == "doctor" else missing_data(config)  # the doctor asks on every host
+
+
+def missing_data(config: Config) -> list[str]:
+    """What this host lacks of the data set, or cannot do with it."""
     data = config.data
     if data.name in TORCHVISION_FILES and not data.download:
         missing = [path for path in TORCHVISION_FILES[data.name] if not Path(data.root, path).is_file()]
@@ -251,6 +256,8 @@ def _run_dir(asked: Config, config: Config, machine: Machine, world: World | Non
     if not re.fullmatch(r"[\w][\w .+=-]*", config.name):
         return [f"name={config.name}: must be usable as a folder's name: letters, digits, and . _ + = -"]
     run_dir = Path(str(config.run_dir)).absolute()
+    if config.mode == "doctor":  # it tries, on every host
+        return []
     existing = next(path for path in (run_dir, *run_dir.parents) if path.exists())
     if not existing.is_dir():
         return [unwritable(config.run_dir, f"{existing} is not a folder")]

@@ -9,7 +9,7 @@ from typing import Any
 from ddp_train import lock
 from ddp_train.config.check import check, check_rules, notices
 from ddp_train.config.compose import Overrides, read_config, read_overrides
-from ddp_train.config.freeze import freeze
+from ddp_train.config.freeze import freeze, to_text
 from ddp_train.config.machine import this_machine
 from ddp_train.config.outside import manifest_config, unwritable
 from ddp_train.config.resolve import resolve
@@ -69,6 +69,8 @@ def settle(config: Config, problems: list[str], world: World | None) -> Prepared
     told = notices(config, resolved)
     if world is None and resolved.launch.nnodes > 1:
         return Prepared(resolved, "", told)
+    if resolved.mode == "doctor":  # it may look on while a run is in that directory, and leaves that run's files alone
+        return Prepared(resolved, to_text(resolved), told)
     held = lock_run_dir(resolved, world)
     if resolved.mode == "train" and resolved.checkpoint.resume == "never" and not (world and world.attempt):
         told += set_aside(Path(str(resolved.run_dir)))

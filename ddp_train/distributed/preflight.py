@@ -69,20 +69,23 @@ def acknowledge(store: Store, world: World, wait: bool) -> None:
 
 def facts_here(world: World, frozen: Path, text: str) -> Facts:
     """What must be the same everywhere, and where this process is."""
+    facts = {"host": socket.gethostname(), "processes of the host": str(world.local_size), **versions_here()}
+    if world.hosts > 1:
+        facts["run_dir"] = seen_here(frozen, text)
+        facts["address"] = _address()
+    return facts
+
+
+def versions_here() -> Facts:
+    """Of all that computes, and of this package's source."""
     version = nccl.version() if torch.cuda.is_available() and torch.distributed.is_nccl_available() else ()
-    facts = {
-        "host": socket.gethostname(),
-        "processes of the host": str(world.local_size),
+    return {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": str(torch.version.cuda),
         "nccl": ".".join(str(part) for part in version) or "none",
         "ddp_train": source_digest(),
     }
-    if world.hosts > 1:
-        facts["run_dir"] = _seen(frozen, text)
-        facts["address"] = _address()
-    return facts
 
 
 def source_digest() -> str:
@@ -94,7 +97,7 @@ def source_digest() -> str:
     return digest.hexdigest()[:12]
 
 
-def _seen(frozen: Path, text: str) -> str:
+def seen_here(frozen: Path, text: str) -> str:
     """Whether this host sees the file that rank 0 wrote."""
     there = _wait_until(lambda: frozen.is_file() and frozen.read_text() == text, SHARED_PATIENCE_SECONDS)
     return "shared" if there else f"{frozen} is not rank 0's"
@@ -135,7 +138,7 @@ def _verdict(store: Store, world: World, timeout_seconds: float) -> list[str]:
             "start it on the others too, and compare their clocks: one that is 15 s behind is left out",
         ]
     if any(sorted(others) != sorted(words[0]) for others in words):
-        return ["\n".join(_differing_words(words, hosts)), ""]
+        return ["\n".join(differing_words(words, hosts)), ""]
     silent = _silent(store, CLOCK, world, deadline)
     answered = time.time()
     clocks = [asked if rank in silent else float(store.get(f"{CLOCK}/{rank}")) for rank in range(world.size)]
@@ -162,7 +165,7 @@ REMEDIES = {
 }
 
 
-def _differing_words(words: list[list[str]], hosts: list[str]) -> list[str]:
+def differing_words(words: list[list[str]], hosts: list[str]) -> list[str]:
     """One line per key that not all have alike, by the first rank that differs. No value of a key is shown twice."""
     problems: dict[str, str] = {}
     given = [{word.partition("=")[0]: word.partition("=")[2] for word in others} for others in words]

@@ -95,6 +95,16 @@ def worker_descriptors(world: World, listen_fd: int, board_fd: int) -> dict[str,
     return {BOARD: board_fd, **({LISTEN_SOCKET: listen_fd} if world.is_leader else {})}
 
 
+def probe_environment(world: World, threads: int, import_path: Path) -> dict[str, str]:
+    """The environment of a process that one of torchrun's starts in the place of a rank, as a client of its store."""
+    return {
+        **_importing_environment(import_path, threads),
+        "RANK": str(world.rank),
+        "LOCAL_RANK": str(world.local_rank),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # else rank 0 would serve a store of its own on the same port
+    }
+
+
 def preload_environment(import_path: Path) -> dict[str, str]:
     """The environment of a process that imports what workers need, and has one thread: numpy's BLAS starts its own at
     once. Of what libraries read while they are imported, nothing else differs from a worker's."""
@@ -155,6 +165,11 @@ def hosts_started(world: World) -> int:
     return int(os.environ.get("GROUP_WORLD_SIZE", world.hosts))
 
 
+def host_number(world: World) -> int:
+    """Which of the hosts this is, as torchrun counts them."""
+    return int(os.environ.get("GROUP_RANK", world.rank // world.local_size))
+
+
 def hosts_asked() -> tuple[int, int] | None:
     """The least and the most hosts that torchrun was asked for, from its command line or PET_NNODES; None if unknown.
 
@@ -163,8 +178,8 @@ def hosts_asked() -> tuple[int, int] | None:
     asked = os.environ.get("PET_NNODES", "")
     try:
         words = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")
-    except OSError:  # no /proc, or the agent is gone
-        words = []
+    except OSError:  # no /proc, the agent is gone, or outside of this container
+        words = [""]
     for word, following in zip(words, [*words[1:], ""], strict=True):
         name, _, value = word.partition("=")
         if name in ("--nnodes", "--nnode"):

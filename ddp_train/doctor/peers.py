@@ -1,0 +1,204 @@
+"""Several hosts: one doctor on each. They meet in torchrun's store, through which JSON alone goes; all waits end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import DistError, PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
+
+from ddp_train.config.compose import counted
+from ddp_train.distributed.preflight import CLOCK_TOLERANCE_SECONDS, differing_words, seen_here
+from ddp_train.distributed.world import gloo_interface
+from ddp_train.doctor.findings import Finding, failure, ok, skipped, warning
+from ddp_train.errors import ConfigError, DataError, PeerError, first_line
+from ddp_train.hosts import addresses_of_interfaces
+
+REACH_SECONDS = 3.0
+"""For a connection to another host; a firewall that drops packets gives no answer at all."""
+CLOCK_WARNING_SECONDS = 1.0
+Facts = dict[str, Any]
+
+
+class Peers:
+    """The doctors of all hosts of a run. Host 0 collects what the others say, and speaks for all."""
+
+    def __init__(self, store: Store, number: int, count: int, attempt: int) -> None:
+        """number: of this host among `count`."""
+        self.store, self.number, self.count = PrefixStore(f"doctor/{attempt}", store), number, count
+
+    @property
+    def is_leader(self) -> bool:
+        return self.number == 0
+
+    def gather(self, name: str, mine: Facts, seconds: float) -> dict[int, Facts]:
+        """Says `mine`. On host 0: what all hosts say, without those that say nothing in time; elsewhere {}."""
+        self.store.set(f"{name}/{self.number}", json.dumps(mine))
+        if not self.is_leader:
+            return {}
+        missing, deadline = set(range(self.count)), time.monotonic() + seconds
+        while missing and time.monotonic() < deadline:
+            missing = {number for number in missing if not self.store.check([f"{name}/{number}"])}
+            time.sleep(0.02)
+        there = sorted(set(range(self.count)) - missing)
+        return {number: json.loads(self.store.get(f"{name}/{number}")) for number in there}
+
+    def tell(self, name: str, value: Any) -> None:
+        """From host 0 to all."""
+        self.store.set(name, json.dumps(value))
+
+    def hear(self, name: str, seconds: float) -> Any:
+        """What host 0 tells. Raises PeerError if it tells nothing in time."""
+        self.store.set_timeout(timedelta(seconds=seconds))
+        try:
+            return json.loads(self.store.get(name))
+        except DistError as error:
+            raise PeerError(
+                f"host 0 says nothing for {seconds:.0f} s ({first_line(error)})",
+                "look at that host, and at what it printed",
+            ) from error
+
+    def offsets(self, others: list[int], seconds: float) -> dict[int, float]:
+        """On host 0: how far the clock of each host is ahead of ours, in seconds, those that do not answer left out.
+
+        What lies within the time that question and answer took is no offset.
+        """
+        found = {}
+        for number in others:
+            asked = time.time()
+            self.store.set(f"clock/ask/{number}", "now")
+            deadline = time.monotonic() + seconds
+            while not (there := self.store.check([f"clock/{number}"])) and time.monotonic() < deadline:
+                time.sleep(0.005)
+            if there:
+                said = float(self.store.get(f"clock/{number}"))
+                found[number] = said - min(max(said, asked), time.time())
+        return found
+
+    def answer_clock(self, seconds: float) -> None:
+        """Elsewhere than on host 0. Raises PeerError if it is never asked."""
+        self.store.set_timeout(timedelta(seconds=seconds))
+        try:
+            self.store.get(f"clock/ask/{self.number}")
+        except DistError as error:
+            raise PeerError(f"host 0 does not ask for the time ({first_line(error)})", "look at that host") from error
+        self.store.set(f"clock/{self.number}", str(time.time()))
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[Facts]:
+    """Inside, this host can be reached as gloo's workers can: at its address, or none, and a port the kernel chose."""
+    interface, host = gloo_interface(), socket.gethostname()
+    address = ""
+    if interface:
+        address = addresses_of_interfaces().get(interface.split(",")[0], "")
+    else:
+        with contextlib.suppress(OSError):  # the name resolves to nothing: its own check says so
+            address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listener:  # the kernel answers for us: nobody has to accept
+        listener.bind(("", 0))
+        listener.listen(socket.SOMAXCONN)
+        yield {"address": address, "port": listener.getsockname()[1]}
+
+
+def reach(everybody: dict[int, Facts], number: int) -> Finding:
+    """Whether this host can open connections to all others, on ports as gloo and NCCL use them.
+
+    everybody: facts of the hosts, by their number; number: this one.
+    """
+    check, failed = "connections", []
+    others = [facts for other, facts in everybody.items() if other != number]
+    for facts in others:
+        where = f"{facts['host']} ({facts['address']}:{facts['port']})"
+        try:
+            if not facts["address"]:
+                raise OSError("it has no address")
+            socket.create_connection((facts["address"], facts["port"]), REACH_SECONDS).close()
+        except OSError as error:
+            failed.append(f"{where}: {error.strerror or error}")
+    if failed:
+        return failure(
+            check,
+            f"no way to {'; '.join(failed)}",
+            "open all ports between the hosts (net.ipv4.ip_local_port_range), give each host's name an address that "
+            "the others reach, or set GLOO_SOCKET_IFNAME",
+            PeerError.exit_code,
+        )
+    return ok(check, f"{counted(len(others), 'other host')} can be reached")
+
+
+def sees_run_dir(token: str, content: str) -> Finding:
+    """token: a file that host 0 has written into run_dir; empty if it could not."""
+    check = "shared run_dir"
+    if not token:
+        return skipped(check, "host 0 could not write there")
+    if seen_here(Path(token), content) == "shared":
+        return ok(check, "what host 0 writes is seen")
+    said = f"{token}, which host 0 wrote, is not seen here"
+    return failure(check, said, "name a run_dir on a file system that all hosts share", PeerError.exit_code)
+
+
+def silent(everybody: dict[int, Facts], count: int, seconds: float) -> Finding:
+    """Whether the doctors of all hosts are there."""
+    there = ", ".join(facts["host"] for facts in everybody.values())
+    missing = [str(number) for number in range(count) if number not in everybody]
+    if missing:
+        said = f"host {' and '.join(missing)} of {count} did not answer within {seconds:.0f} s; there are: {there}"
+        remedy = "look at that host: is its process stopped, does it run the same command?"
+        return failure("hosts", said, remedy, PeerError.exit_code)
+    return ok("hosts", f"all {count} answer: {there}")
+
+
+def clocks(offsets: dict[int, float], everybody: dict[int, Facts]) -> Finding:
+    """torchrun drops a host whose clock is 15 s behind, and trains without it."""
+    check = "clocks"
+    named = {everybody[number]["host"]: round(offset, 3) for number, offset in offsets.items()}
+    off = {host: offset for host, offset in named.items() if abs(offset) > CLOCK_WARNING_SECONDS}
+    said = ", ".join(f"{host} {offset:+.1f} s" for host, offset in off.items())
+    if any(abs(offset) > CLOCK_TOLERANCE_SECONDS for offset in off.values()):
+        remedy = "set the clocks right (chrony, ntpd): torchrun leaves out a host that is 15 s behind"
+        return failure(check, f"against host 0: {said}", remedy, PeerError.exit_code, offsets=named)
+    if off:
+        return warning(check, f"against host 0: {said}", "set the clocks right (chrony, ntpd)", offsets=named)
+    return ok(check, f"within {CLOCK_WARNING_SECONDS:g} s of host 0", offsets=named)
+
+
+def same_words(everybody: dict[int, Facts]) -> Finding:
+    """The command lines: what rank 0 composes is meant for all, but each host was told something."""
+    words = [facts["words"] for facts in everybody.values()]
+    if any(sorted(other) != sorted(words[0]) for other in words):
+        differing = "; ".join(differing_words(words, [facts["host"] for facts in everybody.values()]))
+        return failure("config", differing, "give the same command on all hosts", ConfigError.exit_code)
+    return ok("config", "the same words on all hosts")
+
+
+def same_versions(everybody: dict[int, Facts]) -> Finding:
+    """Python, torch, CUDA, NCCL, this package's source, driver, and the number of processes."""
+    all_of = [facts["versions"] for facts in everybody.values()]
+    names = list(dict.fromkeys(name for versions in all_of for name in versions))
+    differing = [name for name in names if len({versions.get(name) for versions in all_of}) > 1]
+    if not differing:
+        return ok("versions", "the same on all hosts", **all_of[0])
+    said = "; ".join(
+        f"{name}: " + ", ".join(f"{facts['host']} {facts['versions'].get(name)}" for facts in everybody.values())
+        for name in differing
+    )
+    remedy = "install the same on all hosts, and check out the same version of this code"
+    return failure("versions", said, remedy, PeerError.exit_code)
+
+
+def same_data(everybody: dict[int, Facts]) -> Finding:
+    """Names and sizes of files, or classes of an image folder."""
+    digests = {facts["host"]: facts["data"] for facts in everybody.values()}
+    if len(set(digests.values())) == 1:
+        return ok("same data", "the same on all hosts" if "none" not in digests.values() else "made in memory")
+    said = ", ".join(f"{host} {digest}" for host, digest in digests.items())
+    remedy = "copy the data set anew from one host to the others, or name a shared data.root"
+    return failure("same data", f"files or classes differ, by their digest: {said}", remedy, DataError.exit_code)

@@ -1,0 +1,672 @@
+"""mode=doctor: each check is made to fail by the thing itself where this machine can do it.
+
+Tiny file systems, names that do not resolve, limits: in namespaces of a forked child (`apart`). A clock that is off, a
+slow disk: a few lines of C before libc. GPUs: answers of NVML, at the border to that library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import json
+import os
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pynvml
+import pytest
+import torch.distributed as dist
+
+from ddp_train.config.machine import Machine
+from ddp_train.config.schema import Config
+from ddp_train.distributed.world import World
+from ddp_train.doctor import findings, gpu, host, peers, probes, stages
+from ddp_train.doctor.findings import FAILURE, OK, SKIPPED, WARNING, Finding
+from ddp_train.errors import PeerError
+from ddp_train.processes import children_of, state_of
+from tests.commands import LAUNCH, ROOT, environment, read, run, running, wait_until
+from tests.jobs import config_of
+from tests.netlab import NetLab, why_not
+from tests.ranks import _SERVER
+
+on_linux_as_root = pytest.mark.skipif(bool(why_not()), reason=why_not())
+DOCTOR = ("mode=doctor",)
+NEW_NAMESPACES = 0x00020000 | 0x04000000 | 0x40000000  # linux/sched.h: mounts, host name, network
+
+
+def config(size: int = 3, **sections: Any) -> Config:
+    return config_of(World(0, size, 0, size), Machine(cpus=2), **sections)
+
+
+def apart(
+    prepare: Callable[[], Any], look: Callable[..., Finding], *arguments: Any, namespaces: bool = True
+) -> Finding:
+    """look(*arguments) in a child that has done `prepare`, in mounts, a host name and a network of its own."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            if namespaces:
+                assert ctypes.CDLL(None, use_errno=True).unshare(NEW_NAMESPACES) == 0, os.strerror(ctypes.get_errno())
+                subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+            prepare()
+            said = asdict(look(*arguments))
+        except BaseException as error:  # noqa: BLE001  it travels to the test
+            said = {"check": "child", "status": "broken", "detail": repr(error)}
+        os.write(writer, json.dumps(said).encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        said = json.loads(pipe.read())
+    os.waitpid(child, 0)
+    return Finding(**said)
+
+
+def tmpfs(folder: Path, size: str) -> Callable[[], Any]:
+    return lambda: subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], check=True)
+
+
+def is_failure(finding: Finding, code: int, *words: str) -> None:
+    assert (finding.status, finding.exit_code) == (FAILURE, code), finding
+    assert finding.remedy and all(word in f"{finding.detail} {finding.remedy}" for word in words), finding
+
+
+def is_warning(finding: Finding, *words: str) -> None:
+    assert finding.status == WARNING, finding
+    assert finding.remedy and all(word in f"{finding.detail} {finding.remedy}" for word in words), finding
+
+
+# --- the report -----------------------------------------------------------------------------------------------------
+
+
+def test_the_exit_code_is_that_of_the_first_failure_and_a_broken_check_hides_no_other(tmp_path: Path) -> None:
+    def breaks() -> Finding:
+        raise KeyError("no such file in /proc")
+
+    broken = findings.examined("cores", breaks)
+    assert broken.status == FAILURE and "KeyError: 'no such file in /proc'" in broken.detail
+    found = [findings.ok("a", "fine"), findings.warning("b", "slow", "faster"),
+             findings.failure("c", "not there", "put it there", 65), broken]  # fmt: skip
+    assert findings.exit_code(found[:2]) == 0
+    assert findings.report(found, ["here"], tmp_path / "run", time.monotonic()) == 65
+    said = read(tmp_path / "run", "doctor.json")
+    assert (said["status"], said["exit_code"]) == (FAILURE, 65)
+    assert said["counts"] == {OK: 1, WARNING: 1, FAILURE: 2, SKIPPED: 0}
+    assert said["findings"][2]["remedy"] == "put it there"
+
+
+def test_hosts_that_found_the_same_share_a_row() -> None:
+    same = [dataclasses.replace(findings.warning("cores", "too few", "more"), host=name) for name in ("a", "b")]
+    other = dataclasses.replace(findings.warning("cores", "far too few", "more"), host="c")
+    made = findings.table([*same, other], ["a", "b", "c"])
+    assert list(made.columns[1].cells) == ["a, b", "c"]
+
+
+# --- a host ---------------------------------------------------------------------------------------------------------
+
+
+@on_linux_as_root
+def test_a_small_dev_shm_fails_if_loader_processes_need_more() -> None:
+    loading = config(data={"name": "cifar10", "loader": "host"}, tuning={"num_workers": 2})
+    small = tmpfs(Path("/dev/shm"), "64k")
+    is_failure(apart(small, host.shared_memory, loading), 70, "/dev/shm: 64.0 KiB free", "--shm-size", "num_workers=2")
+    assert apart(small, host.shared_memory, config()).status == OK, "nobody uses it"
+    on_gpus = dataclasses.replace(config(), device="cuda")
+    is_warning(apart(tmpfs(Path("/dev/shm"), "64m"), host.shared_memory, on_gpus), "64.0 MiB free: NCCL")
+    is_warning(host.shared_memory(config(), Path("/nowhere")), "there is no /nowhere")
+
+
+def test_a_low_limit_of_open_files_fails() -> None:
+    def lower() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (100, 120))
+
+    finding = apart(lower, host.file_descriptors, config(), namespaces=False)
+    is_failure(finding, 70, "100 for each process", "ulimit -n 65536", "the hard limit is 120")
+    assert host.file_descriptors(config()).status == OK
+
+
+def few_ports() -> None:
+    Path("/proc/sys/net/ipv4/ip_local_port_range").write_text("40000 40005")
+
+
+def no_port() -> None:
+    few_ports()
+    taken = [socket.create_server(("", port)) for port in range(40000, 40006)]
+    socket.socket.keep = taken  # type: ignore[attr-defined]  # open until this child ends
+
+
+def torchrun_port() -> None:
+    socket.socket.keep = socket.create_server(("", 29500))  # type: ignore[attr-defined]
+
+
+@on_linux_as_root
+def test_too_few_ports_fail_and_a_taken_one_is_named() -> None:
+    is_failure(apart(few_ports, host.ports, config(), False), 69, "6 of 6 ephemeral ports are free, 15 are needed")
+    is_failure(apart(no_port, host.ports, config(), False), 69, "no free port between 40000 and 40005")
+    is_warning(apart(torchrun_port, host.ports, config(), False), "port 29500", "--standalone")
+    assert apart(torchrun_port, host.ports, config(), True).status == OK, "it is this job's own"
+
+
+def named(name: str, hosts: Path, content: str = "") -> Callable[[], Any]:
+    """This host has that name, and /etc/hosts is all that knows names."""
+
+    def prepare() -> None:
+        hosts.write_text(content)
+        subprocess.run(["mount", "--bind", str(hosts), "/etc/hosts"], check=True)
+        os.environ.pop("GLOO_SOCKET_IFNAME", None)
+        socket.sethostname(name)
+
+    return prepare
+
+
+@on_linux_as_root
+def test_a_host_name_must_resolve_to_what_others_reach(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    is_failure(apart(named("lost", hosts), host.host_name, True), 69, "lost resolves to nothing", "/etc/hosts")
+    is_warning(apart(named("lost", hosts), host.host_name, False), "python launch.py does without")
+    debian = named("debian", hosts, "127.0.1.1 debian\n")
+    is_failure(apart(debian, host.host_name, True), 69, "debian is 127.0.1.1 here: nobody else can reach it")
+    assert apart(debian, host.host_name, False).status == OK
+    assert apart(named("good", hosts, "10.0.0.7 good\n"), host.host_name, True).status == OK
+
+
+@on_linux_as_root
+def test_a_name_server_that_does_not_answer_is_not_waited_for(tmp_path: Path) -> None:
+    server = tmp_path / "resolv.conf"
+    server.write_text("nameserver 127.0.0.1\n")
+
+    def dead() -> None:
+        named("lost", tmp_path / "hosts")()
+        subprocess.run(["mount", "--bind", str(server), "/etc/resolv.conf"], check=True)
+        subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+        silent = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        silent.bind(("127.0.0.1", 53))
+        socket.socket.keep = silent  # type: ignore[attr-defined]
+
+    with mock.patch.object(host, "RESOLVER_SECONDS", 0.3):
+        is_failure(apart(dead, host.host_name, True), 69, "not resolved within 0.3 s", "/etc/resolv.conf")
+
+
+def test_more_processes_than_cores_are_warned_of(tmp_path: Path) -> None:
+    one_core = apart(lambda: os.sched_setaffinity(0, {0}), host.cores, config(), namespaces=False)
+    is_warning(one_core, "1 core, wanted by 3 processes", "lower launch.nproc_per_node")
+    loading = config(1, tuning={"num_workers": 4096}, launch={"threads_per_process": 1})
+    is_warning(host.cores(loading, tmp_path), "1 x 4096 loader processes", "lower tuning.num_workers")
+    (tmp_path / "cpu.max").write_text("50000 100000\n")
+    is_warning(host.cores(config(1), tmp_path), "of which the container's quota allows 0.5, wanted by 1 process")
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert host.cores(config(1, launch={"threads_per_process": 1}), tmp_path).status == OK
+
+
+@on_linux_as_root
+def test_a_run_dir_that_cannot_be_written_fails(tmp_path: Path) -> None:
+    def read_only() -> None:
+        tmpfs(tmp_path, "1m")()
+        subprocess.run(["mount", "-o", "remount,ro", str(tmp_path)], check=True)
+
+    is_failure(apart(read_only, host.run_directory, tmp_path), 73, "cannot be written (Read-only file system)")
+    full = apart(tmpfs(tmp_path, "1m"), host.run_directory, tmp_path)
+    is_failure(full, 73, "No space left on device", "free some space")
+    is_warning(apart(tmpfs(tmp_path, "100m"), host.run_directory, tmp_path), "100.0 MiB free", "another disk")
+    assert host.run_directory(tmp_path / "new").numbers["bytes_per_second"] > 0
+    assert list((tmp_path / "new").iterdir()) == [], "what it wrote is gone"
+
+
+SHIM = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdlib.h>
+#include <time.h>
+#include <unistd.h>
+
+static double asked(const char *name) { const char *value = getenv(name); return value ? atof(value) : 0; }
+
+int fsync(int file) {
+    int (*real)(int) = dlsym(RTLD_NEXT, "fsync");
+    usleep(1e6 * asked("SLOW_FSYNC"));
+    return real(file);
+}
+
+int clock_gettime(clockid_t clock, struct timespec *now) {
+    int (*real)(clockid_t, struct timespec *) = dlsym(RTLD_NEXT, "clock_gettime");
+    int failed = real(clock, now);
+    if (!failed && clock == CLOCK_REALTIME) now->tv_sec += (time_t)asked("CLOCK_OFFSET");
+    return failed;
+}
+"""
+"""Before libc: fsync takes SLOW_FSYNC seconds more, the wall clock is CLOCK_OFFSET seconds ahead."""
+
+
+@pytest.fixture(scope="module")
+def shim(tmp_path_factory: pytest.TempPathFactory) -> str:
+    if not shutil.which("gcc"):
+        pytest.skip("needs gcc")
+    folder = tmp_path_factory.mktemp("shim")
+    (folder / "shim.c").write_text(SHIM)
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", "shim.so", "shim.c", "-ldl"], cwd=folder, check=True)
+    return str(folder / "shim.so")
+
+
+def test_a_slow_disk_is_warned_of(shim: str, tmp_path: Path) -> None:
+    code = (
+        "import json, sys; from dataclasses import asdict; from pathlib import Path\n"
+        "from ddp_train.doctor.host import run_directory\n"
+        "print(json.dumps(asdict(run_directory(Path(sys.argv[1])))))"
+    )
+    env = environment({"LD_PRELOAD": shim, "SLOW_FSYNC": "0.3"})
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, env=env, capture_output=True, text=True
+    )
+    finding = Finding(**json.loads(done.stdout))
+    is_warning(finding, "is slow", "a checkpoint of 1 GB takes", "raise checkpoint.every_steps")
+    assert finding.numbers["fsync_seconds"] > 0.3
+
+
+def test_a_data_set_that_is_not_there_fails_on_this_host(tmp_path: Path) -> None:
+    mnist = config(data={"name": "mnist", "root": str(tmp_path)})
+    is_failure(host.data_set(mnist), 65, "train-images-idx3-ubyte is missing", "add data.download=true")
+    fetched = config(data={"name": "mnist", "root": str(tmp_path), "download": True})
+    assert host.data_set(fetched).status == OK
+    folders = config(data={"name": "image_folder", "root": str(tmp_path)})
+    is_failure(host.data_set(folders), 65, "one sub-folder per class")
+    for split in ("train", "val"):
+        (tmp_path / split / "cat").mkdir(parents=True)
+    assert host.data_set(folders).status == OK
+    before = host.data_digest(folders)
+    (tmp_path / "train" / "dog").mkdir()
+    assert host.data_digest(folders) != before
+    assert host.data_set(config(data={"name": "custom", "target": "my.Data"})).status == SKIPPED
+
+
+def test_the_speed_of_a_network_is_the_kernels(tmp_path: Path) -> None:
+    (tmp_path / "net/eth0").mkdir(parents=True)
+    (tmp_path / "net/eth0/speed").write_text("25000\n")
+    assert host.link_bytes_per_second("eth0", tmp_path) == (25e9 / 8, "eth0, 25 Gbit/s")
+    (tmp_path / "net/eth0/speed").write_text("-1\n")
+    assert host.link_bytes_per_second("eth0", tmp_path) == (0.0, "eth0")
+    for name, state in (("mlx5_0", "4: ACTIVE"), ("mlx5_1", "4: ACTIVE"), ("mlx5_2", "1: DOWN")):
+        port = tmp_path / "infiniband" / name / "ports/1"
+        port.mkdir(parents=True)
+        (port / "state").write_text(state)
+        (port / "rate").write_text("400 Gb/sec (4X NDR)")
+    assert host.link_bytes_per_second("eth0", tmp_path)[0] == 100e9
+
+
+# --- GPUs -----------------------------------------------------------------------------------------------------------
+
+
+class Nvml:
+    """Answers of NVML for some GPUs; a dict for each, with what is special about it. Healthy ones are H200s."""
+
+    def __init__(self, *cards: dict[str, Any]) -> None:
+        self.cards = cards
+
+    def __enter__(self) -> Nvml:
+        self.stack = contextlib.ExitStack()
+        memory = mock.Mock(total=140 * 2**30, used=2**29)
+        asked: dict[str, Callable[..., Any]] = {
+            "Init": lambda: None,
+            "Shutdown": lambda: None,
+            "SystemGetDriverVersion": lambda: "575.57.08",
+            "SystemGetCudaDriverVersion": lambda: 12090,
+            "DeviceGetCount": lambda: len(self.cards),
+            "DeviceGetHandleByIndex": self.handle,
+            "DeviceGetHandleByUUID": lambda uuid: self.handle(int(uuid.removeprefix("GPU-"))),
+            "DeviceGetUUID": lambda card: f"GPU-{[one is card for one in self.cards].index(True)}",
+            "DeviceGetName": lambda card: card.get("name", "NVIDIA H200"),
+            "DeviceGetMemoryInfo": lambda card: card.get("memory", memory),
+            "DeviceGetRemappedRows": lambda card: card.get("rows", (0, 0, 0, 0)),
+            "DeviceGetComputeRunningProcesses": lambda card: card.get("processes", []),
+            "DeviceGetTotalEccErrors": lambda card, *_: self.known(card.get("errors", 0)),
+            "DeviceGetCurrentClocksThrottleReasons": lambda card: card.get("reasons", 0),
+            "DeviceGetClockInfo": lambda card, _: card.get("clock", 1900),
+            "DeviceGetMaxClockInfo": lambda card, _: 1980,
+            "DeviceGetCurrPcieLinkWidth": lambda card: card.get("width", 16),
+            "DeviceGetMaxPcieLinkWidth": lambda card: 16,
+            "DeviceGetMaxPcieLinkGeneration": lambda card: 5,
+            "DeviceGetNvLinkState": lambda card, link: int(self.known(link < card.get("links", 18) or None)),
+            "DeviceGetFieldValues": lambda card, _: [
+                mock.Mock(nvmlReturn=pynvml.NVML_SUCCESS, value=mock.Mock(uiVal=26562))
+            ],
+        }
+        for name, answer in asked.items():
+            self.stack.enter_context(mock.patch.object(pynvml, f"nvml{name}", answer))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stack.close()
+
+    def handle(self, index: int) -> dict[str, Any]:
+        if self.cards[index].get("lost"):
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+        return self.cards[index]
+
+    @staticmethod
+    def known(value: Any) -> Any:
+        if value is None:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return value
+
+
+def gpus(*cards: dict[str, Any], visible: str | None = None, wanted: int = 2) -> dict[str, Finding]:
+    """Every finding about some GPUs, by its check."""
+    with Nvml(*cards):
+        found = gpu.read_gpus(visible)
+    made = [look(*arguments) for _, look, arguments in gpu.gpu_findings(found, wanted)]
+    return {finding.check: finding for finding in made}
+
+
+def test_healthy_gpus_are_left_in_peace() -> None:
+    found = gpus({}, {})
+    assert {finding.status for finding in found.values()} == {OK}, found
+    assert "2 x NVIDIA H200, driver 575.57.08" in found["gpus"].detail
+    assert found["gpu links"].detail == "NVLink, 18 links, 478 GB/s each way"
+
+
+@pytest.mark.parametrize(
+    ("card", "check", "status", "words"),
+    [
+        ({"lost": True}, "gpus", FAILURE, ("GPU 1: GPU is lost", "dmesg")),
+        ({"name": "NVIDIA A100"}, "gpu models", WARNING, ("of 2 kinds", "NVIDIA A100 of 140 GiB")),
+        ({"memory": mock.Mock(total=2**36, used=2**33)}, "gpu models", WARNING, ("of 2 kinds", "of 64 GiB")),
+        ({"memory": mock.Mock(total=2**36, used=2**33)}, "gpu memory", WARNING, ("GPU 1: 8.0 of 64.0 GiB",)),
+        ({"processes": [mock.Mock(pid=77, usedGpuMemory=2**31)]}, "gpu processes", WARNING, ("process 77 (2.0 GiB)",)),
+        ({"errors": 3}, "gpu ecc", FAILURE, ("GPU 1: 3 uncorrected errors", "nvidia-smi -r")),
+        ({"rows": (0, 1, 0, 1)}, "gpu ecc", FAILURE, ("GPU 1: a memory row could not be replaced",)),
+        ({"rows": (0, 1, 1, 0)}, "gpu ecc", WARNING, ("GPU 1: a memory row waits",)),
+        ({"errors": None}, "gpu ecc", SKIPPED, ("GPU 1: no ECC",)),
+        ({"reasons": 0x40 | 0x1}, "gpu throttling", WARNING, ("GPU 1: too hot (hardware)", "fans")),
+        ({"reasons": 0x80}, "gpu throttling", WARNING, ("power brake",)),
+        ({"width": 8}, "gpu links", WARNING, ("GPU 1: PCIe x8 of x16",)),
+        ({"links": 16}, "gpu links", WARNING, ("GPU 1: 16 of 18 NVLinks",)),
+    ],
+)
+def test_an_ailing_gpu_is_named(card: dict[str, Any], check: str, status: str, words: tuple[str, ...]) -> None:
+    finding = gpus({}, card)[check]
+    assert finding.status == status, finding
+    assert all(word in f"{finding.detail} {finding.remedy}" for word in words), finding
+
+
+def test_gpus_are_counted_as_cuda_sees_them() -> None:
+    is_failure(
+        gpus({}, {}, visible="1")["gpus"], 70, "1 GPU visible, 2 processes need one each", "CUDA_VISIBLE_DEVICES"
+    )
+    assert gpus({}, {}, {}, visible="GPU-2,0,9,1")["gpus"].numbers["names"] == {"NVIDIA H200": 2}
+    assert gpus({}, visible="", wanted=0)["gpus"].status == SKIPPED
+
+
+def test_a_gpu_without_a_driver_is_a_failure_and_no_gpu_is_none(tmp_path: Path) -> None:
+    def dead() -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)
+
+    with mock.patch.object(pynvml, "nvmlInit", dead), pytest.raises(gpu.NoDriverError) as caught:
+        gpu.read_gpus(None)
+    assert gpu.absent(caught.value, tmp_path).status == SKIPPED
+    card = tmp_path / "0000:01:00.0"
+    card.mkdir()
+    (card / "vendor").write_text("0x10de\n")
+    (card / "class").write_text("0x030200\n")
+    is_failure(gpu.absent(caught.value, tmp_path), 70, "1 NVIDIA GPU on the PCI bus", "mismatch", "reboot")
+
+
+def test_clocks_under_load_are_compared() -> None:
+    with Nvml({}, {"clock": 1200}, {"clock": 1300, "reasons": 0x20}, {}):
+        loads = {f"rank {number}": gpu.load_of(str(number)) for number in range(4)}
+    finding = gpu.clocks(loads)
+    is_warning(finding, "rank 2: too hot (driver)", "rank 1: 1200 MHz, the others 1600", "nvidia-smi")
+    assert gpu.clocks({"rank 0": loads["rank 0"]}).detail == "1900 of 1980 MHz under load"
+    assert gpu.clocks({"rank 0": {}}).status == SKIPPED
+
+
+# --- probes ---------------------------------------------------------------------------------------------------------
+
+
+def answers(count: int = 3, **changes: Any) -> list[probes.Answer]:
+    """Of processes that are well; `changes` are those of the last one."""
+    rows = [{"bytes": 2**20, "seconds": 1e-3}, {"bytes": 2**28, "seconds": 2**28 / 300e9}]
+    made = []
+    for rank in range(count):
+        results = {
+            "versions": {"python": "3", "torch": "2", "cuda": "13", "nccl": "2"},
+            "cuda_available": True,
+            "torch_cuda": "13.0",
+            "compute": {"name": "NVIDIA H200", "seconds": 1.0, "no_peer_access": []},
+            "exchange": {"wrong": [], "summed": True},
+            "all_reduce": rows,
+        }
+        made.append(probes.Answer(rank, f"node{rank}", 100 + rank, stages.DONE, 30.0, code=0, results=results))
+    for name, value in changes.items():
+        if name in ("stage", "stopped", "code", "error"):
+            setattr(made[-1], name, value)
+        else:
+            made[-1].results[name] = value
+    return made
+
+
+def test_numbers_that_arrive_changed_fail() -> None:
+    spoilt = answers(exchange={"wrong": [[1, 2]], "summed": True})
+    is_failure(probes.exchanged(spoilt, "nccl"), 70, "changed: from 1 to 2", "IOMMU")
+    is_failure(probes.exchanged(answers(exchange={"wrong": [], "summed": False}), "nccl"), 70, "in the all-reduce")
+    blind = answers(compute={"name": "RTX", "seconds": 1.0, "no_peer_access": [0]})
+    is_warning(probes.exchanged(blind, "nccl"), "no peer access: rank 2 to GPU 0")
+    assert probes.exchanged(blind, "gloo").status == probes.exchanged(answers(), "nccl").status == OK
+
+
+def test_who_keeps_the_others_waiting_is_named() -> None:
+    behind = answers(stage=stages.CONNECT, code=None)
+    behind[0].stage, behind[0].code = stages.EXCHANGE, None
+    is_failure(probes.exchanged(behind, "nccl"), 71, "rank 2 on node2 stands in 'connect' for 30 s", "NCCL_DEBUG")
+    is_failure(probes.exchanged(behind, "gloo"), 71, "GLOO_SOCKET_IFNAME")
+    assert probes.hangs_in_nccl(behind, "nccl") and not probes.hangs_in_nccl(behind, "gloo")
+    is_failure(probes.exchanged(behind, "nccl", answers()), 71, "with NCCL_P2P_DISABLE=1 it works", "ACS")
+    is_failure(probes.exchanged(behind, "nccl", behind), 71, "NCCL_SHM_DISABLE")
+    died = answers(stage=stages.CONNECT, code=-9)
+    is_failure(probes.exchanged(died, "nccl"), 70, "rank 2 on node2 died in 'connect' (signal 9)")
+    echo = answers(stage=stages.EXCHANGE, code=1, error="RuntimeError: out of memory")
+    echo[0].stage, echo[0].code, echo[0].error = stages.EXCHANGE, 1, "RuntimeError: Connection closed by peer"
+    is_failure(probes.exchanged(echo, "gloo"), 70, "rank 2", "out of memory")
+    assert not probes.hangs_in_nccl(died, "nccl")
+
+
+def test_a_slow_gpu_a_slow_link_and_a_torch_that_does_not_fit_are_named() -> None:
+    slow = answers(compute={"name": "NVIDIA H200", "seconds": 1.3})
+    is_warning(probes.stragglers(slow), "rank 2 on node2 takes 1.30 times as long")
+    assert probes.stragglers(answers(compute={"name": "cpu", "seconds": 1.3})).status == OK
+    nvlink = (478e9, "NVLink, 18 links")
+    best = probes.bandwidth(answers(), nvlink)
+    assert best.status == OK and "84% of 478 GB/s (NVLink, 18 links)" in best.detail, best
+    is_warning(probes.bandwidth(answers(), (2 * 478e9, "NVLink")), "42% of 956 GB/s")
+    assert probes.bandwidth(answers(stage=stages.CONNECT, all_reduce=None)[:1], nvlink).status == SKIPPED
+    on_gpus = dataclasses.replace(config(), device="cuda")
+    old = answers(1, cuda_available=False)
+    is_failure(probes.torch_on(old, on_gpus, (12, 4)), 70, "supports CUDA up to 12.4", "update the driver")
+    is_failure(probes.torch_on(answers(1, cuda_available=False, torch_cuda=None), on_gpus, None), 70, "without CUDA")
+    nothing = [probes.Answer(0, "node0", 1, code=1, error="ModuleNotFoundError: No module named 'torch'")]
+    is_failure(probes.torch_on(nothing, config(), None), 70, "No module named 'torch'", "make train")
+
+
+def probes_of(launcher: int) -> dict[int, int]:
+    """Process ids by rank."""
+    found = {}
+    for pid in children_of(launcher):
+        with contextlib.suppress(OSError):  # it ended in between
+            variables = dict(
+                part.partition(b"=")[::2] for part in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            )
+            if b"ddp_train.doctor.probe" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found[int(variables[b"RANK"])] = pid
+    return found
+
+
+@pytest.mark.slow
+def test_a_process_that_is_stopped_is_a_finding_and_nobody_hangs(tmp_path: Path) -> None:
+    with running(tmp_path / "run", *DOCTOR, "launch.nproc_per_node=3", "launch.timeout_seconds=2") as job:
+        wait_until(lambda: len(probes_of(job.process.pid)) == 3, "three probes")
+        pids = probes_of(job.process.pid)
+        os.kill(pids[1], signal.SIGSTOP)
+        assert job.end() == 71, job.said()
+        assert not any(state_of(pid) for pid in pids.values()), "a probe was left behind"
+    (finding,) = [f for f in read(job.run_dir, "doctor.json")["findings"] if f["check"] == "exchange"]
+    assert f"rank 1 on {os.uname().nodename} (process {pids[1]}) is stopped" in finding["detail"]
+
+
+@pytest.mark.slow
+def test_one_host_that_is_well(tmp_path: Path) -> None:
+    """In a folder where a run has been: what that left is not touched."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/summary.json").write_text("{}")
+    done = run(*DOCTOR, f"run_dir={tmp_path}/run", "launch.nproc_per_node=3")
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = read(tmp_path / "run", "doctor.json")
+    status = {finding["check"]: finding["status"] for finding in said["findings"]}
+    assert said["counts"][FAILURE] == 0 and status["exchange"] == status["all-reduce"] == status["torch"] == OK
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["doctor.json", "summary.json"]
+    assert "| exchange" in done.stdout.replace(
+        "│", "|"
+    ) and f"report {tmp_path}/run/doctor.json" in done.stdout.replace("\n", "")
+    sizes = next(f["numbers"]["sizes"] for f in said["findings"] if f["check"] == "all-reduce")
+    assert [row["bytes"] for row in sizes] == [2**16, 2**20, 2**24] and all(row["seconds"] > 0 for row in sizes)
+
+
+def test_a_sweep_of_doctors_is_refused() -> None:
+    done = run("-m", *DOCTOR, "seed=1,2")
+    assert done.returncode == 2 and "mode=doctor: a sweep trains" in done.stderr
+
+
+# --- several hosts --------------------------------------------------------------------------------------------------
+
+
+def facts(count: int = 3, **changes: Any) -> dict[int, dict[str, Any]]:
+    """Of hosts that are alike; `changes` are those of the last one."""
+    versions = {"python": "3.12.1", "torch": "2.11.0", "driver": "575.1"}
+    made = {
+        n: {"host": f"node{n}", "words": ["seed=1"], "versions": dict(versions), "data": "abc"} for n in range(count)
+    }
+    made[count - 1] |= {name: value for name, value in changes.items() if name != "version"}
+    made[count - 1]["versions"] |= changes.get("version", {})
+    return made
+
+
+def test_hosts_that_differ_are_named_with_both_values() -> None:
+    differ = peers.same_versions(facts(version={"torch": "2.15.0", "driver": "550.2"}))
+    is_failure(differ, 69, "torch: node0 2.11.0, node1 2.11.0, node2 2.15.0", "driver: node0 575.1")
+    words = peers.same_words(facts(words=["seed=2"]))
+    is_failure(words, 2, "seed=1 on rank 0 (node0), seed=2 on rank 2 (node2)")
+    is_failure(peers.same_data(facts(data="xyz")), 65, "node1 abc, node2 xyz")
+    all_well = (peers.same_versions(facts()), peers.same_words(facts()), peers.same_data(facts()))
+    assert {finding.status for finding in all_well} == {OK}
+
+
+def test_clocks_that_are_off_are_named() -> None:
+    is_failure(peers.clocks({1: 0.1, 2: -60.0}, facts()), 69, "node2 -60.0 s", "chrony")
+    is_warning(peers.clocks({1: 0.1, 2: 2.0}, facts()), "node2 +2.0 s")
+    assert peers.clocks({1: 0.1, 2: -0.2}, facts()).status == OK
+
+
+def test_a_host_that_cannot_be_reached_is_named() -> None:
+    with peers.listening() as place, socket.create_server(("127.0.0.1", 0)) as there:
+        port = there.getsockname()[1]
+        others = facts(address="127.0.0.1", port=port)
+        others[0] |= {"address": "", "port": 1}
+        others[1] |= place
+        nowhere = peers.reach(others, 1)
+        is_failure(nowhere, 69, "node0 (:1): it has no address", "ip_local_port_range")
+        assert "node2" not in nowhere.detail
+    is_failure(peers.reach(others, 0), 69, f"node2 (127.0.0.1:{port}): Connection refused")
+
+
+def stopped_peer(port: int) -> None:
+    """Host 1 of 2: it says where it is, and is stopped before it can be asked for the time."""
+    peer = peers.Peers(dist.TCPStore("127.0.0.1", port, is_master=False), 1, 2, 0)
+    peer.gather("facts", {"host": "node1", "pid": os.getpid()}, 0)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def test_a_doctor_that_is_stopped_is_not_waited_for() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    leader = peers.Peers(store, 0, 2, 0)
+    other = _SERVER.Process(target=stopped_peer, args=(store.port,))
+    other.start()
+    try:
+        assert set(leader.gather("facts", {"host": "node0"}, 30.0)) == {0, 1}
+        wait_until(lambda: state_of(other.pid or 0) == "T", "stopped peer")
+        began = time.monotonic()
+        assert leader.offsets([1], 0.3) == {}
+        reports = leader.gather("report", {"host": "node0"}, 0.3)
+        assert time.monotonic() - began < 5
+        is_failure(peers.silent(reports, 2, 0.3), 69, "host 1 of 2 did not answer", "there are: node0")
+        peer = peers.Peers(store, 1, 2, 0)
+        with pytest.raises(PeerError, match="host 0 says nothing"):
+            peer.hear("verdict", 0.2)
+    finally:
+        other.kill()
+        other.join()
+
+
+@on_linux_as_root
+@pytest.mark.slow
+def test_two_hosts_that_are_well(tmp_path: Path) -> None:
+    """Each is started by our own launcher, which hands the exit code on."""
+    words = [*DOCTOR, "launch.nnodes=2", "launch.rdzv_endpoint=node0:29400", "launch.nproc_per_node=1"]
+    with NetLab(2) as lab:
+        command = [*LAUNCH, *words, f"run_dir={tmp_path}/run"]
+        started = [one.popen(command, ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+                   for one in lab.hosts]  # fmt: skip
+        said = [process.communicate(timeout=120)[0].decode() for process in started]
+        assert [process.returncode for process in started] == [0, 0], "\n".join(said)
+    report = read(tmp_path / "run", "doctor.json")
+    assert sorted(report["hosts"]) == ["node0", "node1"] and report["counts"][FAILURE] == 0
+    status = {(finding["check"], finding["host"]): finding["status"] for finding in report["findings"]}
+    for check in ("hosts", "clocks", "config", "versions", "same data", "exchange"):
+        assert status[check, ""] == OK
+    for name in report["hosts"]:
+        assert status["connections", name] == status["shared run_dir", name] == OK
+    assert sum("doctor.json" in text for text in said) == 1, "one table"
+    assert list((tmp_path / "run").glob(".doctor*")) == []
+
+
+@on_linux_as_root
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("tc"), reason="needs tc")
+def test_what_is_wrong_between_three_hosts_is_found_at_once(shim: str, tmp_path: Path) -> None:
+    """A run directory that is not shared; on the last host a thin cable, a clock that is wrong, other words.
+
+    Without torchrun's agents, which would leave that host out: in the environment that they give their workers.
+    """
+    with NetLab(3) as lab:
+        for one in lab.hosts:  # this lab has the /sys of the machine it runs on
+            assert one.popen(["mount", "-t", "sysfs", "sysfs", "/sys"], ROOT).wait() == 0
+        thin = ["tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", "400mbit", "burst", "64k", "latency", "1s"]
+        assert lab.hosts[2].popen(thin, ROOT).wait() == 0
+        started = []
+        for number, one in enumerate(lab.hosts):
+            env = environment({
+                "RANK": str(number), "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
+                "GROUP_RANK": str(number), "GROUP_WORLD_SIZE": "3", "TORCHELASTIC_RUN_ID": "one",
+                "MASTER_ADDR": "node0", "MASTER_PORT": "29400",
+            })  # fmt: skip
+            odd = [f"LD_PRELOAD={shim}", "CLOCK_OFFSET=40"] if number == 2 else []
+            words = ["env", *odd, *LAUNCH, *DOCTOR, "run_dir=/dev/shm/run", f"seed={7 if number == 2 else 0}"]
+            started.append(one.popen(words, ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
+        said = [process.communicate(timeout=120)[0].decode() for process in started]
+        assert [process.returncode for process in started] == [69, 69, 69], "\n".join(said)
+        report = json.loads(lab.hosts[0].popen(["cat", "/dev/shm/run/doctor.json"], ROOT,
+                                               stdout=subprocess.PIPE).communicate()[0])  # fmt: skip
+    found = {finding["check"]: Finding(**finding) for finding in report["findings"] if finding["host"] in ("", "node2")}
+    is_failure(found["shared run_dir"], 69, "which host 0 wrote, is not seen here")
+    is_failure(found["clocks"], 69, "node2 +40.0 s")
+    is_failure(found["config"], 2, "seed=0 on rank 0 (node0), seed=7 on rank 2 (node2)")
+    is_warning(found["all-reduce"], "of 1.25 GB/s (eth0, 10 Gbit/s)")
+    assert found["connections"].status == found["versions"].status == found["exchange"].status == OK, found
+    assert "on node2; others alike" not in said[0] and "node0, node1, node2" in said[0]
