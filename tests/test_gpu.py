@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from ddp_train.data.plan import Plan
 from ddp_train.data.sources import build_sources
 from ddp_train.distributed.world import World
 from ddp_train.errors import NonFiniteLossError
+from ddp_train.figures import figures_on
 from ddp_train.heartbeat import Position
 from ddp_train.loop import Job, evaluate, train
 from tests.jobs import config_of, job_of, largest_difference
@@ -142,3 +144,26 @@ def test_data_on_the_device_are_those_of_the_host(augment: bool) -> None:
         assert np.array_equal(batch.share.ids, other.share.ids)
         assert batch.inputs.is_cuda and other.inputs.is_contiguous(memory_format=torch.channels_last)
         assert torch.equal(batch.inputs, other.inputs) and torch.equal(batch.targets, other.targets)
+
+
+def test_figures_are_of_the_gpu_that_computes() -> None:
+    for number in range(torch.cuda.device_count()):
+        square = torch.randn(8192, 8192, device=f"cuda:{number}", dtype=torch.bfloat16)
+        measured = figures_on(f"cuda:{number}", False, Position())
+        first = measured.give()
+        measured.receive([first])
+        before = measured.interval(1.0)["gpu_memory_gib"][0]
+        held = torch.empty(3 * 2**30, dtype=torch.uint8, device=f"cuda:{number}")
+        began = time.perf_counter()
+        while time.perf_counter() - began < 3:  # NVML looks back by up to a second
+            for _ in range(20):
+                square @ square
+            torch.cuda.synchronize(number)
+        measured.receive([measured.give()])
+        line = {name: values[0] for name, values in measured.interval(3.0).items()}
+        assert before is not None and line["gpu_memory_gib"] - before >= held.nbytes / 2**30
+        assert line["torch_memory_gib"] >= 3 and line["gpu_utilisation"] > 30
+        assert 50 < line["power_watts"] < 2000 and 10 < line["temperature_celsius"] < 110
+        assert line["energy_wh"] == pytest.approx(line["power_watts"] * 3 / 3600, rel=0.5)
+        assert measured.summary()["gpu_memory_gib"] == line["gpu_memory_gib"]
+        del held, square
