@@ -13,10 +13,10 @@ from torch import Tensor
 from ddp_train import tuning
 from ddp_train.config.compose import counted, shown
 from ddp_train.config.resolve import optimizer_at_batch, process_count
-from ddp_train.config.schema import Config, TuningConfig
+from ddp_train.config.schema import TRACKERS, Config, TuningConfig
 from ddp_train.cuda_graph import GraphedStepper, on_stream
 from ddp_train.data.keyed import StepSeed, mix
-from ddp_train.data.loader import Loader
+from ddp_train.data.loader import Batch, Loader
 from ddp_train.data.plan import Plan, evaluation_shares
 from ddp_train.data.sources import Source
 from ddp_train.distributed.world import World
@@ -137,8 +137,7 @@ def build_job(
         wrapped = strategy.wrap(module)
         by_ddp = config.strategy.name == "ddp" and not plan.virtual_shards
         if config.deterministic and by_ddp and world.size > 2:
-            share, here = next(plan.shares()), replace(config.tuning, num_workers=0)
-            settle_buckets(wrapped, next(iter(Loader(train_source, [share], here, device, position))))
+            settle_buckets(wrapped, first_batch(config, plan, train_source, device, position))
     parts = (
         build_optimizer(
             module.model.parameters(), optimizer_at_batch(config), config.tuning.optimizer, recorded=stream is not None
@@ -172,6 +171,12 @@ def build_job(
     )
 
 
+def first_batch(config: Config, plan: Plan, source: Source, device: str, position: Position) -> Batch:
+    """This process's first share, as training sees it; no loader process is started for it."""
+    here = replace(config.tuning, num_workers=0)
+    return next(iter(Loader(source, [next(plan.shares())], here, device, position)))
+
+
 class _Shares:
     """The shares of a plan, to be iterated more than once as DataLoader's samplers are."""
 
@@ -202,6 +207,7 @@ def plan_rows(config: Config, job: Job, reasons: dict[str, str]) -> dict[str, st
         ratio = f"{plan.global_batch_size:,} / {config.optimizer.lr_base_batch:,}"
         scaled = f" = {config.optimizer.lr:g} x {ratio if scaling == 'linear' else f'sqrt({ratio})'}"
     decode = getattr(config.data, "decode", "")
+    trackers = [name for name in TRACKERS if getattr(config.tracker, name)]
     model = getattr(config.model, "arch", None) or getattr(config.model, "target", None) or config.model.name
     return {
         "processes": f"{on} x {config.device}, {back_end}, {config.strategy.name}",
@@ -215,6 +221,7 @@ def plan_rows(config: Config, job: Job, reasons: dict[str, str]) -> dict[str, st
         f"{config.schedule.name} schedule, "
         f"warm-up {counted(warmup_steps(config.schedule, plan.steps_per_epoch), 'step')}",
         **tuning_rows(config.tuning, reasons),
+        **({"trackers": ", ".join(trackers)} if trackers else {}),
         "run directory": str(config.run_dir),
     }
 

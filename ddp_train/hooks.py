@@ -11,6 +11,7 @@ from ddp_train.checkpoint import Snapshot, Writer, copy_of
 from ddp_train.config.compose import counted
 from ddp_train.config.schema import CheckpointConfig
 from ddp_train.distributed.session import total
+from ddp_train.figures import Figures
 from ddp_train.heartbeat import Position
 from ddp_train.loop import Job, evaluate
 from ddp_train.metrics import MetricsFile, Score
@@ -30,9 +31,11 @@ class Record:
         log_every_steps: int,
         evaluate_every_epochs: int,
         position: Position,
+        figures: Figures | None = None,
     ) -> None:
+        """figures: those of this process's GPUs too, where it has some."""
         self.display, self.metrics, self.device, self.epochs = display, metrics, device, epochs
-        self.position = position
+        self.position, self.figures = position, figures or Figures(position)
         self.log_every_steps, self.evaluate_every_epochs = log_every_steps, evaluate_every_epochs
         self.epoch_seconds: list[float] = []
         self.score: Score | None = None
@@ -46,6 +49,7 @@ class Record:
         """After all the building. step: optimizer steps that are done."""
         self.began = self.epoch_began = self.interval_began = time.perf_counter()
         self.interval_first_step = step
+        self.figures.give()  # what building took is not of the first interval
 
     @property
     def seconds(self) -> float:
@@ -55,11 +59,17 @@ class Record:
     def state(self) -> dict[str, Any]:
         """What a resumed run must know to tell of the whole of it."""
         epoch = self.epoch_seconds_before + time.perf_counter() - self.epoch_began
-        return {"seconds": self.seconds, "epoch_seconds": list(self.epoch_seconds), "this_epoch_seconds": epoch}
+        return {
+            "seconds": self.seconds,
+            "epoch_seconds": list(self.epoch_seconds),
+            "this_epoch_seconds": epoch,
+            "figures": self.figures.state(),
+        }
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.seconds_before, self.epoch_seconds = state["seconds"], list(state["epoch_seconds"])
         self.epoch_seconds_before = state["this_epoch_seconds"]
+        self.figures.load_state(state.get("figures", {}))  # older checkpoints have none
 
     def due(self, job: Job) -> int:
         return min(_next_multiple(self.log_every_steps, job.step), job.plan.epoch_end(job.step))
@@ -84,12 +94,13 @@ class Record:
             self.score = evaluate(job.evaluation)
             if self.score:
                 self.metrics.write(kind="test", step=job.step, epoch=epoch, **self.score.as_dict())
-        self.display.line(epoch_line(epoch, self.epochs, cut, self.loss, self.score, seconds, samples))
+        line = epoch_line(epoch, self.epochs, cut, self.loss, self.score, seconds, samples)
+        self.display.line("  ".join(filter(None, [line, self.figures.short_of_gpus()])))
         self.epoch_seconds_before = 0.0
         self.epoch_began = self.interval_began = time.perf_counter()
 
     def _record_interval(self, job: Job) -> None:
-        self.loss = job.stepper.mean_loss()  # waits for the device: the clock is read after it
+        self.loss = job.stepper.mean_loss(self.figures)  # waits for the device: the clock is read after it
         now = time.perf_counter()
         samples = job.plan.samples_seen(job.step) - job.plan.samples_seen(self.interval_first_step)
         speed = samples / (now - self.interval_began)
@@ -102,8 +113,9 @@ class Record:
             lr=job.stepper.last_learning_rate,
             samples_per_second=speed,
             samples_seen=job.plan.samples_seen(job.step),
+            figures=self.figures.interval(now - self.interval_began),
         )
-        self.display.numbers = f"loss {self.loss:.4f}  {speed:,.0f} samples/s"
+        self.display.numbers = f"loss {self.loss:.4f}  {speed:,.0f} samples/s  {self.figures.short()}"
         self.interval_began, self.interval_first_step = now, job.step
 
 

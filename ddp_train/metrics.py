@@ -7,9 +7,10 @@ import json
 import logging
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +29,18 @@ would wait for it, a detached tensor, a scalar or [replicas]."""
 def is_finite(loss: SeenLoss) -> bool:
     """Whether it is neither NaN nor infinite. Waits for the device."""
     return bool(loss.isfinite().all()) if isinstance(loss, Tensor) else math.isfinite(loss)
+
+
+class Along(Protocol):
+    """Numbers that travel with the losses, so that they need no exchange of their own."""
+
+    def give(self) -> list[float]:
+        """Those of this process, on all ranks equally many."""
+        ...
+
+    def receive(self, of_ranks: list[list[float]]) -> None:
+        """What rank 0, 1, ... gave."""
+        ...
 
 
 class RunningLoss:
@@ -52,12 +65,13 @@ class RunningLoss:
         """The first optimizer step here with a loss that is not finite; `never` if there is none."""
         return min((share.step for loss, share in self.seen if not is_finite(loss)), default=never)
 
-    def mean(self, device: str) -> float:
+    def mean(self, device: str, along: Along | None = None) -> float:
         """The mean loss per sample over all processes, by one exchange; starts over.
 
         The sum is exact before it is rounded, so it does not depend on who computed which share.
         """
-        here = [sum(share.count for _, share in self.seen)]
+        given = along.give() if along else []
+        here = [sum(share.count for _, share in self.seen), *given]
         here += [loss if share.count else 0.0 for loss, share in self.seen if not isinstance(loss, Tensor)]
         on_device = [
             (loss if share.count else torch.zeros_like(loss)).view(-1)  # a stand-in does not count
@@ -67,10 +81,12 @@ class RunningLoss:
         numbers = torch.tensor(here, device=device, dtype=torch.float64)
         if on_device:
             numbers = torch.cat([numbers, torch.cat(on_device).double()])  # a short batch fills fewer replicas
-        counts, *losses = from_all_ranks(numbers).T.tolist()
+        rows, first = from_all_ranks(numbers).tolist(), 1 + len(given)
         self.seen.clear()
-        samples = sum(counts)  # none if every step of the interval was skipped
-        return math.fsum(loss for of_ranks in losses for loss in of_ranks) / samples if samples else math.nan
+        if along:
+            along.receive([row[1:first] for row in rows])
+        samples = sum(row[0] for row in rows)  # none if every step of the interval was skipped
+        return math.fsum(loss for row in rows for loss in row[first:]) / samples if samples else math.nan
 
 
 @dataclass(frozen=True)
@@ -125,15 +141,22 @@ class MetricsFile:
     def __init__(self, run_dir: Path, active: bool, first_step: int) -> None:
         """Lines of steps after `first_step` go: they are of a process that was lost, and come again."""
         self.path, self.active, self.warned = run_dir / METRICS, active, False
+        self.kept: list[dict[str, Any]] = []
+        """The lines that it begins with."""
+        self.listeners: list[Callable[[dict[str, Any]], None]] = []
+        """Called with each line, whether it could be written or not."""
         if active and self.path.is_file():
+            self.kept = [line for text in _whole_lines(self.path) if (line := json.loads(text))["step"] <= first_step]
             part = self.path.with_name(METRICS + ".part")
-            part.write_text("".join(line for line in _whole_lines(self.path) if json.loads(line)["step"] <= first_step))
+            part.write_text("".join(json.dumps(line) + "\n" for line in self.kept))
             part.replace(self.path)
 
     def write(self, **values: Any) -> None:
         if not self.active:
             return
         known = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in values.items()}
+        for listener in self.listeners:
+            listener(known)
         line = (json.dumps(known) + "\n").encode()  # JSON knows no NaN
         try:
             with self.path.open("ab", buffering=0) as file:

@@ -17,7 +17,7 @@ from ddp_train.data.plan import Share
 from ddp_train.guard import DeviceGuard, Guard
 from ddp_train.heartbeat import Position
 from ddp_train.large_batch import Lamb, Lars
-from ddp_train.metrics import RunningLoss
+from ddp_train.metrics import Along, RunningLoss
 
 Factor = Callable[[int], float]
 
@@ -226,11 +226,11 @@ class Stepper:
         self.steps_done += 1
         self.position.step = self.steps_done
 
-    def mean_loss(self) -> float:
+    def mean_loss(self, along: Along | None = None) -> float:
         """The mean loss per sample since the last call, over all processes, NaN if all steps were skipped. Raises
-        NonFiniteLossError if a loss was not finite. Waits for the device."""
+        NonFiniteLossError if a loss was not finite. Waits for the device. along: what travels with the losses."""
         self.guard.look(self.steps_done)
-        return self.losses.mean(self.device)
+        return self.losses.mean(self.device, along)
 
     def check(self) -> None:
         """Raises NonFiniteLossError if a loss was not finite, or a weight is not: before a checkpoint."""

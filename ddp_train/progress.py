@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.text import Text
 
 from ddp_train.config.compose import counted
+from ddp_train.figures import summary_line
 from ddp_train.heartbeat import Position
 from ddp_train.metrics import Score
 
@@ -117,6 +118,8 @@ class Display:
             self.line(f"test loss {test['loss']:.6f} over {test['samples']} samples")
         if speed := summary.get("samples_per_second"):
             self.line(f"{speed:,.0f} samples/s, {counted(summary['steps'], 'step')}, {summary['seconds']:.1f} s")
+        if gpus := summary_line(summary.get("figures", {})):
+            self.line(gpus)
         self.line(f"run directory {run_dir}")
 
 

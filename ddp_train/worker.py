@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 
 from ddp_train import checkpoint, health, heartbeat, output, progress, tuning
-from ddp_train.build import advice, build_evaluation, build_job, build_module, plan_rows
+from ddp_train.build import advice, build_evaluation, build_job, build_module, first_batch, plan_rows
 from ddp_train.checkpoint import Writer
 from ddp_train.config.compose import counted
 from ddp_train.config.freeze import FILE, thaw, to_values
@@ -45,11 +45,13 @@ from ddp_train.distributed.world import (
     world_from_environment,
 )
 from ddp_train.errors import LaunchError, PeerError
+from ddp_train.figures import figures_on
 from ddp_train.hooks import Record, Save
 from ddp_train.loop import evaluate, fit
 from ddp_train.metrics import MetricsFile, Score
 from ddp_train.processes import end_with_parent
 from ddp_train.stopping import SAVED, Brake
+from ddp_train.tracking import Tracking, tracked
 
 ECHO_PATIENCE_SECONDS = 3.0
 """How long a worker that failed through another one waits for that one to report, before it reports itself."""
@@ -165,15 +167,17 @@ def _work(
     restarted = checkpoint.find("auto", run_dir) if world.attempt and config.mode == "train" else None
     found = restarted or checkpoint.find(config.checkpoint.resume, run_dir)
     same_everywhere(checkpoint.read_manifest(found)["step"] if found else -1, device, f"the checkpoint in {run_dir}")
-    if config.mode == "evaluate":
-        assert found, "config.check asks for a checkpoint, and find raises if it is not valid"
-        summary = _evaluate(config, world, device, position, sources, found)
-        display.line(f"checkpoint {found}")
-    else:
-        summary = _train(config, world, device, run_dir, position, display, sources, found, store)
-    if world.is_leader:
-        health.write_json(run_dir / health.SUMMARY, summary)
-        display.summary(summary, run_dir)
+    with tracked(config, run_dir, world.is_leader) as tracking:
+        if config.mode == "evaluate":
+            assert found, "config.check asks for a checkpoint, and find raises if it is not valid"
+            summary = _evaluate(config, world, device, position, sources, found)
+            display.line(f"checkpoint {found}")
+        else:
+            summary = _train(config, world, device, run_dir, position, display, sources, found, store, tracking)
+        if world.is_leader:
+            health.write_json(run_dir / health.SUMMARY, summary)
+            display.summary(summary, run_dir)
+        tracking.finish(summary)
     return summary["status"] == "completed"
 
 
@@ -187,18 +191,21 @@ def _train(
     sources: tuple[Source, Source],
     found: Path | None,
     store: Store | None,
+    tracking: Tracking,
 ) -> dict[str, Any]:
     manifest: dict[str, Any] = checkpoint.read_manifest(found) if found else {"step": 0}
     module = build_module(config, sources[0], device)
     job = build_job(config, world, device, module, sources, position, first_step=manifest["step"])
+    metrics = MetricsFile(run_dir, world.is_leader, job.step)
     record = Record(
         display,
-        MetricsFile(run_dir, world.is_leader, job.step),
+        metrics,
         device,
         config.train.epochs,
         config.train.log_every_steps,
         config.train.evaluate_every_epochs,
         position,
+        figures_on(device, config.strategy.name == "dp", position),
     )
     data_digests = digests(sources[0])
     if found:
@@ -214,7 +221,10 @@ def _train(
     writer = Writer(run_dir, config.checkpoint.keep, config.checkpoint.best) if world.is_leader else None
     facts = {"config": to_values(config), "world_size": world.size, "torch": torch.__version__}
     save = Save(writer, record, {**facts, "data_digests": data_digests}, config.checkpoint, position)
-    job.hooks = [record, save]
+    tracking.start(job.step, metrics.kept)
+    metrics.listeners.append(tracking.write)
+    details = tracking.hooks(job, lambda: first_batch(config, job.plan, sources[0], device, position))
+    job.hooks = [record, save, *details]
     job.brake = job.evaluation.brake = brake = Brake()
     if world.is_leader:
         display.plan(plan_rows(config, job, reasons(config, this_machine(visible_devices()))))
@@ -244,6 +254,7 @@ def _train(
         samples_seen=samples_seen,
         epoch_seconds=record.epoch_seconds,
         samples_per_second=samples_seen / trained if trained else None,
+        figures=record.figures.summary(),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from ddp_train.data.plan import Plan
 from ddp_train.data.sources import ArraySource, build_sources
 from ddp_train.distributed.world import World
 from ddp_train.errors import NonFiniteLossError
+from ddp_train.figures import figures_on
 from ddp_train.heartbeat import Position
 from ddp_train.loop import Job, evaluate, train
 from ddp_train.recompute import recompute_blocks
@@ -200,3 +202,26 @@ def test_blocks_that_compute_again_take_less_memory(compiled: bool) -> None:
     assert peaks[1] < 0.8 * peaks[0]
     assert ends[0]["bn1.num_batches_tracked"] == ends[1]["layer3.1.bn2.num_batches_tracked"] == 2
     assert largest_difference(*ends) < 1e-2
+
+
+def test_figures_are_of_the_gpu_that_computes() -> None:
+    for number in range(torch.cuda.device_count()):
+        square = torch.randn(8192, 8192, device=f"cuda:{number}", dtype=torch.bfloat16)
+        measured = figures_on(f"cuda:{number}", False, Position())
+        first = measured.give()
+        measured.receive([first])
+        before = measured.interval(1.0)["gpu_memory_gib"][0]
+        held = torch.empty(3 * 2**30, dtype=torch.uint8, device=f"cuda:{number}")
+        began = time.perf_counter()
+        while time.perf_counter() - began < 3:  # NVML looks back by up to a second
+            for _ in range(20):
+                square @ square
+            torch.cuda.synchronize(number)
+        measured.receive([measured.give()])
+        line = {name: values[0] for name, values in measured.interval(3.0).items()}
+        assert before is not None and line["gpu_memory_gib"] - before >= held.nbytes / 2**30
+        assert line["torch_memory_gib"] >= 3 and line["gpu_utilisation"] > 30
+        assert 50 < line["power_watts"] < 2000 and 10 < line["temperature_celsius"] < 110
+        assert line["energy_wh"] == pytest.approx(line["power_watts"] * 3 / 3600, rel=0.5)
+        assert measured.summary()["gpu_memory_gib"] == line["gpu_memory_gib"]
+        del held, square

@@ -29,7 +29,7 @@ import yaml
 from PIL import Image
 from torch import nn
 
-from ddp_train import cli, hosts, launcher, tuning, worker
+from ddp_train import cli, hosts, launcher, tracking, tuning, worker
 from ddp_train.build import advice, build_evaluation, build_job, build_module, build_plan, tuning_rows
 from ddp_train.config.check import check
 from ddp_train.config.compose import all_keys, bind, read_overrides
@@ -377,9 +377,27 @@ def run(case: Case) -> Any:
     worker._work(case.config, World(), "cpu", run_dir, Position(), store=None)
     lines = (run_dir / "metrics.jsonl").read_text().splitlines() if (run_dir / "metrics.jsonl").exists() else []
     summary = json.loads((run_dir / "summary.json").read_text())
-    timeless = [{k: v for k, v in json.loads(line).items() if "second" not in k} for line in lines]
+    timeless = [{k: v for k, v in json.loads(line).items() if "second" not in k and k != "figures"} for line in lines]
     checkpoints = sorted(path.name for path in (run_dir / "checkpoints").glob("step_*"))
     return timeless, summary["mode"], summary["steps"], summary["test"], checkpoints
+
+
+def trackers(case: Case) -> Any:
+    """Those of a run, and what they are told of it; none is opened."""
+    told: list[Any] = []
+    with mock.patch.object(tracking, "Background", lambda tracker, run, book: told.append((tracker.name, run.project))):
+        made = tracking.Tracking(tracking.trackers_of(case.config), Path(str(case.config.run_dir)), case.config)
+        with contextlib.suppress(AttributeError):  # nobody is there to be told the first lines
+            made.start(0, [])
+    return told
+
+
+def hooks_of_trackers(case: Case) -> Any:
+    """The hooks that the details need."""
+    board = mock.Mock(tracker=tracking.TensorBoard())
+    made = tracking.Tracking([], Path(), case.config)
+    made.running = [board]
+    return [type(hook) for hook in made.hooks(mock.Mock(), mock.Mock())]
 
 
 def frozen_to(case: Case) -> Any:
@@ -547,6 +565,11 @@ ROWS: dict[str, Row] = {
     "checkpoint.best": Row("checkpoint.best=true", run, f"{SMALL} checkpoint.keep=9 checkpoint.every_steps=3"),
     "checkpoint.keep": Row("checkpoint.keep=1", run, SMALL),
     "checkpoint.resume": Row("checkpoint.resume=trained", run, f"{SMALL} train.epochs=3"),
+    "tracker.tensorboard": Row("tracker.tensorboard=true", trackers),
+    "tracker.wandb": Row("tracker.wandb=true", trackers),
+    "tracker.mlflow": Row("tracker.mlflow=true", trackers),
+    "tracker.project": Row("tracker.project=mine", trackers, "tracker.mlflow=true"),
+    "tracker.details": Row("tracker.details=true", hooks_of_trackers, "tracker.tensorboard=true"),
     "model.channels": Row("model.channels=4", model),
     "model.norm": Row("model.norm=none", model),
     "model.dropout": Row("model.dropout=0.1", model),

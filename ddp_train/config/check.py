@@ -285,6 +285,8 @@ def notices(asked: Config, config: Config) -> list[str]:
         found.append("optimizer.decay_norm_and_bias=false has no effect: optimizer.weight_decay=0.0")
     if asked.tuning.channels_last is True and config.model.name not in (*IMAGE_MODELS, "custom"):
         found.append(f"tuning.channels_last=true has no effect: model={config.model.name} has no convolution")
+    if config.tracker.details and not config.tracker.tensorboard:
+        found.append("tracker.details=true has no effect without tracker=tensorboard")
     if config.launch.backend == "gloo" and config.device == "cuda":
         found.append("launch.backend=gloo sends gradients of GPUs through host memory: expect it to be slow")
     return found

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
 MAY_BE_NULL = ("experiment", "debug")
+MAY_BE_SEVERAL = ("tracker",)
 _TYPE_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 
 
@@ -113,11 +114,13 @@ def _read_override(conf: Path, override: Override, sweep: bool, read: Overrides)
             read.problems.append(f"{word}: several values; add -m to sweep over them, or quote them: {name}='...'")
     elif (conf / name).is_dir():
         options, option = sorted(path.stem for path in (conf / name).glob("*.yaml")), override.value()
-        if str(option) in options or (option is None and name in MAY_BE_NULL):
+        chosen = option if isinstance(option, list) and name in MAY_BE_SEVERAL else [option]
+        wrong = [one for one in chosen if str(one) not in options]
+        if not wrong or (option is None and name in MAY_BE_NULL):
             read.words.append(word)
             read.choices[name] = str(option)
         else:
-            guess = did_you_mean(str(option), options)
+            guess = did_you_mean(str(wrong[0]), options)
             read.problems.append(f"{name}={shown(option)}: must be one of {', '.join(options)}{guess}")
     elif name.endswith(".name") and (conf / name[:-5]).is_dir():
         read.problems.append(f"{word}: an option is chosen by {name[:-5]}={shown(override.value())}")

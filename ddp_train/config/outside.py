@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import yaml
 
 from ddp_train.config.compose import bind, did_you_mean, is_secret, leaves, shown
 from ddp_train.config.machine import Machine
-from ddp_train.config.schema import Config, CustomConfig
+from ddp_train.config.schema import TRACKERS, Config, CustomConfig
 from ddp_train.distributed.world import World
 
 TRUSTED_MODULES = (
@@ -251,6 +252,16 @@ def _secrets(asked: Config, config: Config, machine: Machine, world: World | Non
     ]
 
 
+def _tracker(asked: Config, config: Config, machine: Machine, world: World | None) -> list[str]:
+    """Whether the library of each tracker is there. It is not imported: that takes a second and more."""
+    return [
+        f"tracker.{name}=true: {name} is not installed; {sys.executable} -m pip install '.[{name}]'"
+        for name in TRACKERS
+        # A folder of that name, as wandb and mlflow make them, would be found too: as a package without a file.
+        if getattr(config.tracker, name) and ((spec := importlib.util.find_spec(name)) is None or spec.origin is None)
+    ]
+
+
 def _run_dir(asked: Config, config: Config, machine: Machine, world: World | None) -> list[str]:
     """Asks without writing; `freeze` tries, and fails with the same words."""
     if not re.fullmatch(r"[\w][\w .+=-]*", config.name):
@@ -271,4 +282,4 @@ def unwritable(run_dir: str | None, reason: str) -> str:
     return f"run_dir={run_dir}: cannot be written ({reason}); name a folder that can"
 
 
-CHECKS = (_model, _data, _checkpoint, _same_run, _code, _secrets, _run_dir)
+CHECKS = (_model, _data, _checkpoint, _same_run, _code, _secrets, _tracker, _run_dir)

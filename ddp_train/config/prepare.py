@@ -96,8 +96,10 @@ def set_aside(run_dir: Path) -> list[str]:
         return []
     number = 1 + sum(1 for _ in run_dir.glob("checkpoints_before_*"))
     aside = (run_dir / "checkpoints").rename(run_dir / f"checkpoints_before_{number}")
-    if (run_dir / "metrics.jsonl").exists():
-        (run_dir / "metrics.jsonl").rename(run_dir / f"metrics_before_{number}.jsonl")
+    for name in ("metrics.jsonl", "trackers.json", "tensorboard"):  # another run, with other ids
+        path = run_dir / name
+        if path.exists():
+            path.rename(path.with_stem(f"{path.stem}_before_{number}"))
     return [f"checkpoint.resume=never: the checkpoints that were in {run_dir} are in {aside} now"]
 
 

@@ -132,6 +132,21 @@ class TuningConfig:
     )
 
 
+@dataclass
+class TrackerConfig:
+    """Trackers of experiments, fed by rank 0: `tracker=tensorboard`, `tracker=[wandb,mlflow]`. docs/tracking.md"""
+
+    tensorboard: bool = key(False, "event files in run_dir/tensorboard")
+    wandb: bool = key(False, "Weights & Biases, in run_dir/wandb; sent away only with WANDB_MODE=online")
+    mlflow: bool = key(False, "MLflow, to MLFLOW_TRACKING_URI or its own default on this host")
+    project: str = key("ddp-train", "the project of wandb, the experiment of mlflow; a run is called by its name")
+    details: bool = key(False, "for TensorBoard: weights as histograms per epoch, a batch of images, the graph")
+
+
+TRACKERS = ("tensorboard", "wandb", "mlflow")
+"""Keys of TrackerConfig, and names of Python packages and of this one's extras."""
+
+
 # --- strategy -------------------------------------------------------------------------------------------------------
 
 
@@ -460,6 +475,7 @@ class Config:
     schedule: Any = field(default_factory=CosineConfig)
     tuning: TuningConfig = field(default_factory=TuningConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
 
 
 def _by_name(*schemas: type) -> dict[str, type]:
@@ -491,6 +507,7 @@ SECTIONS: dict[str, type] = {
     "train": TrainConfig,
     "tuning": TuningConfig,
     "checkpoint": CheckpointConfig,
+    "tracker": TrackerConfig,
 }
 """The sections that have one schema."""
 

@@ -210,6 +210,27 @@ def visible_devices() -> str | None:
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
+def keep_trackers_at_home() -> None:
+    """Trackers send nothing that nobody asked for, usage statistics and crash reports; MLflow may use folders, which it
+    refuses otherwise."""
+    for name, value in (
+        ("MLFLOW_DISABLE_TELEMETRY", "true"),
+        ("WANDB_ERROR_REPORTING", "false"),
+        ("MLFLOW_ALLOW_FILE_STORE", "true"),
+    ):
+        os.environ.setdefault(name, value)
+
+
+def wandb_mode() -> str:
+    """WANDB_MODE: online, offline, disabled. Where the user did not ask, nothing leaves this host."""
+    return os.environ.get("WANDB_MODE", "offline")
+
+
+def mlflow_uri() -> str | None:
+    """MLFLOW_TRACKING_URI. In no file of ours: it may hold a password."""
+    return os.environ.get("MLFLOW_TRACKING_URI")
+
+
 def set_cublas_workspace() -> None:
     """Deterministic cuBLAS needs a workspace of fixed size, set before CUDA starts (cuBLAS manual, reproducibility)."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
