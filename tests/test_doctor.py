@@ -40,6 +40,7 @@ from tests.jobs import config_of
 from tests.netlab import NetLab, why_not
 from tests.ranks import _SERVER
 
+pytestmark = pytest.mark.timeout(300)  # several commands each, on a machine that may be busy
 on_linux_as_root = pytest.mark.skipif(bool(why_not()), reason=why_not())
 DOCTOR = ("mode=doctor",)
 NEW_NAMESPACES = 0x00020000 | 0x04000000 | 0x40000000  # linux/sched.h: mounts, host name, network
