@@ -1,0 +1,85 @@
+"""The pages for those in trouble speak of messages that exist, and of every kind of failure."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from ddp_train import health
+from ddp_train.errors import LaunchError
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = (ROOT / "docs/troubleshooting.md").read_text()
+MESSAGES = [found[1] or found[2] for found in re.finditer(r"^### (?:``(.+)``|`(.+)`)$", PAGE, re.M)]
+HOLE = "\0"
+"""Where a message takes a value."""
+
+
+def said_by_the_code() -> list[str]:
+    """Every text in the source, a hole for each value that an f-string takes."""
+    found = []
+    for path in [ROOT / "launch.py", *(ROOT / "ddp_train").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(str(v.value) if isinstance(v, ast.Constant) else HOLE for v in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+SAID = said_by_the_code()
+
+
+def is_said(message: str) -> bool:
+    """Whether one text of the code has all parts of a message in their order; `...` stands for anything."""
+    pattern = re.compile(".*".join(re.escape(part) for part in message.split("...")), re.S)
+    return any(pattern.search(text) for text in SAID)
+
+
+def test_the_page_has_messages() -> None:
+    assert len(MESSAGES) > 100 and len(set(MESSAGES)) == len(MESSAGES)
+    assert not is_said("no progress for ... s (launch.patience=...)"), "what nobody says is found out"
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_each_message_is_one_that_the_code_can_say(message: str) -> None:
+    assert any(len(part.strip()) > 4 for part in message.split("...")), "too little to be found by"
+    assert is_said(message)
+
+
+def test_every_kind_of_failure_is_explained() -> None:
+    kinds = {cls.kind for cls in LaunchError.__subclasses__()} | kinds_in(ROOT / "ddp_train/health.py")
+    assert {"hang", "oom", "died", "data_worker", "exception"} <= kinds
+    explained = set(re.findall(r"[Kk]ind `(\w+)`", PAGE))
+    assert kinds == explained
+
+
+def kinds_in(path: Path) -> set[str]:
+    """The kinds that a module assigns: `kind = "..."`, alone or with others."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], ast.Tuple)
+            and isinstance(node.value, ast.Tuple)
+        ):
+            for target, value in zip(node.targets[0].elts, node.value.elts, strict=True):
+                if isinstance(target, ast.Name) and target.id == "kind" and isinstance(value, ast.Constant):
+                    found.add(str(value.value))
+    return found
+
+
+def test_the_page_names_files_that_a_run_leaves() -> None:
+    assert health.FILE in PAGE and health.SUMMARY in PAGE
+
+
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_links_between_pages_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text())
+    assert [link for link in links if not (page.parent / link).exists()] == []
