@@ -9,6 +9,7 @@ import importlib.util
 import json
 import math
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -154,7 +155,10 @@ class Trials:
                 if prepared.lock:
                     prepared.lock.release()
             if self.elsewhere and row["exit_code"] in (SAVED, UNSAVED):
-                stop.hand_on()  # submitit's handler puts the job back into the queue, and does not return
+                # submitit's handler puts the job back into the queue, and does not return. SLURM's SIGTERM for the new
+                # start may reach its `scontrol requeue` first, which has done its work then.
+                with contextlib.suppress(subprocess.CalledProcessError):
+                    stop.hand_on()
                 raise SystemExit(row["exit_code"])  # it was cancelled; or SLURM itself starts it again
             row |= _outcome(prepared.config) if row["exit_code"] == 0 else _failure(run_dir)
         except ConfigError as error:

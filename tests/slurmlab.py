@@ -16,6 +16,7 @@ import os
 import shutil
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ BEGIN_DELAY_SECONDS = 5
 """A job that went back into the queue waits until the credential of its last start has expired: 120 s by default."""
 SOCKET = "/dev/shm/munge.socket"
 """Of munged. Each host has its own /dev/shm."""
+LOOK_SECONDS = 0.4
+"""Between two questions to slurmctld: each is a process."""
 OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "OUT_OF_MEMORY")
 
 
@@ -145,8 +148,17 @@ class SlurmLab:
         deadline = time.monotonic() + LIMIT_SECONDS
         while (known := self.show(job))["JobState"] != state:
             assert known["JobState"] not in OVER and time.monotonic() < deadline, f"{known}\n{self.said(job)}"
-            time.sleep(0.2)
+            time.sleep(LOOK_SECONDS)
         return known
+
+    def wait_while_alive(self, job: str, condition: Callable[[], bool], what: str) -> None:
+        """Waits until something is so; a job that ended before has failed."""
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while not condition():
+            known = self.show(job)
+            assert known["JobState"] not in OVER, f"{known}\n{self.said(job)}"
+            assert time.monotonic() < deadline, f"no {what} in {LIMIT_SECONDS} s\n{self.said(job)}"
+            time.sleep(LOOK_SECONDS)
 
     def said(self, job: str) -> str:
         log = self.folder / f"job_{job}"

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import LAUNCH, LIMIT_SECONDS, ROOT, checkpoints, metrics, read, run, wait_until, weights
-from tests.slurmlab import NoSlurmError, SlurmLab, packages, why_not
+from tests.slurmlab import LOOK_SECONDS, NoSlurmError, SlurmLab, packages, why_not
 
 pytestmark = pytest.mark.timeout(300)  # jobs of several processes each, on a machine that may be busy
 
@@ -83,7 +84,7 @@ def limited(slurm: SlurmLab) -> Iterator[Job]:
     the queue. slurmctld looks at limits every 30 s: other tests run meanwhile."""
     run_dir, words = slurm.folder / "limited", ("+model.delay=0.1", "train.max_steps=600")
     number = slurm.submit(f"{slurm.folder}/train.sbatch", f"run_dir={run_dir}", *words, options=["--nodes=2"])
-    wait_for_step(slurm, number, run_dir)
+    slurm.wait_while_alive(number, lambda: begun(run_dir), "first step")
     set_limit(slurm, number, minutes(slurm.show(number)["RunTime"]) + 1)  # less than its 120 s of warning
 
     def lift() -> None:
@@ -104,14 +105,6 @@ def minutes(clock: str) -> int:
     """Whole minutes in SLURM's 00:01:59."""
     hours, rest, _ = clock.split(":")
     return 60 * int(hours) + int(rest)
-
-
-def wait_for_step(slurm: SlurmLab, job: str, run_dir: Path) -> None:
-    def trains() -> bool:
-        assert slurm.show(job)["JobState"] in ("PENDING", "RUNNING"), slurm.said(job)
-        return begun(run_dir)
-
-    wait_until(trains, "first step")
 
 
 def begun(run_dir: Path) -> bool:
@@ -177,12 +170,13 @@ def test_the_trials_of_a_sweep_are_jobs_and_one_that_is_stopped_goes_on(slurm: S
 def test_a_cancelled_job_saves_and_leaves_nothing(slurm: SlurmLab, limited: Job) -> None:
     run_dir, words = slurm.folder / "cancelled", ("+model.delay=0.02", "train.epochs=1000000")
     job = slurm.submit(f"{slurm.folder}/train.sbatch", f"run_dir={run_dir}", *words, options=["--nodes=1"])
-    wait_for_step(slurm, job, run_dir)
+    slurm.wait_while_alive(job, lambda: begun(run_dir), "first step")
     slurm.call("scancel", job)
-    wait_until(lambda: not slurm.processes(str(run_dir)), "end of its processes", 30)
     known = slurm.wait_for(job, "CANCELLED")
     assert known["Restarts"] == "0"
-    wait_until(lambda: job not in jobs_of(slurm), "end of the job", 10)
+    while job in jobs_of(slurm):  # COMPLETING: SLURM waits for its processes
+        time.sleep(LOOK_SECONDS)
+    assert not slurm.processes(str(run_dir))
     assert read(run_dir, "summary.json")["status"] == "preempted"
     assert checkpoints(run_dir) == [f"step_{metrics_end(run_dir):08}"]
     assert weights(run_dir)
