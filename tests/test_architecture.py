@@ -25,7 +25,8 @@ LAYERS = """
 """From the ground up: a module imports only what stands before it."""
 
 WINGS = """
-    study.facts study.plots study.report
+    study.facts study.plots study.report study.request study.trials study.results study.variants study.tables
+    study.sweep study.main
 """.split()  # noqa: SIM905
 """Above all that: they may import the main path, which never imports them."""
 

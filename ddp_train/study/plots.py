@@ -59,6 +59,8 @@ def curves(curves: Sequence[Curve], x: Axis, y: Axis) -> str:
     """Lines over a common axis, with a legend; points are marked where there are few."""
 
     def paint(axes: Any) -> None:
+        from matplotlib.ticker import LogLocator
+
         for number, curve in enumerate(curves):
             colour = COLOURS[number % len(COLOURS)]
             axes.plot(curve.x, curve.y, "--" if curve.dashed else "-", marker="o" if len(curve.x) <= 12 else "",
@@ -72,9 +74,11 @@ def curves(curves: Sequence[Curve], x: Axis, y: Axis) -> str:
             set_label(axis.label)
             if axis.log:
                 set_scale("log")
+                ticks.set_major_locator(LogLocator(subs=(1, 2, 5)))
+                ticks.set_major_formatter(lambda value, _: f"{value:,g}")
+                ticks.set_minor_formatter(lambda value, _: "")
             if axis.ticks:
                 ticks.set_ticks(axis.ticks, [f"{tick:,g}" for tick in axis.ticks], minor=False)
-                ticks.set_ticks([], minor=True)
         if len(curves) > 1:
             columns = 1 if max(len(curve.name) for curve in curves) > 28 else 2
             axes.figure.legend(loc="outside lower center", ncols=columns, frameon=False, labelcolor=INK)
@@ -92,7 +96,7 @@ def bars(bars: Sequence[Bar], x: Axis, baseline: float | None = None) -> str:
             if bar.value is not None:
                 end = max(bar.value, 0.0)
                 axes.barh(row, bar.value, height=0.66, color=COLOURS[0])
-                if bar.low is not None and bar.high is not None:
+                if bar.low is not None and bar.high is not None and bar.low < bar.high:
                     spread = [[bar.value - bar.low], [bar.high - bar.value]]
                     axes.errorbar(bar.value, row, xerr=spread, fmt="none", ecolor=INK, elinewidth=1, capsize=2.5)
                     end = max(end, bar.high)
@@ -101,7 +105,7 @@ def bars(bars: Sequence[Bar], x: Axis, baseline: float | None = None) -> str:
         if baseline is not None:
             axes.axvline(baseline, color=INK, linewidth=0.9, linestyle=":")
         axes.set_yticks(range(len(bars)), [bar.name for bar in bars])
-        axes.invert_yaxis()
+        axes.set_ylim(len(bars) - 0.4, -0.6)
         axes.set_xlabel(x.label)
         axes.grid(visible=False, axis="y")
         axes.margins(x=0.18)

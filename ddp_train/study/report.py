@@ -105,7 +105,8 @@ def show(report: Report, console: Console | None = None) -> None:
         rows, numeric = cells(table), _numeric(table)
         for place, (name, right) in enumerate(zip(table.columns, numeric, strict=True)):
             longest = max((len(row[place]) for row in rows), default=0)
-            least = longest if right else min(longest, TEXT_WIDTH)  # words may be folded, numbers not
+            longest_word = max(map(len, name.split()), default=0)
+            least = max(longest if right else min(longest, TEXT_WIDTH), longest_word)  # words are folded, numbers not
             shown.add_column(Text(name), justify="right" if right else "left", min_width=least, overflow="fold")
         for row in rows:
             shown.add_row(*map(Text, row))
@@ -126,7 +127,7 @@ def cells(table: Table) -> list[list[str]]:
 def _column(values: Sequence[Any]) -> list[str]:
     sizes = [abs(value) for value in values if isinstance(value, float) and math.isfinite(value) and value]
     middle = statistics.median_high(sizes) if sizes else 1.0
-    tiny = bool(sizes) and max(sizes) < 1e-3
+    tiny = bool(sizes) and (max(sizes) < 1e-3 or (min(sizes) < 1e-4 and max(sizes) < 1))
     power = math.floor(math.log10(middle))
     spec = ".1e" if tiny else f",.{min(max(0, DIGITS - 1 - power - (power < 0)), 6)}f"
     return [_cell(value, spec) for value in values]
@@ -140,7 +141,10 @@ def _cell(value: Any, spec: str) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, float):
-        return "0" if value == 0 else format(value, spec)
+        rounded = format(value, spec)
+        if value == 0:
+            return "0"
+        return rounded if rounded.strip("-0.,") else f"{value:.1e}"  # too small for its column, and not nothing
     return str(value)
 
 
@@ -235,7 +239,7 @@ def as_page(report: Report) -> str:
 
 def _html_table(table: Table) -> str:
     kinds = [' class="n"' if right else "" for right in _numeric(table)]
-    head = "".join(f"<th{kind}>{html.escape(name)}</th>" for name, kind in zip(table.columns, kinds, strict=True))
+    head = "".join(f"<th{kind}>{_heading(name)}</th>" for name, kind in zip(table.columns, kinds, strict=True))
     body = "\n".join(
         "<tr>" + "".join(f"<td{kind}>{html.escape(cell)}</td>" for cell, kind in zip(row, kinds, strict=True)) + "</tr>"
         for row in cells(table)
@@ -246,6 +250,11 @@ def _html_table(table: Table) -> str:
     title = html.escape(table.title)
     scrolls = f'<div class="wide" tabindex=0 role="region" aria-label="{title}">{frame}</div>'
     return f"<section><h2>{title}</h2>{scrolls}{note}</section>"
+
+
+def _heading(name: str) -> str:
+    """A column's name, whose unit stays beside its last word, and which is not broken at a hyphen."""
+    return html.escape(re.sub(r" (?=\S{1,2}$)", "\N{NO-BREAK SPACE}", name).replace("-", "\N{NON-BREAKING HYPHEN}"))
 
 
 def _html_figure(plot: Plot) -> str:
@@ -277,7 +286,7 @@ _STYLE = """
 }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--page); color: var(--text); font: 16px/1.5 system-ui, sans-serif; }
-main { max-width: 1160px; margin: 0 auto; padding: 1.5rem 1rem 3rem; }
+main { max-width: 1240px; margin: 0 auto; padding: 1.5rem 1rem 3rem; }
 h1 { font-size: 1.7rem; line-height: 1.2; margin: 0.5rem 0 1rem; text-wrap: balance; }
 h2 { font-size: 1.1rem; margin: 2rem 0 0.6rem; }
 p { max-width: 75ch; }
@@ -285,14 +294,14 @@ p { max-width: 75ch; }
 .wide { overflow-x: auto; border: 1px solid var(--line); border-radius: 8px; }
 .wide:focus-visible, pre:focus-visible { outline: 2px solid var(--mark); }
 table { border-collapse: collapse; width: 100%; font-size: 0.9rem; }
-th, td { padding: 0.4rem 0.8rem; text-align: left; vertical-align: top; min-width: 4rem; max-width: 30rem; }
+th, td { padding: 0.4rem 0.65rem; text-align: left; vertical-align: top; min-width: 8rem; max-width: 30rem; }
 th { border-bottom: 1px solid var(--line); color: var(--quiet); font-weight: 600; vertical-align: bottom; }
 td { overflow-wrap: break-word; }
-.n { text-align: right; font-variant-numeric: tabular-nums; }
+.n { text-align: right; font-variant-numeric: tabular-nums; min-width: 3.5rem; }
 td.n { white-space: nowrap; }
 tbody tr:nth-child(even) td { background: var(--stripe); }
 tbody tr:nth-child(odd) td, th { background: var(--page); }
-th:first-child, td:first-child { position: sticky; left: 0; max-width: min(22rem, 45vw); min-width: 7rem; }
+th:first-child, td:first-child { position: sticky; left: 0; max-width: 22rem; min-width: 10rem; }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)); gap: 0 2rem; }
 figure { margin: 0; max-width: 40rem; }
 svg { display: block; width: 100%; height: auto; }
@@ -303,6 +312,7 @@ pre { overflow-x: auto; background: var(--stripe); border: 1px solid var(--line)
 pre { font-size: 0.8rem; line-height: 1.6; }
 @media (max-width: 600px) {
   main { padding: 1rem 0.75rem 2rem; }
+  th:first-child, td:first-child { max-width: 45vw; min-width: 7rem; }
   dl { grid-template-columns: 1fr; gap: 0; }
   dd { margin-bottom: 0.6rem; }
 }
