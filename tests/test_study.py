@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from ddp_train.config.compose import read_overrides
 from ddp_train.errors import ConfigError
 from ddp_train.study import results, tables
 from ddp_train.study.plots import Axis, Bar, Curve, bars, curves
 from ddp_train.study.report import Plot, Report, Table, as_csv, as_json, as_markdown, as_page, cells, show, write
 from ddp_train.study.request import names_of, read_request
 from ddp_train.study.results import METRICS, verdict
-from ddp_train.study.trials import Outcome
+from ddp_train.study.trials import Outcome, Trial
 from ddp_train.study.variants import NEEDS_GPU, Study, merged, plan
 from tests.commands import ENDLESS, ROOT, processes_of, read, run, running, wait_until
 
@@ -172,6 +173,14 @@ def test_every_study_of_variants_can_be_made_here(name: str, monkeypatch: pytest
     assert all("python launch.py" in command for command in tables.report(request, study, {}, 0.0).commands)
 
 
+def test_whatever_a_folder_is_called_its_runs_find_it(tmp_path: Path) -> None:
+    for name in ("plain", "a b", "a=1,b={2}", "it's", "$x"):
+        folder = tmp_path / name
+        read_back = read_overrides(CONF, [Trial([], folder).run_dir_word])
+        assert (read_back.problems, read_back.given) == ([], {"run_dir": str(folder)})
+    assert planned("study=runs", "data=digits", "study.grid=['seed=1,2']").variants[1].folder == "seed_2"
+
+
 def test_a_rung_has_the_tips_below_it_but_for_those_that_cannot_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     study = planned("study=tips", "data=digits", "study.only=[none,pin_memory,AMP,channels_last,fused*]")
@@ -253,8 +262,10 @@ def test_a_ladder_tells_the_gain_by_all_and_by_each(monkeypatch: pytest.MonkeyPa
     ]
     request = read_request(ROOT / "launch.py", CONF, words)
     study = plan(request)
+    figures = {"cpu_cores": 1.5, "resident_gib": 0.25, "power_watts": None}
     seconds = {"none": 8.0, "recommended": 1.0, "AMP": 4.0, "channels_last": 2.0, "without gc_freeze": 1.0}
     found = {name: [outcome([9.0, value + step / 100]) for step in range(3)] for name, value in seconds.items()}
+    found["AMP"][0].summary["figures"] = figures
     report = tables.report(request, study, found, 0.0)
     by_name = {table.title: table for table in report.tables}
     ladder = [
@@ -263,10 +274,10 @@ def test_a_ladder_tells_the_gain_by_all_and_by_each(monkeypatch: pytest.MonkeyPa
     ]
     assert [row["tip"].partition(" (")[0] for row in ladder] == ["none", "pin_memory", "AMP", "channels_last"]
     assert ladder[1]["result"] == NEEDS_GPU and ladder[1]["s/epoch"] is None
-    assert ladder[3]["speed-up by all"] == pytest.approx(8.01 / 2.01) and ladder[3]["by this"] == pytest.approx(
-        4.01 / 2.01
-    )
+    assert [ladder[3]["speed-up by all"], ladder[3]["by this"]] == pytest.approx([8.01 / 2.01, 4.01 / 2.01])
     assert (ladder[2]["verdict"], ladder[0]["verdict"]) == ("faster", None)
+    assert (ladder[2]["CPU cores"], ladder[2]["memory GiB"], ladder[3]["CPU cores"]) == (1.5, 0.25, None)
+    assert "power W" not in by_name[tables.PARTS["ladder"]].columns, "what no run knows has no column"
     left_out = by_name[tables.PARTS["leave_one_out"]].rows[1]
     assert "no effect within the noise" in left_out
     assert "10.0%" in report.intro, "what chance alone does with three runs of each"

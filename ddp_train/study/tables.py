@@ -17,17 +17,18 @@ from ddp_train.study.variants import NEEDS_GPU, Study, Variant
 Outcomes = dict[str, list[Outcome]]
 PARTS = {"variants": "Variants", "ladder": "One tip more in each row", "leave_one_out": "One tip left out"}
 NOT_YET = "not run yet"
-FIGURES: dict[str, tuple[str, float]] = {
-    "gpu_utilisation": ("GPU %", 1),
-    "gpu_memory_bytes": ("GPU memory MiB", 2**-20),
-    "torch_memory_bytes": ("torch's peak MiB", 2**-20),
-    "power_watts": ("power W", 1),
-    "temperature_celsius": ("at most C", 1),
-    "energy_watt_hours": ("energy Wh", 1),
-    "cpu_cores": ("CPU cores", 1),
-    "resident_bytes": ("memory MiB", 2**-20),
+FIGURES = {
+    "gpu_utilisation": "GPU %",
+    "gpu_memory_gib": "GPU memory GiB",
+    "process_gpu_memory_gib": "of the process GiB",
+    "torch_memory_gib": "torch's peak GiB",
+    "power_watts": "power W",
+    "temperature_celsius": "at most C",
+    "energy_wh": "energy Wh",
+    "cpu_cores": "CPU cores",
+    "resident_gib": "memory GiB",
 }
-"""Of summary.json's `figures`: heading and factor."""
+"""Of summary.json's `figures`, and their headings."""
 
 
 def report(request: Request, study: Study, outcomes: Outcomes, load_before: float) -> Report:
@@ -93,7 +94,7 @@ def _comparison(study: Study, outcomes: Outcomes, metric: Metric, part: str) -> 
     spread = {"lowest": min, "highest": max} if study.config.repeats > 1 else {}
     figures = [name for name in FIGURES if any(name in _figures(o) for of in outcomes.values() for o in of)]
     columns = ["variant" if part == "variants" else "tip", "result", metric.label, *spread, *effects[part], "verdict"]
-    columns += [*others, *(FIGURES[name][0] for name in figures), "s/command", "runs"]
+    columns += [*others, *(FIGURES[name] for name in figures), "s/command", "runs"]
     rows = []
     for variant in rows_of:
         done = [outcome for outcome in outcomes.get(variant.name, []) if outcome.completed]
@@ -106,7 +107,7 @@ def _comparison(study: Study, outcomes: Outcomes, metric: Metric, part: str) -> 
             variant.name + adds, result(variant, outcomes.get(variant.name, [])),
             middle(values), *(pick(values, default=None) for pick in spread.values()), *gains, word or None,
             *(middle(_all(read, done)) for read in others.values()),
-            *(middle([FIGURES[name][1] * _figures(o)[name] for o in done if name in _figures(o)]) for name in figures),
+            *(middle([_figures(o)[name] for o in done if name in _figures(o)]) for name in figures),
             middle([outcome.seconds for outcome in done]), len(done),
         ])  # fmt: skip
     against = {
@@ -148,7 +149,10 @@ def _gain(metric: Metric, outcomes: Outcomes, base: str, mine: list[float]) -> f
 def _agreement(study: Study, outcomes: Outcomes) -> Table:
     """How far losses and weights of variants are from those that they must have."""
     rows = []
+    kept = {variant.name for variant in study.variants}
     for name, other in study.config.agreement.items():
+        if not {name, other} <= kept:
+            continue
         mine, theirs = (next((o for o in outcomes.get(n, []) if o.completed), None) for n in (name, other))
         loss = weight = None
         if mine and theirs:
@@ -159,9 +163,10 @@ def _agreement(study: Study, outcomes: Outcomes) -> Table:
         "Agreement",
         ["variant", "with", "largest difference of the training loss", "largest difference of the weights"],
         rows,
-        "Over the whole training, at every step that both logged; the weights are those at its end. Rounding alone "
-        "makes a difference that grows with the number of steps; 0 means the same bits. Batch norm over each process's "
-        "own samples is another computation than over all, and must differ.",
+        "Over the whole training, at every step that both logged; the weights are those at its end. 0 means the same "
+        "bits. Rounding grows with the number of steps, and by leaps where it turns a maximum or a ReLU over; with "
+        "tuning.precision=fp64 it is some 1e-14. Batch norm over each process's own samples is another computation: it "
+        "must differ in any precision.",
     )
 
 
@@ -175,7 +180,7 @@ def _runs(study: Study, outcomes: Outcomes) -> Table:
         values = [_number(variant.values.get(key)) for key in keys]
         found = outcomes.get(variant.name, [])
         for number, outcome in enumerate(found if any(o.completed for o in found) else found[:1]):
-            run = f"{variant.folder}/{number}"
+            run = f"{variant.name}, {number + 1}" if len(found) > 1 else variant.name
             if outcome.completed:
                 seconds = results.epoch_seconds(outcome)
                 loss = list(results.losses(outcome).values())[-1:]
@@ -184,7 +189,7 @@ def _runs(study: Study, outcomes: Outcomes) -> Table:
             else:
                 rows.append((float("inf"), [run, outcome.reason, *[None] * 5, *values]))
         if not found:
-            rows.append((float("inf"), [variant.folder, result(variant, []), *[None] * 5, *values]))
+            rows.append((float("inf"), [variant.name, result(variant, []), *[None] * 5, *values]))
     ordered = [row for _, row in sorted(rows, key=lambda pair: pair[0])]
     note = "Sorted by the seconds of an epoch. loss: the mean over the last logging interval of training."
     return Table("Runs", columns, ordered, note)

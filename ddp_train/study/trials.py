@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -32,6 +33,13 @@ class Trial:
 
     words: list[str]
     run_dir: Path
+
+    @property
+    def run_dir_word(self) -> str:
+        """As an override: in quotes where Hydra would read something else."""
+        path = str(self.run_dir)
+        escaped = path.replace("'", "\\'")
+        return f"run_dir={path}" if re.fullmatch(r"[\w./-]+", path) else f"run_dir='{escaped}'"
 
     @property
     def record(self) -> Path:
@@ -66,7 +74,7 @@ def run(trial: Trial, script: Path, stop: Stop) -> Outcome | None:
     """
     shutil.rmtree(trial.run_dir, ignore_errors=True)  # of a trial that was cut short: going on would spoil its times
     trial.run_dir.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, str(script), *trial.words, f"run_dir={trial.run_dir}"]
+    command = [sys.executable, str(script), *trial.words, trial.run_dir_word]
     began = time.monotonic()
     with adopting_orphans(), trial.output.open("w") as output:
         process = subprocess.Popen(

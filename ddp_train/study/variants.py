@@ -73,7 +73,8 @@ class Variant:
 
     @property
     def folder(self) -> str:
-        return re.sub(r"[^\w.+=-]+", "_", self.name)
+        """Its name, of letters that mean nothing to Hydra or a shell."""
+        return re.sub(r"[^\w.-]+", "_", self.name)
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def plan(request: Request) -> Study:
     given = expand(config, no_gpu)
     kept = [v for v in given if not config.only or any(fnmatch.fnmatchcase(v.name, name) for name in config.only)]
     problems = _names(config, given, kept)
-    varied = {key_of(word) for variant in given for word in variant.words}
+    varied = {key_of(word) for variant in kept for word in variant.words}
     problems += [
         f"{word}: study={request.name} varies {key_of(word)}; leave it out, or change study.variants"
         for word in request.words
