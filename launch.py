@@ -5,14 +5,16 @@ torchrun --nproc_per_node=N launch.py [key=value ...]    the same run under torc
 python launch.py mode=evaluate checkpoint.resume=PATH    score the test set with a checkpoint
 python launch.py mode=doctor [key=value ...]             is this host, or under torchrun are these hosts, fit to train?
 python launch.py -m optimizer.lr=0.1,0.2 [...]           a sweep: fresh processes for each trial, one table
+python launch.py mode=study study=NAME [...]             runs of several variants, compared in one report
 python launch.py --cfg job [key=value ...]               show the config, run nothing
 """
 
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ddp_train import output
 from ddp_train.distributed.world import World, world_from_environment
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
 SCRIPT = Path(__file__).resolve()
 CONF = SCRIPT.parent / "conf"
+STUDY = "mode=study"
 
 
 def main(words: list[str]) -> int:
@@ -45,8 +48,8 @@ def starts_workers(words: list[str]) -> bool:
     """Whether it is likely, by the look of the words, that workers will be started here."""
     flags = {word for word in words if word.startswith("-")}
     elsewhere = any(word.startswith(("launch.nnodes=", "hydra/launcher=")) for word in words)
-    without = {"launch.fork_server=false", "mode=doctor"}.intersection(words)
-    return flags <= {"-m", "--multirun"} and not elsewhere and not without
+    unwanted = {STUDY, "mode=doctor", "launch.fork_server=false"}  # the runs of a study have servers of their own
+    return flags <= {"-m", "--multirun"} and not elsewhere and unwanted.isdisjoint(words)
 
 
 def lead(world: World | None, words: list[str], server: ForkServer | None) -> int:
@@ -55,10 +58,15 @@ def lead(world: World | None, words: list[str], server: ForkServer | None) -> in
     from ddp_train.config.prepare import prepare
 
     try:
+        if STUDY in words:
+            from ddp_train.study.main import study
+
+            return study(SCRIPT, CONF, words, world)
         if any(word.startswith("-") for word in words):
             from ddp_train.cli import through_hydra
 
-            return through_hydra(__doc__ or "", SCRIPT, CONF, words, world, server)
+            report = partial(report_sweep, words)
+            return through_hydra(__doc__ or "", SCRIPT, CONF, words, world, server, report)
         prepared = prepare(CONF, words, world)
     except ConfigError as error:
         print(error, file=sys.stderr)
@@ -78,6 +86,13 @@ def lead(world: World | None, words: list[str], server: ForkServer | None) -> in
 
         return examine_here(prepared.config, SCRIPT.parent)
     return launcher.launch(prepared.config, SCRIPT.parent, server=server)
+
+
+def report_sweep(words: list[str], sweep_dir: Path, rows: list[dict[str, Any]], objective: str) -> Path:
+    """Writes the report of a sweep, when it is over. Returns its page."""
+    from ddp_train.study.sweep import gather
+
+    return gather(sweep_dir, rows, objective, words)
 
 
 def follow(world: World, words: list[str]) -> int:

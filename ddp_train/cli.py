@@ -11,7 +11,7 @@ import math
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ from ddp_train.stopping import SAVED, UNSAVED
 
 RESULTS = "results.jsonl"
 LAUNCHER, SLURM = "hydra/launcher", ("slurm", "submitit_slurm")
+Report = Callable[[Path, list[dict[str, Any]], str], Path]
+"""Writes a page about a sweep: its directory, its rows, its objective. Returns where the page is."""
 SWEEP = ("-m", "--multirun")
 FLAGS = (
     *("-h", "--help", "--version", *SWEEP, "-c", "--cfg", "--resolve", "-p", "--package"),
@@ -45,10 +47,16 @@ FLAGS = (
 
 
 def through_hydra(
-    usage: str, script: Path, conf: Path, words: list[str], world: World | None, server: ForkServer | None
+    usage: str,
+    script: Path,
+    conf: Path,
+    words: list[str],
+    world: World | None,
+    server: ForkServer | None,
+    report: Report | None = None,
 ) -> int:
     """Does what the flags ask: tells something, or runs a sweep, its trials by way of a fork server. Returns the exit
-    code.
+    code. report: is told of a sweep that came to its end.
 
     Raises ConfigError before any trial starts.
     """
@@ -68,7 +76,7 @@ def through_hydra(
         raise ConfigError([f"-m: torchrun would start one sweep per rank; use: {instead}"])
     if not sweep and set(flags) <= {"--resolve", "-p", "--package"}:
         raise ConfigError([f"{flags[0]}: belongs to --cfg job; add that, or leave it out"])
-    trials = Trials(script, conf, server)
+    trials = Trials(script, conf, server, report)
     if {"-sc", "--shell-completion", "--hydra-help"}.isdisjoint(flags):
         words = trials.check(words, sweep)
     sys.argv = [str(script), *words]
@@ -88,8 +96,8 @@ class Trials:
     the file come back.
     """
 
-    def __init__(self, script: Path, conf: Path, server: ForkServer | None) -> None:
-        self.script, self.conf, self.server, self.sweep_dir = script, conf, server, Path()
+    def __init__(self, script: Path, conf: Path, server: ForkServer | None, report: Report | None = None) -> None:
+        self.script, self.conf, self.server, self.report, self.sweep_dir = script, conf, server, report, Path()
         self.swept: set[str] = set()
         self.objective = ""
         self.rows: list[dict[str, Any]] = []
@@ -188,6 +196,8 @@ class Trials:
                     f"best trial {best['trial']}: {' '.join(best['overrides'])}  {self.objective} {best['objective']:g}"
                 )
             print(f"results {self.sweep_dir / RESULTS}")
+            if self.report:
+                print(f"report {self.report(self.sweep_dir, self.rows, self.objective)}")
         return next((row["exit_code"] for row in self.rows if row["exit_code"]), 0)
 
 

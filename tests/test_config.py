@@ -32,7 +32,11 @@ from ddp_train.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
 CONF = ROOT / "conf"
-FILES = sorted(path.relative_to(CONF).with_suffix("").as_posix() for path in CONF.glob("*/*.yaml"))
+FILES = sorted(
+    path.relative_to(CONF).with_suffix("").as_posix()
+    for path in CONF.glob("*/*.yaml")
+    if path.parent.name != "study"  # not composed into a run: tests/test_study.py
+)
 WHOLE_RUNS = ("experiment", "debug")
 SEVERAL = ("tracker",)
 """Groups whose options are added to each other; what they have in common is in the main file."""

@@ -317,6 +317,10 @@ def test_a_sweep_goes_on_after_a_failed_trial_and_shows_both(tmp_path: Path) -> 
     assert f"best trial 1: optimizer.lr=0.01  test.loss {completed['objective']:g}" in done.stdout
     assert re.search(r"│ +0 │.*failed", done.stdout) and re.search(r"│ +1 │.*completed", done.stdout)
     assert f"results {sweep}/results.jsonl" in done.stdout.replace("\n", "")
+    assert f"report {sweep}/report.html" in done.stdout.replace("\n", "")
+    bad, good = json.loads((sweep / "report.json").read_text())["tables"][0]["rows"]
+    assert bad[1:4] == ["optimizer.lr=1e+30", failed["reason"], None] and good[3] == completed["objective"]
+    assert good[6] == read(sweep / "1", "summary.json")["epoch_seconds"][1], "the second of two epochs"
 
 
 @pytest.mark.slow

@@ -18,20 +18,21 @@ from ddp_train.distributed.world import World, hosts_asked, srun_tasks
 def check(asked: Config, config: Config, machine: Machine, world: World | None) -> list[str]:
     """The problems of a config whose values obey `check_rules`. asked: what the user wrote; config: after `resolve`."""
     problems: list[str] = []
-    for one_check in (_processes, _batch, _strategy, _reduction, tips.problems, _numbers, *outside.CHECKS):
+    for one_check in (_mode, _processes, _batch, _strategy, _reduction, tips.problems, _numbers, *outside.CHECKS):
         problems += one_check(asked, config, machine, world)
     return problems
 
 
 def check_rules(config: Config) -> list[str]:
     """The rules that stand beside each field of the schema."""
-    problems = _section_rules(config, "")
+    problems = section_rules(config, "")
     for section in (*SECTIONS, *OPTIONS):
-        problems += _section_rules(getattr(config, section), section + ".")
+        problems += section_rules(getattr(config, section), section + ".")
     return problems
 
 
-def _section_rules(section: Any, prefix: str) -> list[str]:
+def section_rules(section: Any, prefix: str) -> list[str]:
+    """What breaks the rules beside the fields of one section, whose keys begin with `prefix`."""
     problems = []
     for f in dataclasses.fields(section):
         value = getattr(section, f.name)
@@ -64,6 +65,13 @@ def _broken_rule(value: Any, rules: Any) -> str:
     )
     broken = [f"{words} {rules[name]}" for name, words, holds in bounds if name in rules and not holds(rules[name])]
     return f"must be {' and '.join(broken)}" if broken else ""
+
+
+def _mode(asked: Config, config: Config, machine: Machine, world: World | None) -> list[str]:
+    """Modes that are no single run are told apart by the word itself, before anything is composed."""
+    if config.mode in ("train", "evaluate"):
+        return []
+    return [f"mode={config.mode}: is no run that can be swept or frozen; type mode={config.mode} as it stands here"]
 
 
 def _processes(asked: Config, config: Config, machine: Machine, world: World | None) -> list[str]:

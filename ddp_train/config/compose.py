@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 MAY_BE_NULL = ("experiment", "debug")
 MAY_BE_SEVERAL = ("tracker",)
+STUDY = "study"
+"""A mode and its files, which are no part of a run's config."""
 _TYPE_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 
 
@@ -112,6 +114,8 @@ def _read_override(conf: Path, override: Override, sweep: bool, read: Overrides)
             read.words.append(word)
         else:
             read.problems.append(f"{word}: several values; add -m to sweep over them, or quote them: {name}='...'")
+    elif name.split(".")[0] == STUDY:
+        read.problems.append(f"{word}: belongs to mode={STUDY}; add that, or leave it out")
     elif (conf / name).is_dir():
         options, option = sorted(path.stem for path in (conf / name).glob("*.yaml")), override.value()
         chosen = option if isinstance(option, list) and name in MAY_BE_SEVERAL else [option]
@@ -247,7 +251,7 @@ def bind(values: dict[str, Any]) -> tuple[Config, list[str]]:
     problems: list[str] = []
     sections = {name: value for name, value in values.items() if name in SECTIONS or name in OPTIONS}
     scalars = {name: value for name, value in values.items() if name not in sections}
-    config = _bind_fields(Config, "", scalars, problems)
+    config = bind_fields(Config, "", scalars, problems)
     for section, content in sections.items():
         if not isinstance(content, dict):
             problems.append(f"{section}={shown(content)}: holds keys of its own, for example {_example(section)}")
@@ -259,7 +263,7 @@ def bind(values: dict[str, Any]) -> tuple[Config, list[str]]:
             guess = did_you_mean(str(content.get("name")), options)
             problems.append(f"{section}={shown(content.get('name'))}: must be one of {', '.join(options)}{guess}")
             continue
-        setattr(config, section, _bind_fields(schema, section + ".", content, problems))
+        setattr(config, section, bind_fields(schema, section + ".", content, problems))
     return config, problems
 
 
@@ -271,7 +275,8 @@ def _custom(section: str, content: dict[str, Any]) -> dict[str, Any]:
     return {"name": CustomConfig.name, "target": content["_target_"] or "", "arguments": beside}
 
 
-def _bind_fields(schema: type, prefix: str, content: dict[str, Any], problems: list[str]) -> Any:
+def bind_fields(schema: type, prefix: str, content: dict[str, Any], problems: list[str]) -> Any:
+    """Binds the values of one section, whose keys begin with `prefix`, and adds what is wrong to `problems`."""
     typed = OmegaConf.structured(schema)
     hints = typing.get_type_hints(schema)
     as_it_is: dict[str, Any] = {}

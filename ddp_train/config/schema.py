@@ -454,7 +454,7 @@ class OneCycleConfig(ScheduleConfig):
 class Config:
     """One whole run."""
 
-    mode: str = key("train", "what to do", choices=("train", "evaluate", "doctor"))
+    mode: str = key("train", "what to do", choices=("train", "evaluate", "study", "doctor"))
     name: str = key("default", "a name; the run lives in runs/NAME/... unless run_dir is given")
     run_dir: str | None = key(None, "where this run lives; given again it is the same run, and goes on")
     seed: int = key(0, "the one seed", at_least=0, below=2**63)

@@ -1,0 +1,1 @@
+"""A wing: named variants of one job, measured by the ordinary launcher, and the report on them."""

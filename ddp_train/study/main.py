@@ -1,0 +1,115 @@
+"""`mode=study`: the runs of a study, one after the other, and its report. Does not import torch."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Protocol
+
+from rich.console import Console
+
+from ddp_train import lock
+from ddp_train.config.outside import unwritable
+from ddp_train.distributed.world import World
+from ddp_train.errors import ConfigError, LaunchError
+from ddp_train.stopping import UNSAVED
+from ddp_train.study import tables
+from ddp_train.study.facts import load_average
+from ddp_train.study.report import Report, show, write
+from ddp_train.study.request import Request, read_request
+from ddp_train.study.results import METRICS, middle
+from ddp_train.study.trials import Trial, outcome_of, run
+from ddp_train.study.variants import Study, Variant, merged, plan, trials_folder
+
+
+class Kind(Protocol):
+    """A module that makes studies of its kind: `kind: NAME` in conf/study/*.yaml is ddp_train/study/NAME.py."""
+
+    def study(self, request: Request) -> tuple[Report, int]:
+        """Raises ConfigError before anything runs. Returns the report and the exit code."""
+        ...
+
+
+def study(script: Path, conf: Path, words: list[str], world: World | None) -> int:
+    """Makes the study that the words ask for. Returns the exit code. Raises ConfigError before anything runs."""
+    if world:
+        raise ConfigError(["mode=study: starts its own processes; use python launch.py, not torchrun"])
+    request = read_request(script, conf, words)
+    kind = str(request.settings.get("kind", "variants"))
+    make = _study_variants if kind == "variants" else importlib.import_module(f"ddp_train.study.{kind}").study
+    report, code = make(request)
+    try:
+        page = write(report, request.run_dir)
+    except OSError as error:
+        raise ConfigError([unwritable(str(request.run_dir), error.strerror or str(error))]) from None
+    show(report, Console(highlight=False))
+    print(f"report {page}")
+    return code
+
+
+def _study_variants(request: Request) -> tuple[Report, int]:
+    """Runs every trial that is still to be run."""
+    asked, load = plan(request), load_average()
+    outcomes: tables.Outcomes = {}
+    held = _lock(request)
+    with request.stop.listening():
+        try:
+            _run_all(request, asked, outcomes)
+        finally:
+            held.release()
+    code = 0 if _enough(asked, outcomes) else LaunchError.exit_code
+    code = request.stop.exit_code(UNSAVED) if request.stop.received else code
+    return tables.report(request, asked, outcomes, load), code
+
+
+def _lock(request: Request) -> lock.Lock:
+    try:
+        return lock.acquire(request.run_dir / lock.FILE)
+    except lock.HeldError as error:
+        raise ConfigError([f"run_dir={request.run_dir}: another study is in it, {error}; wait for it"]) from None
+    except OSError as error:
+        raise ConfigError([unwritable(str(request.run_dir), error.strerror or str(error))]) from None
+
+
+def trial_of(request: Request, asked: Study, variant: Variant, repeat: int) -> Trial:
+    """One run of a variant."""
+    seed = [f"seed={asked.first.seed + repeat}"] if asked.config.vary_seed else []
+    return Trial(merged(variant.words, seed), trials_folder(request.run_dir, variant) / str(repeat))
+
+
+def _run_all(request: Request, asked: Study, outcomes: tables.Outcomes) -> None:
+    """In rounds whose order alternates. A variant that failed is not tried again; what was completed before is kept."""
+    runnable = [variant for variant in asked.variants if not variant.reason]
+    console, metric = Console(highlight=False), METRICS[asked.config.metric]
+    kept = {
+        (variant.name, repeat): outcome_of(trial_of(request, asked, variant, repeat))
+        for variant in runnable
+        for repeat in range(asked.config.repeats)
+    }  # all of them first: trials of other settings are told before anything runs
+    number, total = 0, len(runnable) * asked.config.repeats
+    for repeat in range(asked.config.repeats):
+        for variant in runnable if repeat % 2 == 0 else reversed(runnable):
+            number += 1
+            found = outcomes.setdefault(variant.name, [])
+            if any(not outcome.completed for outcome in found):
+                continue
+            name = f"trial {number}/{total}  {variant.name}, repeat {repeat + 1}"
+            console.print(name, end="  ", markup=False, soft_wrap=True)
+            before = kept[variant.name, repeat]
+            outcome = before if before and before.completed else None
+            if outcome is None:
+                outcome = run(trial_of(request, asked, variant, repeat), request.script, request.stop)
+            if outcome is None:
+                console.print(f"stopped; go on with {request.command}", markup=False, soft_wrap=True)
+                return
+            found.append(outcome)
+            value = middle(metric.of([outcome]))
+            said = outcome.reason or (f"{value:,.4g} {metric.label}" if value is not None else "completed")
+            took = "was there" if outcome is before else f"took {outcome.seconds:.0f} s"
+            console.print(f"{said}  ({took})", markup=False, soft_wrap=True)
+
+
+def _enough(asked: Study, outcomes: tables.Outcomes) -> bool:
+    """Whether the baseline and, if there is one, another variant have a result."""
+    done = {name for name, found in outcomes.items() if any(outcome.completed for outcome in found)}
+    return asked.baseline in done and len(done) >= min(2, len(asked.variants))

@@ -1,0 +1,127 @@
+"""Numbers from run directories: of a run, over the repeats of a variant, and whether two variants differ."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file
+
+from ddp_train.study.trials import Outcome
+
+LEAST_RUNS = 3
+"""Of each of two variants, before anything is said about their difference."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What variants are compared by. read: from an outcome; factor: from what it is to what a reader is shown."""
+
+    label: str
+    read: Callable[[Outcome], float | None]
+    lower_is_better: bool = True
+    is_time: bool = False
+    """Ratios of it are speed-ups; of the others, differences are told."""
+
+    def of(self, outcomes: Sequence[Outcome]) -> list[float]:
+        """The values of the runs that have one."""
+        found = (self.read(outcome) for outcome in outcomes if outcome.completed)
+        return [value for value in found if value is not None and math.isfinite(value)]
+
+    def gain(self, before: float, after: float) -> float:
+        """How many times as fast, or by how much better it is than before."""
+        if self.is_time:
+            return before / after if self.lower_is_better else after / before
+        return before - after if self.lower_is_better else after - before
+
+
+def epoch_seconds(outcome: Outcome) -> float | None:
+    """The median epoch, without the first where there are several: it has warm-up, compilation and recording in it."""
+    seconds = outcome.summary.get("epoch_seconds") or []
+    return statistics.median(seconds[1:] or seconds) if seconds else None
+
+
+def first_epoch(outcome: Outcome) -> float | None:
+    """The first epoch of several."""
+    seconds = outcome.summary.get("epoch_seconds") or []
+    return seconds[0] if len(seconds) > 1 else None
+
+
+def samples_per_second(outcome: Outcome) -> float | None:
+    """By the median epoch as `epoch_seconds` has it."""
+    seconds, epochs = epoch_seconds(outcome), len(outcome.summary.get("epoch_seconds") or [])
+    return outcome.summary["samples_seen"] / epochs / seconds if seconds else None
+
+
+def accuracy(outcome: Outcome) -> float | None:
+    """In percent."""
+    found = (outcome.summary.get("test") or {}).get("accuracy")
+    return None if found is None else 100 * found
+
+
+def _test_loss(outcome: Outcome) -> float | None:
+    return (outcome.summary.get("test") or {}).get("loss")
+
+
+METRICS: dict[str, Metric] = {
+    "epoch_seconds": Metric("s/epoch", epoch_seconds, is_time=True),
+    "samples_per_second": Metric("samples/s", samples_per_second, lower_is_better=False, is_time=True),
+    "seconds": Metric("s training", lambda outcome: outcome.summary.get("seconds"), is_time=True),
+    "test.accuracy": Metric("test accuracy %", accuracy, lower_is_better=False),
+    "test.loss": Metric("test loss", _test_loss),
+}
+
+
+def middle(values: Sequence[float]) -> float | None:
+    """The median, or None of nothing."""
+    return statistics.median(values) if values else None
+
+
+def by_chance(runs: int, others: int) -> float:
+    """How often two samples of one distribution lie wholly apart, one way or the other: 2 / C(n + m, n)."""
+    return 2 / math.comb(runs + others, runs)
+
+
+def verdict(metric: Metric, base: Sequence[float], mine: Sequence[float]) -> str:
+    """Whether two variants differ: only if every run of one is better than every run of the other."""
+    if not base or not mine:
+        return ""
+    if min(len(base), len(mine)) < LEAST_RUNS:
+        return "too few runs to tell"
+    words = ("faster", "slower") if metric.is_time else ("better", "worse")
+    if max(mine) < min(base):
+        return words[0 if metric.lower_is_better else 1]
+    if min(mine) > max(base):
+        return words[1 if metric.lower_is_better else 0]
+    return "no effect within the noise"
+
+
+def losses(outcome: Outcome) -> dict[int, float]:
+    """The training loss by optimizer step, as metrics.jsonl has it."""
+    return {
+        line["step"]: line["loss"] for line in outcome.metrics if line["kind"] == "train" and line["loss"] is not None
+    }
+
+
+def largest_difference(one: dict[int, float], other: dict[int, float]) -> float | None:
+    """Of two curves, at the steps that both have."""
+    return max((abs(one[step] - other[step]) for step in one.keys() & other.keys()), default=None)
+
+
+def weights(run_dir: Path) -> dict[str, Any] | None:
+    """Parameters and buffers of the newest checkpoint, by name; None if there is none."""
+    newest = max((run_dir / "checkpoints").glob("step_*/model.safetensors"), default=None)
+    return load_file(newest) if newest else None
+
+
+def largest_weight_difference(one: Path, other: Path) -> float | None:
+    """Between the weights that two runs ended with; None where they have other shapes, or are gone."""
+    mine, theirs = weights(one), weights(other)
+    if not mine or not theirs or {n: w.shape for n, w in mine.items()} != {n: w.shape for n, w in theirs.items()}:
+        return None
+    return max(float(np.abs(mine[name].astype(np.float64) - theirs[name]).max(initial=0.0)) for name in mine)

@@ -1,0 +1,44 @@
+"""The trials of a Hydra sweep (`-m`) in the report of a study."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ddp_train.study import results
+from ddp_train.study.facts import facts
+from ddp_train.study.plots import Axis, Bar, bars
+from ddp_train.study.report import Plot, Report, Table, write
+from ddp_train.study.request import command_of
+from ddp_train.study.trials import Outcome, outcome
+
+
+def gather(sweep_dir: Path, rows: list[dict[str, Any]], objective: str, words: list[str]) -> Path:
+    """Writes the report of a sweep into its directory. Returns the page's path.
+
+    rows: those of results.jsonl. objective: the key that the sweep optimizes. words: the command line.
+    """
+    found = {row["trial"]: outcome(sweep_dir / str(row["trial"]), row["exit_code"], 0.0) for row in rows}
+    columns = ["trial", "overrides", "result", objective, "test accuracy %", "test loss", "s/epoch", "samples/s", "s"]
+    table = Table("Trials", columns, [_row(row, found[row["trial"]]) for row in rows], _NOTE)
+    shown = [Bar(" ".join(row["overrides"]), row.get("objective"), text=_failed(row)) for row in rows]
+    plot = Plot(objective, bars(shown, Axis(objective)))
+    command = command_of(words)
+    intro = f"One run for each combination, in fresh processes; {objective} is what the sweep optimizes."
+    return write(Report("Sweep", intro, [table, plot], facts(), [command]), sweep_dir)
+
+
+_NOTE = "One run of each: nothing is said about noise. s/epoch: the median, without the first where there are several."
+
+
+def _row(row: dict[str, Any], found: Outcome) -> list[Any]:
+    result = "completed" if row["status"] == "completed" else row.get("reason", row["status"])
+    epoch = (results.epoch_seconds(found), results.samples_per_second(found)) if found.completed else (None, None)
+    accuracy = row.get("accuracy")
+    percent = None if accuracy is None else 100 * accuracy
+    values = row.get("objective"), percent, row.get("loss"), *epoch, row.get("seconds")
+    return [row["trial"], " ".join(row["overrides"]), result, *values]
+
+
+def _failed(row: dict[str, Any]) -> str:
+    return "" if row["status"] == "completed" else str(row.get("kind", row["status"]))

@@ -1,0 +1,258 @@
+"""From the outcomes of a study to its report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ddp_train.study import results
+from ddp_train.study.facts import facts
+from ddp_train.study.plots import Axis, Bar, Curve, bars, curves
+from ddp_train.study.report import Plot, Report, Table
+from ddp_train.study.request import Request, command_of
+from ddp_train.study.results import METRICS, Metric, middle
+from ddp_train.study.trials import Outcome
+from ddp_train.study.variants import NEEDS_GPU, Study, Variant
+
+Outcomes = dict[str, list[Outcome]]
+PARTS = {"variants": "Variants", "ladder": "One tip more in each row", "leave_one_out": "One tip left out"}
+NOT_YET = "not run yet"
+FIGURES = {
+    "gpu_utilisation": "GPU %",
+    "gpu_memory_gib": "GPU memory GiB",
+    "process_gpu_memory_gib": "of the process GiB",
+    "torch_memory_gib": "torch's peak GiB",
+    "power_watts": "power W",
+    "temperature_celsius": "at most C",
+    "energy_wh": "energy Wh",
+    "cpu_cores": "CPU cores",
+    "resident_gib": "memory GiB",
+}
+"""Of summary.json's `figures`, and their headings."""
+
+
+def report(request: Request, study: Study, outcomes: Outcomes, load_before: float) -> Report:
+    """Everything there is to tell so far."""
+    config, metric = study.config, METRICS[study.config.metric]
+    sections: list[Table | Plot] = []
+    if config.layout == "runs":
+        sections.append(_runs(study, outcomes))
+    else:
+        parts = {variant.part for variant in study.variants}
+        sections += [_comparison(study, outcomes, metric, part) for part in PARTS if part in parts]
+        sections += [_agreement(study, outcomes)] if config.agreement else []
+    sections += _published(config.published)
+    sections += _plots(study, outcomes, metric)
+    known = {"Data": str(study.first.data.name), "Device": study.first.device, "Repeats": str(config.repeats)}
+    return Report(
+        config.title or f"Study: {request.name}",
+        f"{config.about.strip()}\n\n{_how(study)}",
+        sections,
+        known | facts(load_before),
+        [request.command, *(f"{command_of(v.words)}  # {v.name}" for v in study.variants if not v.reason)],
+    )
+
+
+def _how(study: Study) -> str:
+    """How it was measured, and what the words of the tables mean."""
+    repeats = study.config.repeats
+    epochs = "epoch: the median one" + (", the first left out" if study.first.train.epochs > 1 else "")
+    rounds = ", in rounds whose order alternates; shown are the median and the lowest and highest run"
+    said = f"Each run is a command of its own, {repeats} of each variant{rounds if repeats > 1 else ''}. s/{epochs}, "
+    said += "without its test. "
+    if repeats < results.LEAST_RUNS:
+        return said + f"With fewer than {results.LEAST_RUNS} runs of each nothing is said about differences."
+    chance = results.by_chance(repeats, repeats)
+    compared = sum(1 for variant in study.variants if variant.name != study.baseline and not variant.reason)
+    return said + (
+        "A variant is called faster, slower, better or worse only if each of its runs is, compared with each of those "
+        f"that it is compared with. Two equal variants would look so in {chance:.1%} of all cases, so that about "
+        f"{chance * compared:.1f} of the {compared} verdicts here could be by chance. Everything else is 'no effect "
+        "within the noise'."
+    )
+
+
+def result(variant: Variant, outcomes: Sequence[Outcome]) -> str:
+    """The word or the reason in the row of a variant."""
+    failed = next((outcome.reason for outcome in outcomes if not outcome.completed), "")
+    done = sum(outcome.completed for outcome in outcomes)
+    if failed and done:
+        return f"{done} completed; then {failed}"
+    return variant.reason or failed or ("completed" if done else NOT_YET)
+
+
+def _comparison(study: Study, outcomes: Outcomes, metric: Metric, part: str) -> Table:
+    """A row for each variant: the metric, its gain, and what else was measured."""
+    rows_of = [variant for variant in study.variants if variant.part == part]
+    leading = {"ladder": study.baseline, "leave_one_out": study.config.reference}.get(part)
+    rows_of = [variant for variant in study.variants if variant.name == leading] + rows_of
+    effect = "speed-up" if metric.is_time else "difference"
+    effects = {"variants": [effect], "ladder": [f"{effect} by all", "by this"], "leave_one_out": [f"{effect} without"]}
+    others = {label: read for label, read in _OTHERS.items() if label != metric.label}
+    if study.config.layout != "growth":
+        others.pop("steps")
+    spread = {"lowest": min, "highest": max} if study.config.repeats > 1 else {}
+    figures = [name for name in FIGURES if any(name in _figures(o) for of in outcomes.values() for o in of)]
+    columns = ["variant" if part == "variants" else "tip", "result", metric.label, *spread, *effects[part], "verdict"]
+    columns += [*others, *(FIGURES[name] for name in figures), "s/command", "runs"]
+    rows = []
+    for variant in rows_of:
+        done = [outcome for outcome in outcomes.get(variant.name, []) if outcome.completed]
+        values, is_first = metric.of(done), variant.name in (leading, study.baseline)
+        bases = [study.baseline, variant.against] if part == "ladder" else [variant.against]
+        gains = [_gain(metric, outcomes, base, values) if not is_first else None for base in bases]
+        word = results.verdict(metric, metric.of(outcomes.get(variant.against, [])), values) if not is_first else ""
+        adds = f" ({' '.join(variant.adds)})" if part != "variants" and variant.adds and variant.name != leading else ""
+        rows.append([
+            variant.name + adds, result(variant, outcomes.get(variant.name, [])),
+            middle(values), *(pick(values, default=None) for pick in spread.values()), *gains, word or None,
+            *(middle(_all(read, done)) for read in others.values()),
+            *(middle([_figures(o)[name] for o in done if name in _figures(o)]) for name in figures),
+            middle([outcome.seconds for outcome in done]), len(done),
+        ])  # fmt: skip
+    against = {
+        "variants": f"Compared with {study.baseline}.",
+        "ladder": f"Each row has the tips above it too. By all: against {study.baseline}; by this, and the verdict: "
+        "against the nearest row above that was run.",
+        "leave_one_out": f"Each row is {study.config.reference} without one tip, and compared with it: below 1 the tip "
+        "helps.",
+    }
+    if not figures:
+        against[part] += " No utilisation or memory: these runs recorded none."
+    return Table(PARTS[part], columns, rows, against[part])
+
+
+_OTHERS: dict[str, Any] = {
+    "s/epoch": results.epoch_seconds,
+    "first epoch s": results.first_epoch,
+    "samples/s": results.samples_per_second,
+    "test accuracy %": results.accuracy,
+    "test loss": METRICS["test.loss"].read,
+    "steps": lambda outcome: outcome.summary.get("steps"),
+}
+
+
+def _all(read: Any, outcomes: Sequence[Outcome]) -> list[float]:
+    return [value for outcome in outcomes if (value := read(outcome)) is not None]
+
+
+def _figures(outcome: Outcome) -> dict[str, float]:
+    """Those of the GPU or of the process, where a run recorded any."""
+    return {name: value for name, value in (outcome.summary.get("figures") or {}).items() if value is not None}
+
+
+def _gain(metric: Metric, outcomes: Outcomes, base: str, mine: list[float]) -> float | None:
+    before, after = middle(metric.of(outcomes.get(base, []))), middle(mine)
+    return metric.gain(before, after) if before and after else None
+
+
+def _agreement(study: Study, outcomes: Outcomes) -> Table:
+    """How far losses and weights of variants are from those that they must have."""
+    rows = []
+    kept = {variant.name for variant in study.variants}
+    for name, other in study.config.agreement.items():
+        if not {name, other} <= kept:
+            continue
+        mine, theirs = (next((o for o in outcomes.get(n, []) if o.completed), None) for n in (name, other))
+        loss = weight = None
+        if mine and theirs:
+            loss = results.largest_difference(results.losses(mine), results.losses(theirs))
+            weight = results.largest_weight_difference(mine.run_dir, theirs.run_dir)
+        rows.append([name, other, loss, weight])
+    return Table(
+        "Agreement",
+        ["variant", "with", "largest difference of the training loss", "largest difference of the weights"],
+        rows,
+        "Over the whole training, at every step that both logged; the weights are those at its end. 0 means the same "
+        "bits. Rounding grows with the number of steps, and by leaps where it turns a maximum or a ReLU over; with "
+        "tuning.precision=fp64 it is some 1e-14. Batch norm over each process's own samples is another computation: it "
+        "must differ in any precision.",
+    )
+
+
+def _runs(study: Study, outcomes: Outcomes) -> Table:
+    """The classic run table: a row for each run, the shortest epoch first, with what the grid gave it."""
+    keys = list(dict.fromkeys(key for variant in study.variants for key in variant.values))
+    columns = ["run", "result", "epochs", "loss", "test accuracy %", "s/epoch", "s/run",
+               *(key.rpartition(".")[2] for key in keys)]  # fmt: skip
+    rows: list[tuple[float, list[Any]]] = []
+    for variant in study.variants:
+        values = [_number(variant.values.get(key)) for key in keys]
+        found = outcomes.get(variant.name, [])
+        for number, outcome in enumerate(found if any(o.completed for o in found) else found[:1]):
+            run = f"{variant.name}, {number + 1}" if len(found) > 1 else variant.name
+            if outcome.completed:
+                seconds = results.epoch_seconds(outcome)
+                loss = list(results.losses(outcome).values())[-1:]
+                rows.append((seconds or 0.0, [run, "completed", outcome.summary.get("epochs"), *(loss or [None]),
+                             results.accuracy(outcome), seconds, outcome.summary.get("seconds"), *values]))  # fmt: skip
+            else:
+                rows.append((float("inf"), [run, outcome.reason, *[None] * 5, *values]))
+        if not found:
+            rows.append((float("inf"), [variant.name, result(variant, []), *[None] * 5, *values]))
+    ordered = [row for _, row in sorted(rows, key=lambda pair: pair[0])]
+    note = "Sorted by the seconds of an epoch. loss: the mean over the last logging interval of training."
+    return Table("Runs", columns, ordered, note)
+
+
+def _number(text: str | None) -> Any:
+    return int(text) if text and text.isdigit() else text
+
+
+def _published(table: dict[str, Any]) -> list[Table]:
+    """What others published, as the study's file has it."""
+    if not table:
+        return []
+    return [Table(table["title"], list(table["columns"]), [list(row) for row in table["rows"]], table.get("note", ""))]
+
+
+def _plots(study: Study, outcomes: Outcomes, metric: Metric) -> list[Plot]:
+    if study.config.layout == "growth":
+        return [_growth(study, outcomes, metric), _growth(study, outcomes, METRICS["epoch_seconds"])]
+    shown = []
+    for variant in study.variants:
+        values = metric.of(outcomes.get(variant.name, []))
+        why = (NEEDS_GPU if variant.reason == NEEDS_GPU else "not run") if variant.reason else ""
+        text = "" if values else why or ("failed" if outcomes.get(variant.name) else NOT_YET)
+        shown.append(Bar(variant.name, middle(values), min(values, default=None), max(values, default=None), text))
+    base = middle(metric.of(outcomes.get(study.baseline, [])))
+    where = f"The dotted line: {study.baseline}. Whiskers: the lowest and the highest run."
+    plots = [Plot(metric.label, bars(shown, Axis(metric.label), base), where)]
+    if study.config.agreement:
+        plots.append(_losses(study, outcomes))
+    return plots
+
+
+def _losses(study: Study, outcomes: Outcomes) -> Plot:
+    """The training loss of every variant, on one plot."""
+    lines = []
+    for variant in study.variants:
+        found = [results.losses(outcome) for outcome in outcomes.get(variant.name, []) if outcome.completed]
+        if found:
+            steps = sorted(set.intersection(*(set(one) for one in found)))
+            of = [[one[step] for one in found] for step in steps]
+            low, high = [min(values) for values in of], [max(values) for values in of]
+            lines.append(Curve(variant.name, steps, [middle(values) or 0.0 for values in of], low, high))
+    caption = "Curves that agree lie upon each other: their differences are in the table above."
+    return Plot(
+        "Training loss", curves(lines, Axis("optimizer step"), Axis("loss", log=True)) if lines else "", caption
+    )
+
+
+def _growth(study: Study, outcomes: Outcomes, metric: Metric) -> Plot:
+    """The metric over the first key of the grid, a line for each variant."""
+    along = study.config.grid[0].partition("=")[0]
+    lines: dict[str, list[tuple[float, list[float]]]] = {}
+    for variant in study.variants:
+        values = metric.of(outcomes.get(variant.name, []))
+        if values:
+            lines.setdefault(variant.of, []).append((float(variant.values[along]), values))
+    drawn = []
+    for name, points in lines.items():
+        points.sort()
+        x, of = [at for at, _ in points], [values for _, values in points]
+        low, high = [min(values) for values in of], [max(values) for values in of]
+        drawn.append(Curve(name, x, [middle(values) or 0.0 for values in of], low, high))
+    ticks = sorted({at for points in lines.values() for at, _ in points})
+    axis = Axis(along.rpartition(".")[2].replace("_", " "), log=True, ticks=ticks)
+    return Plot(metric.label, curves(drawn, axis, Axis(metric.label)) if drawn else "", "Bands: lowest to highest run.")

@@ -1,0 +1,148 @@
+"""Runs of the ordinary launcher, one after the other, each a command of its own; and what they left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ddp_train.distributed.world import environment
+from ddp_train.errors import ConfigError
+from ddp_train.health import FILE as FAILURE
+from ddp_train.health import SUMMARY, write_json
+from ddp_train.launcher import Stop
+from ddp_train.processes import adopting_orphans, end_with_parent
+
+POLL_SECONDS = 0.05
+PATIENCE_SECONDS = 20.0
+"""From the request to stop to SIGKILL, for a run whose study was stopped."""
+REASON_LETTERS = 200
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run: its words, without `run_dir`, and its folder; beside that lie its output and how it ended."""
+
+    words: list[str]
+    run_dir: Path
+
+    @property
+    def run_dir_word(self) -> str:
+        """As an override: in quotes where Hydra would read something else."""
+        path = str(self.run_dir)
+        escaped = path.replace("'", "\\'")
+        return f"run_dir={path}" if re.fullmatch(r"[\w./-]+", path) else f"run_dir='{escaped}'"
+
+    @property
+    def record(self) -> Path:
+        return self.run_dir.with_name(self.run_dir.name + ".json")
+
+    @property
+    def output(self) -> Path:
+        return self.run_dir.with_name(self.run_dir.name + ".log")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run left. `reason`: why there is no result, "" where there is one."""
+
+    exit_code: int
+    seconds: float
+    """Of the whole command, from its start to its end."""
+    summary: dict[str, Any]
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    reason: str = ""
+    run_dir: Path = Path()
+
+    @property
+    def completed(self) -> bool:
+        return not self.reason
+
+
+def run(trial: Trial, script: Path, stop: Stop) -> Outcome | None:
+    """Runs a trial anew, in a session of its own that ends with this process. None if it was ended for `stop`.
+
+    Must be called inside `stop.listening()`.
+    """
+    shutil.rmtree(trial.run_dir, ignore_errors=True)  # of a trial that was cut short: going on would spoil its times
+    trial.run_dir.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, str(script), *trial.words, trial.run_dir_word]
+    began = time.monotonic()
+    with adopting_orphans(), trial.output.open("w") as output:
+        process = subprocess.Popen(
+            command,
+            env=environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=end_with_parent,  # safe: this process has one thread
+        )
+        try:
+            _wait(process, stop)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    if stop.received:
+        return None
+    seconds = time.monotonic() - began
+    write_json(trial.record, {"words": trial.words, "exit_code": process.returncode, "seconds": round(seconds, 3)})
+    return outcome_of(trial)
+
+
+def _wait(process: subprocess.Popen[bytes], stop: Stop) -> None:
+    """Until it ends; after a request to stop, for so long as a run needs to stop by itself."""
+    deadline = None
+    while process.poll() is None:
+        if stop.received and deadline is None:
+            process.send_signal(signal.SIGTERM)
+            deadline = time.monotonic() + PATIENCE_SECONDS
+        if stop.insists or (deadline is not None and time.monotonic() > deadline):
+            return
+        time.sleep(POLL_SECONDS)
+
+
+def outcome_of(trial: Trial) -> Outcome | None:
+    """What an earlier `run` of this trial left; None if it never came to its end.
+
+    Raises ConfigError if it was a run with other words.
+    """
+    if not trial.record.is_file():
+        return None
+    record = json.loads(trial.record.read_text())
+    if record["words"] != trial.words:
+        before, now = set(record["words"]), set(trial.words)
+        differ = " ".join(sorted(before ^ now))
+        rule = f"holds a trial with other settings ({differ})"
+        raise ConfigError([f"run_dir={trial.run_dir}: {rule}; name another run_dir"])
+    return outcome(trial.run_dir, record["exit_code"], record["seconds"], trial.output)
+
+
+def outcome(run_dir: Path, exit_code: int, seconds: float, output: Path | None = None) -> Outcome:
+    """Reads a run directory. output: what the command printed, for a run that ended before it had a directory."""
+    summary, failure = _read(run_dir / SUMMARY), _read(run_dir / FAILURE)
+    if exit_code == 0 and summary.get("status") == "completed":
+        lines = (run_dir / "metrics.jsonl").read_text().splitlines() if (run_dir / "metrics.jsonl").is_file() else []
+        return Outcome(exit_code, seconds, summary, [json.loads(line) for line in lines], "", run_dir)
+    if failure:
+        reason = f"{failure['kind']}: {failure['detail']}"
+    else:
+        said = output.read_text().splitlines() if output and output.is_file() else []
+        problems = [line.removeprefix("  - ") for line in said if line.startswith("  - ")]
+        reason = "; ".join([f"exit code {exit_code}", *(problems or said[-1:])])
+    flat = " ".join(reason.split())
+    flat = flat if len(flat) <= REASON_LETTERS else flat[: REASON_LETTERS - 3] + "..."
+    return Outcome(exit_code, seconds, {}, [], flat, run_dir)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.is_file() else {}

@@ -1,0 +1,232 @@
+"""The variants of a study: from its file to the words of every run, checked before the first one starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import itertools
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Union
+
+from ddp_train.config.check import check, check_rules
+from ddp_train.config.compose import counted, did_you_mean, read_config, read_overrides
+from ddp_train.config.machine import Machine, this_machine
+from ddp_train.config.resolve import resolve
+from ddp_train.config.schema import Config, key
+from ddp_train.distributed.world import visible_devices
+from ddp_train.errors import ConfigError
+from ddp_train.study.request import Request, key_of, settings_as
+
+METRICS = ("epoch_seconds", "samples_per_second", "seconds", "test.accuracy", "test.loss")
+LAYOUTS = ("comparison", "runs", "growth")
+NEEDS_GPU = "needs a GPU"
+
+
+@dataclass
+class VariantsConfig:
+    """A study of named variants: conf/study/*.yaml."""
+
+    kind: str = key("variants", "what makes this study", choices=("variants",))
+    title: str = key("", "of the report", may_be_empty=True)
+    about: str = key("", "what is compared, above the tables", may_be_empty=True)
+    repeats: int = key(3, "runs of each variant", at_least=1)
+    processes: Union[int, str] = key(
+        "auto", "for the variants that have several; auto: one per GPU, 2 without", at_least=1, words=("auto",)
+    )
+    vary_seed: bool = key(False, "each repeat has another seed; the same ones for all variants")
+    metric: str = key("epoch_seconds", "what variants are compared by", choices=METRICS)
+    layout: str = key("comparison", "of the report", choices=LAYOUTS)
+    common: list[str] = key([], "overrides for all runs")
+    either: dict[str, Any] = key({}, "sets of overrides; the first that can run here is for all runs")
+    variants: dict[str, Any] = key({}, "name: its overrides")
+    grid: list[str] = key([], "key=a,b,...: every variant with every combination of these")
+    baseline: str = key("", "the variant that others are compared with", may_be_empty=True)
+    ladder: dict[str, Any] = key({}, "name: overrides that are added to the baseline and to those above")
+    leave_one_out: dict[str, Any] = key({}, "name: overrides that take one tip away from the reference")
+    reference: str = key("", "the variant that leave_one_out takes away from", may_be_empty=True)
+    needs_gpu: list[str] = key([], "variants that mean nothing without a GPU: they keep their row")
+    not_run: dict[str, Any] = key({}, "name: why no run can show it; it keeps its row")
+    only: list[str] = key([], "names, or patterns with * in them, of the variants to run; empty: all")
+    agreement: dict[str, Any] = key({}, "variant: the one whose losses and weights it must have")
+    published: dict[str, Any] = key({}, "a table that others published, beside ours: title, note, columns, rows")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """words: of its runs, but for seed and run_dir. against: the variant it is compared with. reason: why it is not
+    run.
+
+    part: variants, ladder or leave_one_out; adds: the words that make it differ there. of, values: without a grid it
+    would be one variant, `of`; what the grid gave it.
+    """
+
+    name: str
+    words: list[str]
+    against: str
+    part: str = "variants"
+    reason: str = ""
+    adds: list[str] = field(default_factory=list)
+    of: str = ""
+    values: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def folder(self) -> str:
+        """Its name, of letters that mean nothing to Hydra or a shell."""
+        return re.sub(r"[^\w.-]+", "_", self.name)
+
+
+@dataclass(frozen=True)
+class Study:
+    """All that is to be run, and told. first: the resolved config of the baseline. data: which of `either` it is."""
+
+    config: VariantsConfig
+    variants: list[Variant]
+    baseline: str
+    machine: Machine
+    first: Config
+    data: str = ""
+
+    def named(self, name: str) -> Variant:
+        """The variant of that name."""
+        return next(variant for variant in self.variants if variant.name == name)
+
+
+def plan(request: Request) -> Study:
+    """Expands and checks a study. Raises ConfigError with every problem, before anything runs."""
+    config: VariantsConfig = settings_as(VariantsConfig, request.settings)
+    problems = _shape(config)
+    if problems:
+        raise ConfigError(problems)
+    machine = this_machine(visible_devices())
+    no_gpu = not machine.gpus or "device=cpu" in request.words
+    given = expand(config, no_gpu)
+    kept = [v for v in given if not config.only or any(fnmatch.fnmatchcase(v.name, name) for name in config.only)]
+    problems = _names(config, given, kept)
+    varied = {key_of(word) for variant in kept for word in variant.words}
+    problems += [
+        f"{word}: study={request.name} varies {key_of(word)}; leave it out, or change study.variants"
+        for word in request.words
+        if key_of(word) in varied
+    ]
+    if problems:
+        raise ConfigError(problems)
+    baseline = config.baseline or next((v.name for v in kept if not v.reason), kept[0].name)
+    data, shared = _choose(request, config, next(v for v in kept if v.name == baseline), machine)
+    below, rung = baseline, next(variant.words for variant in kept if variant.name == baseline)
+    checked, first = [], Config()
+    for variant in kept:
+        own = merged(rung, variant.words) if variant.part == "ladder" else variant.words
+        words = merged(config.common, shared, own, request.words)
+        composed, found = read_config(request.conf, read_overrides(request.conf, words))
+        found = found or check_rules(composed)
+        reason = variant.reason
+        if not found and not reason:
+            resolved = resolve(composed, machine, None)
+            first = resolved if variant.name == baseline else first
+            here = check(composed, resolved, machine, None) + _alone(composed)
+            if variant.name == baseline:
+                found = here
+            reason = f"cannot run here: {'; '.join(here)}" if here else ""
+        problems += [f"{problem} (study.variants: {variant.name})" for problem in found]
+        against = below if variant.part == "ladder" else variant.against or baseline
+        checked.append(dataclasses.replace(variant, words=words, reason=reason, against=against))
+        if variant.part == "ladder" and not reason:
+            below, rung = variant.name, own
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    return Study(config, checked, baseline, machine, first, data)
+
+
+def expand(config: VariantsConfig, no_gpu: bool) -> list[Variant]:
+    """Every variant with the words that it adds: to all runs, to the rungs below, or to the reference."""
+    grid = [(line.partition("=")[0], line.partition("=")[2].split(",")) for line in config.grid]
+    found: list[Variant] = []
+    for name, words in (config.variants or {"": []}).items():
+        for values in itertools.product(*(values for _, values in grid)):
+            chosen = dict(zip((key for key, _ in grid), values, strict=True))
+            full = ", ".join(filter(None, [name, *(f"{key.rpartition('.')[2]}={v}" for key, v in chosen.items())]))
+            own = [*words, *(f"{key}={value}" for key, value in chosen.items())]
+            found.append(Variant(full, own, "", adds=own, of=name, values=chosen))
+    start = next((variant.words for variant in found if variant.name == config.reference), [])
+    for part, words_of, base in (("ladder", config.ladder, []), ("leave_one_out", config.leave_one_out, start)):
+        for name, words in words_of.items():
+            against = config.reference if part == "leave_one_out" else ""
+            found.append(Variant(name, merged(base, words), against, part, adds=words))
+    return [dataclasses.replace(variant, reason=_unfit(config, variant, no_gpu)) for variant in found]
+
+
+def merged(*parts: list[str]) -> list[str]:
+    """Overrides where a later one of the same key replaces the earlier."""
+    return list({key_of(word): word for part in parts for word in part}.values())
+
+
+def _shape(config: VariantsConfig) -> list[str]:
+    """Where the file is not what `expand` reads."""
+    problems = []
+    for name in ("either", "variants", "ladder", "leave_one_out"):
+        for variant, words in getattr(config, name).items():
+            if not isinstance(words, list) or not all(isinstance(word, str) and "=" in word for word in words):
+                problems.append(f"study.{name}.{variant}={words}: must be a list of overrides, [key=value,...]")
+    problems += [f"study.grid: {line}: must be key=a,b,..." for line in config.grid if not re.match(r"[\w.]+=.", line)]
+    return problems or ([] if config.variants or config.grid else ["study.variants={}: names no variant; add one"])
+
+
+def _names(config: VariantsConfig, given: list[Variant], kept: list[Variant]) -> list[str]:
+    """Names that name nothing, or two things."""
+    names = [variant.name for variant in given]
+    problems = []
+    mentioned = {
+        "baseline": [config.baseline] if config.baseline else [],
+        "reference": [config.reference] if config.reference else [],
+        "needs_gpu": config.needs_gpu,
+        "not_run": list(config.not_run),
+        "agreement": [*config.agreement, *config.agreement.values()],
+    }
+    for name, said in mentioned.items():
+        unknown = [one for one in said if one not in names]
+        problems += [f"study.{name}={one}: no variant of that name{did_you_mean(str(one), names)}" for one in unknown]
+    for pattern in config.only:
+        if not fnmatch.filter(names, pattern):
+            problems.append(f"study.only=[{pattern}]: no variant of that name{did_you_mean(pattern, names)}")
+    if config.baseline in names and not any(variant.name == config.baseline for variant in kept):
+        problems.append(f"study.only: leaves out the baseline; add {config.baseline}")
+    folders = [variant.folder for variant in given]
+    doubled = sorted({name for name in folders if folders.count(name) > 1})
+    return problems + [f"study.variants: {name}: two variants have that name; rename one" for name in doubled]
+
+
+def _choose(request: Request, config: VariantsConfig, variant: Variant, machine: Machine) -> tuple[str, list[str]]:
+    """The first of `either` with which this variant can run here, or the last."""
+    name, words = "", []
+    for name, words in config.either.items():  # noqa: B007  the last one stays
+        composed, found = read_config(
+            request.conf, read_overrides(request.conf, merged(config.common, words, variant.words, request.words))
+        )
+        if (
+            not found
+            and not check_rules(composed)
+            and not check(composed, resolve(composed, machine, None), machine, None)
+        ):
+            break
+    return name, words
+
+
+def _unfit(config: VariantsConfig, variant: Variant, no_gpu: bool) -> str:
+    """Why a variant is not even tried, or ""."""
+    wants_gpu = variant.name in config.needs_gpu or "device=cuda" in variant.words
+    return str(config.not_run.get(variant.name, NEEDS_GPU if wants_gpu and no_gpu else ""))
+
+
+def _alone(config: Config) -> list[str]:
+    """Why a run cannot be one of a study."""
+    if config.launch.nnodes == 1:
+        return []
+    hosts = counted(config.launch.nnodes, "host")
+    return [f"launch.nnodes={config.launch.nnodes}: a study runs on one host, not on {hosts}; leave it out"]
+
+
+def trials_folder(run_dir: Path, variant: Variant) -> Path:
+    """Where the runs of a variant lie, by their number."""
+    return run_dir / "trials" / variant.folder

@@ -1,0 +1,368 @@
+"""Studies: what their files mean, what their runs leave, what their reports say. The runs are real commands."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import signal
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from ddp_train.config.compose import read_overrides
+from ddp_train.errors import ConfigError
+from ddp_train.study import results, tables
+from ddp_train.study.plots import Axis, Bar, Curve, bars, curves
+from ddp_train.study.report import Plot, Report, Table, as_csv, as_json, as_markdown, as_page, cells, show, write
+from ddp_train.study.request import names_of, read_request
+from ddp_train.study.results import METRICS, verdict
+from ddp_train.study.trials import Outcome, Trial
+from ddp_train.study.variants import NEEDS_GPU, Study, merged, plan
+from tests.commands import ENDLESS, ROOT, processes_of, read, run, running, wait_until
+
+CONF = ROOT / "conf"
+TINY = ("data.limit=48", "train.global_batch_size=24", "model=mlp", "train.epochs=2", "train.log_every_steps=1")
+"""Two epochs of two steps each."""
+
+
+def planned(*words: str) -> Study:
+    """The study of a command line."""
+    return plan(read_request(ROOT / "launch.py", CONF, ["mode=study", *words]))
+
+
+def refused(*words: str) -> str:
+    """The message for a command line that is wrong."""
+    with pytest.raises(ConfigError) as caught:
+        planned(*words)
+    return str(caught.value)
+
+
+def outcome(epoch_seconds: list[float], accuracy: float = 0.9, losses: tuple[float, ...] = (1.0, 0.5)) -> Outcome:
+    """As `trials.outcome` reads it from the files of a run."""
+    lines = [{"kind": "train", "step": step, "loss": loss} for step, loss in enumerate(losses, 1)]
+    test = {"loss": 0.1, "accuracy": accuracy}
+    seen = 100 * len(epoch_seconds)
+    summary = {
+        "epoch_seconds": epoch_seconds,
+        "samples_seen": seen,
+        "seconds": 9.0,
+        "test": test,
+        "epochs": 2,
+        "steps": 2,
+    }
+    return Outcome(0, 12.0, summary, lines)
+
+
+# --- the report -------------------------------------------------------------------------------------------------------
+
+SPITEFUL = '<script>alert(1)</script> |_x_| `y` $z$ *b* [l](u) & "q"'
+
+
+def spiteful_report() -> Report:
+    """Whatever a name or an error message may hold, wherever it may stand."""
+    table = Table(SPITEFUL, ["name", SPITEFUL], [[SPITEFUL, 1], ["=cmd()", float("nan")]], SPITEFUL)
+    plot = Plot(SPITEFUL, bars([Bar(SPITEFUL, 1.0)], Axis(SPITEFUL)), SPITEFUL)
+    return Report(SPITEFUL, SPITEFUL, [table, plot], {SPITEFUL: SPITEFUL}, [SPITEFUL])
+
+
+def test_no_text_becomes_markup() -> None:
+    page = as_page(spiteful_report())
+    assert "<script" not in page and page.count("&lt;script&gt;") == 15
+    markdown = as_markdown(spiteful_report())
+    row = next(line for line in markdown.splitlines() if line.startswith(r"| \<script"))
+    assert row == r"| \<script\>alert(1)\</script\> \|\_x\_\| \`y\` $z$ \*b\* \[l\](u) & " + '"q" | 1 |'
+
+
+def test_a_page_loads_nothing_and_every_plot_in_it_is_well_formed() -> None:
+    page = as_page(spiteful_report())
+    assert not any(word in page for word in ("src=", "url(http", "@import", "<link", "<script"))
+    start = page.index("<svg")
+    ElementTree.fromstring(page[start : page.index("</svg>") + 6])
+    assert "currentColor" in page[start:] and "prefers-color-scheme: dark" in page
+
+
+def test_all_formats_hold_the_same_numbers(tmp_path: Path) -> None:
+    one = Table("One", ["name", "s/epoch", "runs"], [["a", 0.25, 3], ["b", None, 0]])
+    two = Table("Two", ["name", "loss"], [["a", 1.5e-7], ["b", float("inf")]], "why")
+    assert write(Report("T", "I", [one, two], {"Date": "today"}, ["python x"]), tmp_path) == tmp_path / "report.html"
+    content = json.loads((tmp_path / "report.json").read_text())
+    assert [table["rows"] for table in content["tables"]] == [one.rows, [["a", 1.5e-7], ["b", None]]]
+    rows = list(csv.DictReader((tmp_path / "report.csv").open()))
+    assert [row["table"] for row in rows] == ["One", "One", "Two", "Two"]
+    assert (rows[0]["s/epoch"], rows[1]["s/epoch"], float(rows[2]["loss"])) == ("0.25", "", 1.5e-7)
+    assert "| a | 0.250 | 3 |\n| b | - | 0 |" in (tmp_path / "report.md").read_text()
+    assert as_csv(spiteful_report()).splitlines()[2].split(",")[1] == "'=cmd()", "no formula for a spreadsheet"
+    assert json.loads(as_json(spiteful_report()))["tables"][0]["rows"][1][1] is None
+
+
+def test_numbers_of_a_column_have_the_decimals_of_its_middle() -> None:
+    rows = [[0.1731, 25615.3, 99.181, 3e-6, 1.0], [2.4329, 18359.2, 98.6, 0.02, 1e-7], [14.7, 133.0, 9.1, 1.0, 0.0]]
+    shown = list(zip(*cells(Table("", list("abcde"), rows)), strict=True))
+    assert shown[0] == ("0.173", "2.433", "14.700") and shown[1] == ("25,615", "18,359", "133")
+    assert shown[2] == ("99.18", "98.60", "9.10")
+    assert shown[3] == ("3.0e-06", "0.0200", "1.0000"), "too small for the column is not nothing"
+    assert shown[4][2] == "0"
+
+
+@pytest.mark.parametrize("width", [40, 200])
+def test_the_terminal_shows_every_number_however_narrow_it_is(width: int, capsys: pytest.CaptureFixture[str]) -> None:
+    table = Table("Wide", [f"column {n}" for n in range(12)], [[123456.0 + n for n in range(12)]])
+    show(Report("", "", [table]), Console(width=width))
+    out = capsys.readouterr().out.replace("\n", "")
+    assert all(f"{123456 + n:,}" in out for n in range(12))
+
+
+def test_without_matplotlib_a_report_has_its_tables_and_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddp_train.study.plots.NEEDS", "no_such_module")
+    plot = Plot("Loss", curves([Curve("a", [1, 2], [1, 2])], Axis("x"), Axis("y")))
+    assert plot.svg == ""
+    assert "Loss: needs matplotlib; pip install matplotlib" in as_page(Report("T", "", [plot]))
+
+
+# --- statistics -------------------------------------------------------------------------------------------------------
+
+
+def test_a_verdict_needs_every_run_to_be_better() -> None:
+    time, score = METRICS["epoch_seconds"], METRICS["test.accuracy"]
+    assert verdict(time, [3.0, 3.1, 3.2], [2.0, 2.9, 1.0]) == "faster"
+    assert verdict(time, [3.0, 3.1, 3.2], [3.3, 4.0, 9.0]) == "slower"
+    assert verdict(time, [3.0, 3.1, 3.2], [1.0, 1.0, 3.0]) == "no effect within the noise"
+    assert verdict(score, [90.0, 91.0, 92.0], [93.0, 94.0, 95.0]) == "better"
+    assert verdict(score, [90.0, 91.0, 92.0], [89.0, 88.0, 87.0]) == "worse"
+    assert verdict(time, [3.0, 3.1], [1.0, 1.0, 1.0]) == "too few runs to tell"
+    assert verdict(time, [], [1.0]) == ""
+
+
+@pytest.mark.parametrize(("runs", "others"), [(3, 3), (3, 4), (2, 2)])
+def test_how_often_chance_alone_looks_like_an_effect(runs: int, others: int) -> None:
+    """Counted: every way to deal ranks to two variants."""
+    ranks = range(runs + others)
+    deals = list(itertools.combinations(ranks, runs))
+    apart = [d for d in deals if max(d) < min(set(ranks) - set(d)) or min(d) > max(set(ranks) - set(d))]
+    assert results.by_chance(runs, others) == pytest.approx(len(apart) / len(deals))
+
+
+def test_the_first_epoch_counts_only_where_it_is_the_only_one() -> None:
+    assert results.epoch_seconds(outcome([9.0, 2.0, 4.0])) == 3.0 and results.first_epoch(outcome([9.0, 2.0])) == 9.0
+    assert results.epoch_seconds(outcome([9.0])) == 9.0 and results.first_epoch(outcome([9.0])) is None
+    assert results.samples_per_second(outcome([9.0, 2.0, 2.0])) == 50.0
+
+
+# --- files and words --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", names_of(CONF))
+def test_every_study_of_variants_can_be_made_here(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = read_request(ROOT / "launch.py", CONF, ["mode=study", f"study={name}"])
+    if request.settings.get("kind", "variants") != "variants":
+        pytest.skip("a study of its own kind")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    study = plan(request)
+    assert study.first.device == "cpu" and not study.named(study.baseline).reason
+    assert sum(not variant.reason for variant in study.variants) > 1
+    gpu = [
+        variant
+        for variant in study.variants
+        if "device=cuda" in variant.words or variant.name in study.config.needs_gpu
+    ]
+    assert gpu == [] or all(variant.reason for variant in gpu)
+    assert all("python launch.py" in command for command in tables.report(request, study, {}, 0.0).commands)
+
+
+def test_whatever_a_folder_is_called_its_runs_find_it(tmp_path: Path) -> None:
+    for name in ("plain", "a b", "a=1,b={2}", "it's", "$x"):
+        folder = tmp_path / name
+        read_back = read_overrides(CONF, [Trial([], folder).run_dir_word])
+        assert (read_back.problems, read_back.given) == ([], {"run_dir": str(folder)})
+    assert planned("study=runs", "data=digits", "study.grid=['seed=1,2']").variants[1].folder == "seed_2"
+
+
+def test_a_rung_has_the_tips_below_it_but_for_those_that_cannot_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    study = planned("study=tips", "data=digits", "study.only=[none,pin_memory,AMP,channels_last,fused*]")
+    rungs = {variant.name: variant for variant in study.variants}
+    fused = rungs["fused optimizer"]
+    assert {"tuning=none", "tuning.precision=bf16", "tuning.channels_last=true", "tuning.optimizer=fused"} <= {
+        *fused.words
+    }
+    assert rungs["pin_memory"].reason == NEEDS_GPU and "tuning.pin_memory=true" not in fused.words
+    assert (fused.against, rungs["AMP"].against) == ("channels_last", "none")
+    assert study.first.data.name == "digits", "what the user asks for stands above what the study chooses"
+
+
+def test_a_grid_is_every_combination_of_every_variant() -> None:
+    study = planned("study=large_batch", "study.grid=['train.global_batch_size=96,192',seed=1]",
+                    "study.baseline='sgd, global_batch_size=96, seed=1'")  # fmt: skip
+    assert [v.name for v in study.variants][:3] == [
+        "sgd, global_batch_size=96, seed=1", "sgd, global_batch_size=192, seed=1", "lars, global_batch_size=96, seed=1"
+    ]  # fmt: skip
+    assert study.variants[1].values == {"train.global_batch_size": "192", "seed": "1"}
+
+
+def test_a_later_word_takes_the_place_of_an_earlier_one() -> None:
+    assert merged(["a=1", "b.c=2"], ["++b.c=3"], ["d=4"]) == ["a=1", "++b.c=3", "d=4"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "mode=study: which one? add study="),
+        (["study=strategy"], "study=strategy: must be one of"),
+        (["study=tips", "-m"], "-m: mode=study takes no flags"),
+        (["study=tips", "study.repeat=3"], "study.repeat=3: no such key; did you mean study.repeats?"),
+        (["study=tips", "study.repeats=0"], "study.repeats=0: must be at least 1"),
+        (["study=tips", "study.only=[none]", "optimizer.lrr=1"], "did you mean optimizer.lr? (study.variants: none)"),
+        (["study=tips", "lr"], "lr: not of the form key=value"),
+        (["study=strategies", "strategy=single"], "strategy=single: study=strategies varies strategy; leave it out"),
+        (["study=strategies", "study.only=[dpp]"], "study.only=[dpp]: no variant of that name; did you mean dp?"),
+        (["study=strategies", "study.only=[ddp]"], "study.only: leaves out the baseline; add single"),
+        (["study=strategies", "study.baseline=one"], "study.baseline=one: no variant of that name"),
+        (["study=strategies", "study.variants.mine=3"], "study.variants.mine=3: must be a list of overrides"),
+        (["study=strategies", "study.variants.mine=[train.epochs=0]"], "must be at least 1 (study.variants: mine)"),
+        (["study=strategies", "study.only=[single]", "train.epochs=0"], "train.epochs=0: must be at least 1"),
+        (["study=strategies", "study.only=[single]", "launch.nnodes=2"], "a study runs on one host"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_told_before_anything_runs(words: list[str], message: str) -> None:
+    assert message in refused(*words)
+
+
+def test_a_study_is_no_run(tmp_path: Path) -> None:
+    """Neither its words without its mode, nor its mode in a sweep, nor under torchrun's environment."""
+    for words, message in (
+        (["study=tips"], "study=tips: belongs to mode=study"),
+        (["-m", "mode=train,study"], "mode=study: is no run"),
+        (["+mode=study", "study=tips"], "belongs to mode=study"),
+    ):
+        done = run(*words, f"run_dir={tmp_path}/none")
+        assert done.returncode == 2 and message in done.stderr, done.stderr
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_variant_that_does_not_fit_this_machine_keeps_its_row() -> None:
+    study = planned("study=strategies", "study.variants.many=[strategy=ddp,launch.nproc_per_node=5]", *TINY[:2],
+                    "study.only=[single,ddp,many]")  # fmt: skip
+    assert study.named("many").reason.startswith("cannot run here: train.global_batch_size=24: cannot be split over 5")
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_ladder_tells_the_gain_by_all_and_by_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    words = [
+        "mode=study",
+        "study=tips",
+        "data=digits",
+        "study.only=[none,recommended,AMP,pin_memory,channels*,without gc*]",
+    ]
+    request = read_request(ROOT / "launch.py", CONF, words)
+    study = plan(request)
+    figures = {"cpu_cores": 1.5, "resident_gib": 0.25, "power_watts": None}
+    seconds = {"none": 8.0, "recommended": 1.0, "AMP": 4.0, "channels_last": 2.0, "without gc_freeze": 1.0}
+    found = {name: [outcome([9.0, value + step / 100]) for step in range(3)] for name, value in seconds.items()}
+    found["AMP"][0].summary["figures"] = figures
+    report = tables.report(request, study, found, 0.0)
+    by_name = {table.title: table for table in report.tables}
+    ladder = [
+        dict(zip(by_name[tables.PARTS["ladder"]].columns, row, strict=True))
+        for row in by_name[tables.PARTS["ladder"]].rows
+    ]
+    assert [row["tip"].partition(" (")[0] for row in ladder] == ["none", "pin_memory", "AMP", "channels_last"]
+    assert ladder[1]["result"] == NEEDS_GPU and ladder[1]["s/epoch"] is None
+    assert [ladder[3]["speed-up by all"], ladder[3]["by this"]] == pytest.approx([8.01 / 2.01, 4.01 / 2.01])
+    assert (ladder[2]["verdict"], ladder[0]["verdict"]) == ("faster", None)
+    assert (ladder[2]["CPU cores"], ladder[2]["memory GiB"], ladder[3]["CPU cores"]) == (1.5, 0.25, None)
+    assert "power W" not in by_name[tables.PARTS["ladder"]].columns, "what no run knows has no column"
+    left_out = by_name[tables.PARTS["leave_one_out"]].rows[1]
+    assert "no effect within the noise" in left_out
+    assert "10.0%" in report.intro, "what chance alone does with three runs of each"
+    assert "V100 s/epoch" in by_name["Published: one epoch of MNIST"].columns
+
+
+def test_the_run_table_has_the_shortest_epoch_first_and_all_that_did_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    words = ["mode=study", "study=runs", "data=digits", "study.grid=['device=cuda,cpu','tuning.num_workers=0,1']"]
+    request = read_request(ROOT / "launch.py", CONF, words)
+    study = plan(request)
+    names = [variant.name for variant in study.variants if not variant.reason]
+    found = {names[0]: [outcome([9.0, 3.0])], names[1]: [outcome([9.0, 2.0])]}
+    rows = tables.report(request, study, found, 0.0).tables[0].rows
+    assert [(row[1], row[5], row[7], row[8]) for row in rows] == [
+        ("completed", 2.0, "cpu", 1),
+        ("completed", 3.0, "cpu", 0),
+        (NEEDS_GPU, None, "cuda", 0),
+        (NEEDS_GPU, None, "cuda", 1),
+    ]
+
+
+def test_growth_has_a_line_for_each_optimizer() -> None:
+    grid = "study.grid=['train.global_batch_size=96,192']"
+    request = read_request(ROOT / "launch.py", CONF, ["mode=study", "study=large_batch", grid])
+    study = plan(request)
+    found = {v.name: [outcome([1.0, 1.0], 0.9), outcome([1.0, 1.0], 0.95)] for v in study.variants}
+    report = tables.report(request, study, found, 0.0)
+    assert all(name in report.plots[0].svg for name in ("sgd", "lars", "lamb", "global batch size", "test accuracy"))
+    assert report.tables[0].rows[1][4:6] == [95.0, 0.0], "highest, and the difference in points"
+
+
+# --- real runs --------------------------------------------------------------------------------------------------------
+
+STUDY = ("mode=study", "study=strategies", "study.only=[single,ddp,bad]", *TINY,
+         "study.variants.bad=[strategy=single,optimizer.lr=1e30]", "launch.fork_server=true")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A study of three variants, one of which fails, by the real command."""
+    folder = tmp_path_factory.mktemp("study") / "study"
+    return folder, run(*STUDY, "study.repeats=1", f"run_dir={folder}")
+
+
+@pytest.mark.slow
+def test_a_study_keeps_the_row_of_a_variant_that_fails(made: tuple[Path, Any]) -> None:
+    folder, done = made
+    assert done.returncode == 0, done.stderr
+    table, agreement = json.loads((folder / "report.json").read_text())["tables"]
+    rows = {row[0]: dict(zip(table["columns"], row, strict=True)) for row in table["rows"]}
+    assert rows["bad"]["result"].startswith("non_finite_loss: ") and rows["bad"]["runs"] == 0
+    assert rows["ddp"]["result"] == rows["single"]["result"] == "completed"
+    summary = read(folder / "trials/ddp/0", "summary.json")
+    assert rows["ddp"]["s/epoch"] == summary["epoch_seconds"][1], "without the first"
+    assert rows["ddp"]["test accuracy %"] == 100 * summary["test"]["accuracy"]
+    loss, weight = next(row[2:] for row in agreement["rows"] if row[:2] == ["ddp", "single"])
+    assert 0 <= loss < 1e-6 and 0 < weight < 1e-6, "two processes and one: four steps of float32 apart"
+    assert f"report {folder}/report.html" in done.stdout and "non_finite_loss" in done.stdout
+    assert "<svg" in (folder / "report.html").read_text()
+
+
+@pytest.mark.slow
+def test_a_study_goes_on_where_it_was_left(made: tuple[Path, Any]) -> None:
+    folder, _ = made
+    before = (folder / "trials/ddp/0/summary.json").stat().st_mtime_ns
+    only = [word.replace(",bad]", "]") for word in STUDY if not word.startswith("study.variants")]
+    done = run(*only, "study.repeats=2", f"run_dir={folder}")
+    assert done.returncode == 0, done.stderr
+    assert (folder / "trials/ddp/0/summary.json").stat().st_mtime_ns == before
+    order = [line.split("  ")[1] for line in done.stdout.splitlines() if line.startswith("trial ")]
+    assert order == ["single, repeat 1", "ddp, repeat 1", "ddp, repeat 2", "single, repeat 2"]
+    assert done.stdout.count("(was there)") == 2
+    other = run(*only, "train.max_steps=3", "study.repeats=2", f"run_dir={folder}")
+    assert other.returncode == 2 and "holds a trial with other settings (train.max_steps=3)" in other.stderr
+
+
+@pytest.mark.slow
+def test_a_study_that_is_interrupted_leaves_its_report_and_no_process(tmp_path: Path) -> None:
+    words = ("mode=study", "study=strategies", "study.only=[single,ddp]", *ENDLESS[:3], "study.common=[tuning=none]")
+    with running(tmp_path / "study", *words) as job:
+        wait_until(lambda: (tmp_path / "study/trials/single/0/metrics.jsonl").exists(), "a trial that trains")
+        job.process.send_signal(signal.SIGINT)
+        assert job.end() == 130
+    assert processes_of(tmp_path / "study") == {}
+    assert "stopped; go on with python launch.py mode=study" in (tmp_path / "study.out").read_text()
+    rows = json.loads((tmp_path / "study/report.json").read_text())["tables"][0]["rows"]
+    assert [row[1] for row in rows] == ["not run yet", "not run yet"]
