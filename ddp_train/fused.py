@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 aten = torch.ops.aten
+"""Overloads are named: where one must be found, torch prints the tensors that do not fit, and reads them for it."""
 CHUNK = 65_536
 """Numbers for one thread block (ATen/native/cuda/MultiTensorApply.cuh)."""
 ROUND = 2_048
@@ -42,7 +43,7 @@ def in_parts(lists: list[list[Tensor]]) -> tuple[list[list[Tensor]], list[int]]:
 
 
 def for_rate(kernel: Any, rate: float | Tensor) -> Any:
-    """The overload that leaves a rate on the device: torch would take the other, which reads it, for a 0-dim tensor."""
+    """The overload that leaves a rate on the device; the other would read a 0-dim tensor."""
     return kernel.tensor_lr if isinstance(rate, Tensor) else kernel.default
 
 
@@ -85,7 +86,7 @@ class _InParts(_Told):
             self._init_group(group, params, grads, averages, squares, none, steps)
             if not params:
                 continue
-            aten._foreach_add_(steps, 1)
+            aten._foreach_add_.Scalar(steps, 1)
             parts, origin = in_parts([params, grads, averages, squares])
             update = aten._fused_adamw_ if group["decoupled_weight_decay"] else aten._fused_adam_
             beta1, beta2 = group["betas"]
@@ -102,7 +103,7 @@ class _InParts(_Told):
                 **told,
             )
             if told["found_inf"] is not None:
-                aten._foreach_sub_(steps, [told["found_inf"]] * len(steps))
+                aten._foreach_sub_.List(steps, [told["found_inf"]] * len(steps))
 
 
 class Adam(_InParts, torch.optim.Adam):

@@ -68,8 +68,8 @@ def _broken_rule(value: Any, rules: Any) -> str:
 
 
 def _mode(asked: Config, config: Config, machine: Machine, world: World | None) -> list[str]:
-    """Modes that are no single run are told apart by the word itself, before anything is composed."""
-    if config.mode in ("train", "evaluate"):
+    """A study is no single run: it is known by the word itself, before anything is composed."""
+    if config.mode != "study":
         return []
     return [f"mode={config.mode}: is no run that can be swept or frozen; type mode={config.mode} as it stands here"]
 

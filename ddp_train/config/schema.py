@@ -38,7 +38,7 @@ class LaunchConfig:
     )
     grace_seconds: float = key(30.0, "from the request to stop (SIGTERM) to SIGKILL", at_least=0, at_most=1e6)
     threads_per_process: Union[int, str] = key(
-        "auto", "CPU threads of torch; auto: cores / processes", at_least=1, words=("auto",)
+        "auto", "CPU threads of torch; auto: cores / processes, at most 4 with GPUs", at_least=1, words=("auto",)
     )
     fork_server: bool = key(
         True, "fork the processes from one that imports torch meanwhile; false: each imports it by itself"
