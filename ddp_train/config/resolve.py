@@ -29,8 +29,8 @@ docs/benchmarks/jpeg.md."""
 READERS = 4
 """Threads that read files for the GPU to decode: one reads over 10,000 a second that the kernel holds in memory."""
 HOST_THREADS = 4
-"""Of torch on the host of a GPU, which only prepares batches: with 64, an epoch of MNIST in batches of 64 that a process
-indexes for itself took 52 s (4.8 s in loader processes, which have one each)."""
+"""Of torch on the host of a GPU, which only prepares batches: with 64, an epoch of MNIST in batches of 64 took 52 s (4.8 s
+where loader processes, which have one each, prepared them)."""
 FUSED = ("sgd", "adam", "adamw")
 """Optimizers with a fused implementation in torch 2.11 to 2.15 (adadelta, rmsprop, lars and lamb have none)."""
 LAYER_WISE = ("lars", "lamb")
