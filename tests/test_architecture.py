@@ -26,6 +26,7 @@ LAYERS = """
 
 WINGS = """
     study.facts study.plots study.report study.request study.trials study.results study.variants study.tables
+    study.costs study.mlperf study.simulate study.dry_plan
     study.sweep study.main
 """.split()  # noqa: SIM905
 """Above all that: they may import the main path, which never imports them."""
@@ -53,7 +54,7 @@ WITHOUT_TORCH = [
     "launcher",
     "hosts",
     "cli",
-    *WINGS,
+    *[m for m in WINGS if m != "study.dry_plan"],
     *[m for m in LAYERS if m.startswith("config.")],
 ]
 
