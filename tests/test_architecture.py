@@ -27,9 +27,13 @@ LAYERS = """
 WINGS = """
     study.facts study.plots study.report study.request study.trials study.results study.variants study.tables
     study.costs study.mlperf study.simulate study.dry_plan
+    study.scaling study.gradients study.step_times study.gradient_probe study.worker
     study.sweep study.main
 """.split()  # noqa: SIM905
 """Above all that: they may import the main path, which never imports them."""
+
+WINGS_WITH_TORCH = ("study.dry_plan", "study.step_times", "study.gradient_probe", "study.worker")
+"""Parts of workers, in processes of their own."""
 
 ALL = LAYERS + WINGS
 
@@ -54,7 +58,7 @@ WITHOUT_TORCH = [
     "launcher",
     "hosts",
     "cli",
-    *[m for m in WINGS if m != "study.dry_plan"],
+    *[m for m in WINGS if m not in WINGS_WITH_TORCH],
     *[m for m in LAYERS if m.startswith("config.")],
 ]
 

@@ -118,6 +118,7 @@ def against_cuda_graph(config: Config) -> dict[str, str]:
     """What stands against recording a step: key -> what it must be, and why. Of a config that is resolved otherwise."""
     train, strategy, replayed = config.train, config.strategy, "a recorded step has no Python in it"
     rules = {
+        "probe": (config.probe != "none", "none", replayed),
         "strategy": (strategy.name == "dp", "ddp or single", "DataParallel runs in several threads"),
         "train.accumulation_steps": (train.accumulation_steps > 1, "1", "one recording holds one share and its step"),
         "train.reduction": (train.reduction == "ordered", "all_reduce", replayed),
