@@ -27,7 +27,7 @@ LAYERS = """
 WINGS = """
     study.facts study.plots study.report study.request study.trials study.results study.variants study.tables
     study.costs study.mlperf study.simulate study.dry_plan
-    study.scaling study.gradients study.step_times study.gradient_probe study.worker
+    study.scaling study.gradients study.batch_size study.step_times study.gradient_probe study.worker
     study.sweep study.main
 """.split()  # noqa: SIM905
 """Above all that: they may import the main path, which never imports them."""
