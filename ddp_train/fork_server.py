@@ -32,6 +32,8 @@ from ddp_train.heartbeat import START_SECONDS
 from ddp_train.processes import children_of, end_children, end_with_parent, set_title
 
 WORKER = "ddp_train.worker"
+PROBED_WORKER = "ddp_train.study.worker"
+"""In its place, where a study measures inside a run (`probe`). Started, never imported."""
 POLL_SECONDS = 0.02
 LENGTH = struct.Struct("!Q")
 """Of a message in bytes; stands before it."""
@@ -51,9 +53,10 @@ class WorkerSpec:
     environment: dict[str, str]
     descriptors: dict[str, int]
     """Open files that it inherits, by the variable that tells it their numbers."""
+    module: str = WORKER
 
     def command(self) -> list[str]:
-        return [sys.executable, "-m", WORKER, *self.arguments]
+        return [sys.executable, "-m", self.module, *self.arguments]
 
 
 class ForkedWorker:

@@ -47,7 +47,7 @@ from ddp_train.distributed.world import (
 from ddp_train.errors import LaunchError, PeerError
 from ddp_train.figures import figures_on
 from ddp_train.hooks import Record, Save
-from ddp_train.loop import evaluate, fit
+from ddp_train.loop import Job, evaluate, fit
 from ddp_train.metrics import MetricsFile, Score
 from ddp_train.processes import end_with_parent
 from ddp_train.stopping import SAVED, Brake
@@ -60,7 +60,11 @@ LAUNCHER_FIRST_SECONDS = 5.0
 log = logging.getLogger(__name__)
 
 
-def main() -> NoReturn:
+Attendant = Callable[[Config, World, Job], contextlib.AbstractContextManager[Any]]
+"""What goes on around training, given its job before the first step: it may replace collaborators of the loop."""
+
+
+def main(attendant: Attendant | None = None) -> NoReturn:
     """A worker of our own launcher, `python -m ddp_train.worker RUN_DIR`: the config is frozen already."""
     output.survive_closing()
     die_with_parent()
@@ -68,7 +72,7 @@ def main() -> NoReturn:
     assert world, "the launcher sets the environment of its workers"
     config = thaw(Path(sys.argv[1], FILE).read_text())
     join_timeout = config.launch.join_timeout_seconds
-    leave(run(config, world, lambda: open_store(world, join_timeout)))
+    leave(run(config, world, lambda: open_store(world, join_timeout), attendant))
 
 
 Wing = Callable[[Store, World, list[str], Config], int]
@@ -102,7 +106,7 @@ def join(
     leave(run(config, world, checked_store))
 
 
-def run(config: Config, world: World, get_store: Callable[[], Store]) -> int:
+def run(config: Config, world: World, get_store: Callable[[], Store], attendant: Attendant | None = None) -> int:
     """Trains or evaluates. Returns the exit code; reports what went wrong."""
     run_dir = Path(str(config.run_dir))
     # Where the user reads: standard error may become this rank's log file.
@@ -124,7 +128,7 @@ def run(config: Config, world: World, get_store: Callable[[], Store]) -> int:
             store = get_store()
             roll_call.announce(store, world)
         with session(world, device, config.launch.backend, store, timeout) if store else contextlib.nullcontext():
-            completed = _work(config, world, device, run_dir, position, store)
+            completed = _work(config, world, device, run_dir, position, store, attendant)
             position.phase = heartbeat.END  # the launcher asks for it: exit code 0 alone is not the end of a run
         heartbeat.remove_empty_stacks(run_dir, world.rank)
         return 0 if completed else SAVED
@@ -152,7 +156,13 @@ def _watched_timeout(config: Config) -> float:
 
 
 def _work(
-    config: Config, world: World, device: str, run_dir: Path, position: heartbeat.Position, store: Store | None
+    config: Config,
+    world: World,
+    device: str,
+    run_dir: Path,
+    position: heartbeat.Position,
+    store: Store | None,
+    attendant: Attendant | None = None,
 ) -> bool:
     """Everything between the opening of the session and its end. What it builds is gone when it returns.
 
@@ -173,7 +183,9 @@ def _work(
             summary = _evaluate(config, world, device, position, sources, found)
             display.line(f"checkpoint {found}")
         else:
-            summary = _train(config, world, device, run_dir, position, display, sources, found, store, tracking)
+            summary = _train(
+                config, world, device, run_dir, position, display, sources, found, store, tracking, attendant
+            )
         if world.is_leader:
             health.write_json(run_dir / health.SUMMARY, summary)
             display.summary(summary, run_dir)
@@ -192,6 +204,7 @@ def _train(
     found: Path | None,
     store: Store | None,
     tracking: Tracking,
+    attendant: Attendant | None = None,
 ) -> dict[str, Any]:
     manifest: dict[str, Any] = checkpoint.read_manifest(found) if found else {"step": 0}
     module = build_module(config, sources[0], device)
@@ -237,7 +250,8 @@ def _train(
     connection = store.clone() if store else None
     try:
         armed = brake.armed(position, world, connection, config.launch.grace_seconds / 2, leave)
-        with armed, tuning.spared_garbage(config.tuning):
+        attended = attendant(config, world, job) if attendant else contextlib.nullcontext()
+        with armed, attended, tuning.spared_garbage(config.tuning):
             fit(job)
             # Without a score at the end, nothing was left to train: the run was complete already.
             score = None if job.step < job.plan.steps else record.score or evaluate(job.evaluation)

@@ -497,6 +497,7 @@ ROWS: dict[str, Row] = {
     "seed": Row("seed=1", run, SMALL),
     "device": Row("device=cpu", resolved_device, machine=GPU),
     "deterministic": Row("deterministic=false", process_flags),
+    "probe": Row("probe=step_times", steppers, machine=GPU),
     "objective": Row("objective=test.accuracy", objective),
     "trusted_modules": Row("trusted_modules=[yaml]", problems, "model._target_=yaml.Loader"),
     "launch.nproc_per_node": Row("launch.nproc_per_node=3", worker_environments),

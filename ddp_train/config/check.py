@@ -103,6 +103,8 @@ def _processes(asked: Config, config: Config, machine: Machine, world: World | N
                 f"launch.max_restarts={launch.max_restarts}: under torchrun it is torchrun that restarts; "
                 f"use torchrun --max-restarts={launch.max_restarts}"
             )
+        if config.probe != "none":
+            problems.append(f"probe={config.probe}: torchrun's workers measure nothing; use python launch.py")
         if world.hosts > 1 and not asked.run_dir and world.run_id in ("", "none"):
             problems.append(
                 "run_dir=null: several hosts need one name for the run; add run_dir=PATH on a shared file "

@@ -29,8 +29,8 @@ docs/benchmarks/jpeg.md."""
 READERS = 4
 """Threads that read files for the GPU to decode: one reads over 10,000 a second that the kernel holds in memory."""
 HOST_THREADS = 4
-"""Of torch on the host of a GPU, which only prepares batches: with 64, an epoch of MNIST in batches of 64 took 52 s (4.8 s
-where loader processes, which have one each, prepared them)."""
+"""Of torch on the host of a GPU, which only prepares batches: with 64, an epoch of MNIST in batches of 64 took 52 s;
+with loader processes, which have one each, 4.8 s."""
 FUSED = ("sgd", "adam", "adamw")
 """Optimizers with a fused implementation in torch 2.11 to 2.15 (adadelta, rmsprop, lars and lamb have none)."""
 LAYER_WISE = ("lars", "lamb")
@@ -169,6 +169,7 @@ def against_cuda_graph(config: Config) -> dict[str, str]:
         config.train, config.strategy, config.tuning, "a recorded step has no Python in it"
     )  # fmt: skip
     rules = {
+        "probe": (config.probe != "none", "none", replayed),
         "strategy": (strategy.name == "dp", "ddp or single", "DataParallel runs in several threads"),
         "train.accumulation_steps": (train.accumulation_steps > 1, "1", "one recording holds one share and its step"),
         "train.reduction": (train.reduction == "ordered", "all_reduce", replayed),

@@ -465,6 +465,11 @@ class Config:
         "the number of summary.json that a sweep optimizes",
         choices=("test.loss", "test.accuracy", "samples_per_second", "seconds"),
     )
+    probe: str = key(
+        "none",
+        "what a study measures inside the run: where the time of each step goes, or the gradients of the first one",
+        choices=("none", "step_times", "gradients"),
+    )
     trusted_modules: list[str] = key([], "packages that _target_ may load code from")
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     strategy: Any = field(default_factory=DdpConfig)

@@ -93,10 +93,11 @@ class Plan:
         else:  # DDP takes the mean over the processes
             count = -(-len(ids) // (self.micro_batch_size * self.world_size)) * self.world_size
             numbers, sum_to_mean = range(self.rank, count, self.world_size), self.world_size / len(ids)
-        parts = np.array_split(ids, count) if count > 1 else [ids]
+        each, longer = divmod(len(ids), count)  # np.array_split's parts, of which only this process's are cut
         epoch = step // self.steps_per_epoch
         for number in numbers:
-            mine = parts[number]
+            start = number * each + min(number, longer)
+            mine = ids[start : start + each + (number < longer)]
             # Every process must take part in the synchronised backward pass: one without samples computes the first
             # sample of the batch with weight zero.
             real = len(mine) > 0

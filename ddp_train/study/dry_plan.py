@@ -1,0 +1,100 @@
+"""What one rank of a very large run does on its host, measured without the others: planning, sampling, bookkeeping.
+
+`python -m ddp_train.study.dry_plan RANKS` builds the plan of rank 0 of so many, in a process group that only pretends
+to communicate (torch's `fake` backend: collectives return at once, with the memory that they would take), and prints
+the costs as JSON. What is measured is the host's part that may grow with the number of ranks, not the exchange.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ddp_train.data.plan import Plan, Share, epoch_order, evaluation_shares
+from ddp_train.distributed.session import averaged_buffers, session
+from ddp_train.distributed.world import World
+from ddp_train.metrics import RunningLoss
+from ddp_train.study.simulate import LOG_EVERY_STEPS
+
+SAMPLES, TEST_SAMPLES = 1_281_167, 50_000
+"""ImageNet's."""
+BATCH = 32
+"""Samples of a rank in a step."""
+CHANNELS = 1_000
+"""Of batch norm: a mean and a variance each. ResNet-50 has 26,560, whose statistics are 1.7 GB from 4,096 ranks."""
+STEPS = 8
+"""Within one epoch, whose order is there already."""
+REPEATS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """Of one rank."""
+
+    what: str
+    seconds: float
+    bytes: int
+    """Held by the result."""
+
+
+def measure(ranks: int) -> list[Cost]:
+    """The costs of rank 0 of so many. In a process without a process group."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    world = World(0, ranks, 0, min(ranks, 8))
+    plan = Plan(SAMPLES, BATCH * ranks, 1, STEPS, seed=0, rank=world.rank, world_size=world.size)
+    with session(world, "cpu", "fake", FakeStore(), 60.0):
+        return [
+            _cost("order of an epoch, once in each", lambda: _fresh_order(plan)),
+            _cost("shares of a step", lambda: list(plan.shares()), per=STEPS),
+            _cost("shares of an evaluation", lambda: evaluation_shares(TEST_SAMPLES, 200, world.rank, ranks)),
+            _cost("mean loss at a logging interval", lambda: _mean_loss(plan)),
+            _cost("buffers of a checkpoint, group norm", lambda: _gathered(nn.GroupNorm(8, CHANNELS))),
+            _cost("buffers of a checkpoint, batch norm", lambda: _gathered(nn.BatchNorm1d(CHANNELS))),
+        ]
+
+
+def _cost(what: str, work: Callable[[], Any], per: int = 1) -> Cost:
+    """The least of some repetitions: whatever else the machine does makes it longer."""
+    seconds, result = [], None
+    for _ in range(REPEATS):
+        began = time.perf_counter()
+        result = work()
+        seconds.append(time.perf_counter() - began)
+    return Cost(what, min(seconds) / per, _bytes(result) // per)
+
+
+def _bytes(result: Any) -> int:
+    if isinstance(result, list):
+        return sum(share.ids.nbytes for share in result)
+    return result.nbytes if isinstance(result, np.ndarray | torch.Tensor) else 0
+
+
+def _fresh_order(plan: Plan) -> np.ndarray:
+    epoch_order.cache_clear()
+    return epoch_order(plan.seed, 0, plan.samples)
+
+
+def _mean_loss(plan: Plan) -> float:
+    running = RunningLoss()
+    for step in range(LOG_EVERY_STEPS):
+        running.add(1.0, Share(0, step, np.arange(BATCH), BATCH, 1.0, True))
+    return running.mean("cpu")
+
+
+def _gathered(module: nn.Module) -> torch.Tensor:
+    """What `hooks.Save` has on every rank while it saves."""
+    with averaged_buffers(module) as buffers:
+        return buffers
+
+
+if __name__ == "__main__":
+    print(json.dumps([dataclasses.asdict(cost) for cost in measure(int(sys.argv[1]))]))

@@ -1,0 +1,112 @@
+"""The gradients of a run's first optimizer step, as the optimizer would see them, and what its model may stumble over.
+
+Attends a run of one step: everything before the optimizer is the run's own, its shares, its strategy and its precision.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from ddp_train.distributed.session import from_all_ranks
+from ddp_train.loop import Job
+
+FOLDER, GRADIENTS, FACTS = "probe", "gradients.safetensors", "model.json"
+CENTRED = (_BatchNorm, _InstanceNorm)
+"""Layers that subtract a mean for each channel, and with it whatever bias was added before."""
+
+
+class GradientProbe:
+    """Inside, the first optimizer step leaves its gradients in RUN_DIR/probe, written by one process.
+
+    Dropout is off: its draws are keyed by process.
+    """
+
+    def __init__(self, job: Job, run_dir: Path, is_leader: bool) -> None:
+        self.job, self.folder, self.is_leader = job, run_dir / FOLDER, is_leader
+        self.model = job.module.model
+        self.facts: dict[str, Any] = {"batch_norm": {}, "bias_before_norm": [], "dropout": []}
+        self.outputs: dict[int, tuple[str, Tensor, int]] = {}
+        """What layers with a bias returned, and how often it had been written in place, by identity. Kept alive: an
+        identity is used again."""
+
+    def __enter__(self) -> GradientProbe:
+        for name, layer in self.model.named_modules():
+            if isinstance(layer, _DropoutNd) and layer.p:
+                self.facts["dropout"].append(name)
+                layer.p = 0.0
+        if not self.model._compiled_call_impl and not self.job.module._compiled_call_impl:
+            self.handles = list(self._watch_layers())
+        else:
+            self.handles = []
+            self.facts["unwatched"] = "the model is compiled"
+        stepper = self.job.stepper
+        self.update = stepper.update
+        stepper.update = self._update
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self.handles:
+            handle.remove()
+        del self.job.stepper.update  # that of its class again
+
+    def _watch_layers(self):
+        for name, layer in self.model.named_modules():
+            if getattr(layer, "bias", None) is not None and not isinstance(layer, CENTRED):
+                yield layer.register_forward_hook(self._returned(name))
+            if isinstance(layer, CENTRED):
+                yield layer.register_forward_pre_hook(self._received(name))
+
+    def _returned(self, name: str):
+        def note(layer: nn.Module, inputs: Any, output: Any) -> None:
+            if isinstance(output, Tensor):
+                self.outputs[id(output)] = name, output, output._version
+
+        return note
+
+    def _received(self, name: str):
+        def note(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+            values = inputs[0]
+            before, output, version = self.outputs.get(id(values), ("", None, 0))
+            untouched = output is values and values._version == version
+            if untouched and f"{before}.bias" not in self.facts["bias_before_norm"]:
+                self.facts["bias_before_norm"].append(f"{before}.bias")
+            if isinstance(layer, _BatchNorm):
+                least = self.facts["batch_norm"].get(name, len(values))
+                self.facts["batch_norm"][name] = min(least, len(values))
+
+        return note
+
+    def _update(self) -> None:
+        """In place of the update: the gradients are complete, exchanged and still as the backward pass left them."""
+        scale = self.job.stepper.scaler.get_scale() if self.job.stepper.scaled else 1.0
+        named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        missing = [name for name, parameter in named.items() if parameter.grad is None]
+        found = {name: p.grad.detach() / scale for name, p in named.items() if p.grad is not None}
+        self.facts["unused"] = missing
+        self.facts["ranks_differ"] = self._differing(found)
+        if self.is_leader:
+            self.folder.mkdir(exist_ok=True)
+            save_file({name: grad.cpu().contiguous() for name, grad in found.items()}, self.folder / GRADIENTS)
+            (self.folder / FACTS).write_text(json.dumps(self.facts) + "\n")
+        self.job.stepper.update = self.update
+        self.outputs.clear()
+        self.update()
+
+    def _differing(self, found: dict[str, Tensor]) -> list[str]:
+        """Parameters whose gradient is not the same on all processes, to the last bit. On all of them: a collective."""
+        named = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
+        device = named[0][1].device
+        sums = [
+            found[n].double().abs().sum() if n in found else torch.zeros((), device=device).double() for n, _ in named
+        ]
+        of_all = from_all_ranks(torch.stack(sums))
+        return [name for (name, _), same in zip(named, (of_all == of_all[0]).all(0).tolist(), strict=True) if not same]

@@ -1,0 +1,305 @@
+"""`study=scaling`: 1, 2, 4 ... processes, weak and strong: efficiency, where a step's time goes, a verdict in words."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Union
+
+import numpy as np
+
+from ddp_train.config.check import check, check_rules
+from ddp_train.config.compose import counted, read_config, read_overrides
+from ddp_train.config.machine import Machine, this_machine
+from ddp_train.config.resolve import resolve
+from ddp_train.config.schema import Config, key
+from ddp_train.distributed.world import visible_devices
+from ddp_train.errors import ConfigError, LaunchError
+from ddp_train.stopping import UNSAVED
+from ddp_train.study.facts import facts, load_average
+from ddp_train.study.plots import Axis, Curve, curves
+from ddp_train.study.report import Plot, Report, Table
+from ddp_train.study.request import Request, command_of, key_of, settings_as
+from ddp_train.study.trials import Outcome, Trial, outcome_of, run
+
+PARTS = ("data", "compute", "exposed", "host")
+"""As `step_times` writes them."""
+MUCH = 0.1
+"""Of a step: what takes more is told."""
+THREADS = "launch.threads_per_process"
+NEVER = 1_000_000_000
+QUIET = (f"train.evaluate_every_epochs={NEVER}", f"checkpoint.every_steps={NEVER}", f"train.epochs={NEVER}")
+"""Nothing happens beside training."""
+
+
+@dataclass
+class ScalingConfig:
+    """conf/study/scaling.yaml."""
+
+    kind: str = key("scaling", "what makes this study", choices=("scaling",))
+    processes: Union[int, str] = key(
+        "auto", "the most; auto: one per GPU, one per core without", at_least=1, words=("auto",)
+    )
+    steps: int = key(60, "of each run", at_least=20)
+    repeats: int = key(1, "runs of each kind", at_least=1)
+
+
+@dataclass(frozen=True)
+class Split:
+    """Seconds of a step, by where they went: means over ranks and over the middle half of the steps."""
+
+    data: float
+    compute: float
+    exchange: float
+    """What the rank that came last waited for: the exchange that the backward pass did not hide."""
+    waiting: float
+    """For slower ranks, before the exchange."""
+    host: float
+    slowest: int
+    """The rank that came last most often."""
+    slowest_share: float
+    """Of the steps, in which it did."""
+    gpu_waits_for_host: float | None
+
+    @property
+    def step(self) -> float:
+        return self.data + self.compute + self.exchange + self.waiting + self.host
+
+
+def split_of(run_dir: Path) -> Split:
+    """What the ranks of a run with `probe=step_times` wrote down."""
+    files = sorted(run_dir.glob("probe/step_times_rank_*.json"), key=lambda path: int(path.stem.rpartition("_")[2]))
+    ranks = [json.loads(path.read_text()) for path in files]
+    seconds = np.array([[[step[part] for part in PARTS] for step in rank["steps"]] for rank in ranks])
+    seconds = seconds[:, seconds.shape[1] // 4 :]  # warm-up: kernels are chosen, buckets laid out, memory taken
+    # One process's step is as long as another's, since they wait for each other: the steps are sorted as a whole.
+    order = seconds.sum(2).mean(0).argsort()
+    cut = len(order) // 4
+    kept = seconds[:, order[cut : len(order) - cut]]
+    exposed = kept[:, :, PARTS.index("exposed")]
+    exchange = exposed.min(0)
+    data, compute, _, host = kept.mean((0, 1))
+    last = np.bincount(exposed.argmin(0), minlength=len(ranks))
+    shares = [rank["gpu_waits_for_host"] for rank in ranks if rank["gpu_waits_for_host"] is not None]
+    return Split(
+        data=float(data),
+        compute=float(compute),
+        exchange=float(exchange.mean()),
+        waiting=float((exposed - exchange).mean()),
+        host=float(host),
+        slowest=int(last.argmax()),
+        slowest_share=float(last.max() / last.sum()),
+        gpu_waits_for_host=statistics.mean(shares) if shares else None,
+    )
+
+
+def verdict(split: Split, processes: int, cores: int | None) -> str:
+    """What holds a run back, and the keys that may help. cores: of a host without GPUs."""
+    share = {part: getattr(split, part) / split.step for part in ("data", "exchange", "waiting", "host")}
+    words = {
+        "data": "data-bound: raise tuning.num_workers, or hold the data on the device (data.loader=device)",
+        "exchange": "communication-bound: more samples a process (train.global_batch_size, train.accumulation_steps), "
+        "or fewer bytes (strategy.comm_hook=bf16)",
+        "waiting": _uneven(split, processes, cores),
+        "host": "host-bound: log less often (train.log_every_steps); look for work between the steps",
+    }
+    found = [f"{words[part]} ({100 * share[part]:.0f} % of a step)" for part in sorted(share, key=lambda p: -share[p])
+             if share[part] > MUCH]  # fmt: skip
+    if split.gpu_waits_for_host is not None and split.gpu_waits_for_host > 0.5:
+        found.append(
+            "launch-bound: the GPU waits for its host's launches; tuning.cuda_graph=true or tuning.compile=true"
+        )
+    return "; ".join(found) or "compute-bound: little is lost"
+
+
+def _uneven(split: Split, processes: int, cores: int | None) -> str:
+    if cores is not None and processes > cores:
+        return f"uneven: {processes} processes share {counted(cores, 'core')}, and wait for each other"
+    if split.slowest_share > max(0.6, 1.5 / processes):
+        return f"uneven: the others wait for rank {split.slowest}; look at its GPU, its data and what else runs there"
+    return "uneven: now one rank is late, now another; look for other work on this machine"
+
+
+# --- the study --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One number of processes with one global batch."""
+
+    processes: int
+    batch: int
+    ways: tuple[str, ...]
+    """weak, strong or both: where they meet."""
+
+
+def study(request: Request) -> tuple[Report, int]:
+    """Raises ConfigError before anything runs."""
+    config: ScalingConfig = settings_as(ScalingConfig, request.settings)
+    machine, load = this_machine(visible_devices()), load_average()
+    cells = _cells(request, config, machine)
+    done: dict[Cell, list[Outcome]] = {}
+    splits: dict[Cell, Outcome] = {}
+    with request.stop.listening():
+        for repeat in range(config.repeats):
+            for cell in cells if repeat % 2 == 0 else reversed(cells):
+                outcome = _made(request, _trial(request, config, machine, cell, str(repeat)))
+                if outcome:
+                    done.setdefault(cell, []).append(outcome)
+        for cell in cells:
+            outcome = _made(request, _trial(request, config, machine, cell, "split"))
+            if outcome:
+                splits[cell] = outcome
+    code = request.stop.exit_code(UNSAVED) if request.stop.received else 0
+    if not any(outcome.completed for found in done.values() for outcome in found):
+        code = code or LaunchError.exit_code
+    return _report(request, config, cells, done, splits, machine, load), code
+
+
+def _made(request: Request, trial: Trial) -> Outcome | None:
+    """What the trial left: earlier, if it was completed, or now. None once the study is stopped."""
+    before = outcome_of(trial)
+    if before and before.completed:
+        return before
+    if request.stop.received:
+        return None
+    print(f"trial {trial.run_dir.parent.name}/{trial.run_dir.name}", end="  ", flush=True)
+    outcome = run(trial, request.script, request.stop)
+    print("stopped" if outcome is None else outcome.reason or f"{speed(outcome):,.0f} samples/s", flush=True)
+    return outcome
+
+
+def _most(config: ScalingConfig, machine: Machine) -> int:
+    return int(config.processes) if config.processes != "auto" else machine.gpus or machine.cpus
+
+
+def _trial(request: Request, config: ScalingConfig, machine: Machine, cell: Cell, name: str) -> Trial:
+    """Without GPUs each process has as many threads in every run, else a single one would have the whole machine."""
+    words = [*request.words, f"launch.nproc_per_node={cell.processes}", f"train.global_batch_size={cell.batch}"]
+    words += [f"train.max_steps={config.steps}", f"train.log_every_steps={max(1, config.steps // 10)}", *QUIET]
+    if not machine.gpus and not any(key_of(word) == THREADS for word in words):
+        words.append(f"{THREADS}={max(1, machine.cpus // _most(config, machine))}")
+    if name == "split":
+        words += ["probe=step_times"]
+    return Trial(words, request.run_dir / "trials" / f"{cell.processes}_x_{cell.batch // cell.processes}" / name)
+
+
+def _cells(request: Request, config: ScalingConfig, machine: Machine) -> list[Cell]:
+    """Raises ConfigError if one of them cannot run, with all that is wrong."""
+    asked = resolved(request, request.words, machine)[0]
+    most = _most(config, machine)
+    numbers = [2**power for power in range(most.bit_length()) if 2**power < most] + [most]
+    batch, problems = asked.train.global_batch_size, []
+    if asked.strategy.name != "ddp":
+        problems.append(f"strategy={asked.strategy.name}: runs in one process; study=scaling needs strategy=ddp")
+    if batch % most:
+        problems.append(f"train.global_batch_size={batch}: cannot be split over {most} processes; use "
+                        f"train.global_batch_size={-(-batch // most) * most}")  # fmt: skip
+    cells: dict[tuple[int, int], list[str]] = {}
+    for number in numbers:
+        cells.setdefault((number, batch // most * number), []).append("weak")
+        cells.setdefault((number, batch), []).append("strong")
+    found = [Cell(number, size, tuple(ways)) for (number, size), ways in cells.items()]
+    for cell in found if not problems else []:
+        for name in ("0", "split"):
+            problems += resolved(request, _trial(request, config, machine, cell, name).words, machine)[1]
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    return found
+
+
+def resolved(request: Request, words: Sequence[str], machine: Machine) -> tuple[Config, list[str]]:
+    """The config of a run as this machine would run it, and all that is wrong with it."""
+    config, problems = read_config(request.conf, read_overrides(request.conf, list(words)))
+    problems = problems or check_rules(config)
+    if problems:
+        return config, problems
+    found = resolve(config, machine, None)
+    return found, check(config, found, machine, None)
+
+
+def speed(outcome: Outcome) -> float:
+    """Samples a second: the median of the logging intervals, without the first two, in which all is warmed up."""
+    lines = [line["samples_per_second"] for line in outcome.metrics if line["kind"] == "train"]
+    return statistics.median(lines[2:] or lines)
+
+
+def _report(
+    request: Request,
+    config: ScalingConfig,
+    cells: Sequence[Cell],
+    done: dict[Cell, list[Outcome]],
+    splits: dict[Cell, Outcome],
+    machine: Machine,
+    load: float,
+) -> Report:
+    speeds = {
+        cell: statistics.median(speed(outcome) for outcome in found if outcome.completed)
+        for cell, found in done.items()
+        if any(outcome.completed for outcome in found)
+    }
+    on_gpus = any(outcome.summary.get("device") == "cuda" for found in done.values() for outcome in found)
+    cores = None if on_gpus else machine.cpus
+    sections: list[Table | Plot] = [_efficiency(way, cells, speeds, done) for way in ("weak", "strong")]
+    sections += [_splits(cells, splits, cores), _plot(cells, speeds)]
+    words = _trial(request, config, machine, cells[-1], "split").words
+    return Report(
+        "Scaling",
+        f"{config.steps} steps on 1 to {cells[-1].processes} processes. Weak: as many samples for each process; "
+        "strong: the same global batch on all. At 100 % every process is as fast as one alone.",
+        sections,
+        facts(load),
+        [request.command, command_of(words)],
+    )
+
+
+def _efficiency(way: str, cells: Sequence[Cell], speeds: dict[Cell, float], done: dict[Cell, list[Outcome]]) -> Table:
+    rows, single = [], None
+    for cell in (cell for cell in cells if way in cell.ways):
+        found = speeds.get(cell)
+        single = single or found
+        gain = found / single if found and single else None
+        failed = next((outcome.reason for outcome in done.get(cell, []) if not outcome.completed), "")
+        percent = 100 * gain / cell.processes if gain else None
+        rows.append([cell.processes, cell.batch, cell.batch // cell.processes, found, gain, percent, failed])
+    columns = ["processes", "global batch", "batch of a process", "samples/s", "speed-up", "efficiency, %", "failed"]
+    if not any(row[-1] for row in rows):
+        columns, rows = columns[:-1], [row[:-1] for row in rows]
+    return Table(f"{way.capitalize()} scaling", columns, rows)
+
+
+def _splits(cells: Sequence[Cell], splits: dict[Cell, Outcome], cores: int | None) -> Table:
+    rows = []
+    for cell in cells:
+        outcome = splits.get(cell)
+        if outcome and outcome.completed:
+            split = split_of(outcome.run_dir)
+            parts = (split.step, split.compute, split.exchange, split.waiting, split.data, split.host)
+            said = verdict(split, cell.processes, cores)
+        else:
+            parts, said = (None,) * 6, outcome.reason if outcome else "not run"
+        numbers = [1e3 * part if part is not None else None for part in parts]
+        rows.append([cell.processes, cell.batch // cell.processes, *numbers, said])
+    columns = ["processes", "batch of a process", "step, ms", "compute, ms", "exchange, ms"]
+    columns += ["waiting, ms", "data, ms", "host, ms", "verdict"]
+    note = (
+        "Runs of their own with probe=step_times: without CUDA graphs, which have no parts, so they may be slower. "
+        "Means over ranks and over the middle half of the steps, the first quarter left out. compute: forward and "
+        "backward pass and optimizer; what the forward pass exchanges (buffers, batch norm over all processes) counts "
+        "as compute. exchange: what the backward pass does not hide; waiting: for a slower rank, before it."
+    )
+    return Table("Where a step's time goes", columns, rows, note)
+
+
+def _plot(cells: Sequence[Cell], speeds: dict[Cell, float]) -> Plot:
+    lines = []
+    for way in ("weak", "strong"):
+        known = [cell for cell in cells if way in cell.ways and cell in speeds]
+        if known and known[0].processes == 1:
+            values = [100 * speeds[cell] / speeds[known[0]] / cell.processes for cell in known]
+            lines.append(Curve(way, [cell.processes for cell in known], values))
+    svg = curves(lines, Axis("processes"), Axis("efficiency, %")) if lines else ""
+    return Plot("Efficiency", svg)

@@ -1,0 +1,205 @@
+"""`study=simulate`: how a measured step would scale, to any number of GPUs; and what 4,096 ranks cost each host."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import struct
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ddp_train.config.schema import key
+from ddp_train.errors import ConfigError
+from ddp_train.study import mlperf
+from ddp_train.study.costs import BACKWARD_SHARE, Cluster, Link, Prediction, Step, predict
+from ddp_train.study.facts import facts
+from ddp_train.study.plots import Axis, Curve, curves
+from ddp_train.study.report import Plot, Report, Table
+from ddp_train.study.request import Request, settings_as
+
+DRY_PLAN = "ddp_train.study.dry_plan"
+RANKS = (1, 64, 4096)
+LOG_EVERY_STEPS = 50
+"""train.log_every_steps, in the dry plan."""
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+"""Of batch norm: buffers, which stand among the weights of a checkpoint and have no gradient."""
+
+
+@dataclass
+class SimulateConfig:
+    """conf/study/simulate.yaml. Times in microseconds, speeds in GB/s, as vendors and nccl-tests tell them."""
+
+    kind: str = key("simulate", "what makes this study", choices=("simulate",))
+    from_run: str | None = key(None, "run directory of one process, whose step is measured from its metrics")
+    step_ms: float | None = key(None, "in place of from_run: a step of one GPU", above=0)
+    deviation_ms: float = key(0.0, "beside step_ms: standard deviation from step to step", at_least=0)
+    gradient_mb: float | None = key(None, "beside step_ms: the gradients of a step, in 10^6 bytes", above=0)
+    backward_share: float = key(BACKWARD_SHARE, "of a step", above=0, below=1)
+    bucket_cap_mb: float = key(25.0, "strategy.bucket_cap_mb", above=0)
+    gpus: list[int] = key([1, 2, 4, 8, 16, 64, 256, 1024, 4096], "numbers of GPUs to predict")
+    gpus_per_host: int = key(8, "as it says", at_least=1)
+    inside_gb_per_second: float = key(332.0, "bus bandwidth of an all-reduce inside a host", above=0)
+    inside_microseconds: float = key(3.4, "latency of a message inside a host", at_least=0)
+    between_gb_per_second: float = key(50.0, "of the network, for each GPU", above=0)
+    between_microseconds: float = key(14.0, "latency of a message between hosts", at_least=0)
+    call_microseconds: float = key(8.4, "of a collective, whatever its size", at_least=0)
+    dry_plan: bool = key(True, "measure what rank 0 of 1, 64 and 4,096 ranks does on its host")
+
+    def cluster(self) -> Cluster:
+        inside = Link(self.inside_microseconds * 1e-6, self.inside_gb_per_second * 1e9)
+        between = Link(self.between_microseconds * 1e-6, self.between_gb_per_second * 1e9)
+        return Cluster(self.gpus_per_host, inside, between, self.call_microseconds * 1e-6)
+
+
+def study(request: Request) -> tuple[Report, int]:
+    """Predicts; nothing is trained. Raises ConfigError if there is no measured step to start from."""
+    config: SimulateConfig = settings_as(SimulateConfig, request.settings)
+    problems = [f"{word}: study=simulate starts no run; leave it out" for word in request.words]
+    if (config.from_run is None) == (config.step_ms is None or config.gradient_mb is None):
+        problems.append("study.from_run=null: give it, or study.step_ms and study.gradient_mb; not both")
+    if not config.gpus or min(config.gpus) < 1:
+        problems.append(f"study.gpus={config.gpus}: must be numbers of at least 1")
+    if problems:
+        raise ConfigError(problems)
+    if config.from_run:
+        step = replace(measured_step(Path(config.from_run)), backward_share=config.backward_share)
+    else:
+        seconds, spread = 1e-3 * (config.step_ms or 0.0), 1e-3 * config.deviation_ms
+        step = Step(seconds, 1e6 * (config.gradient_mb or 0.0), config.backward_share, spread)
+    return report(step, config, request.command), 0
+
+
+def measured_step(run_dir: Path) -> Step:
+    """The step of a run of one process, from its metrics: the median of its logging intervals without the first one.
+
+    Raises ConfigError if the run had several processes, or too few intervals, or no checkpoint to know the model by.
+    """
+    try:
+        summary = json.loads((run_dir / "summary.json").read_text())
+        lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        every = yaml.safe_load((run_dir / "config.yaml").read_text())["train"]["log_every_steps"]
+    except (OSError, ValueError) as error:
+        raise ConfigError([f"study.from_run={run_dir}: no completed run, {error}; name the run_dir of one"]) from None
+    if summary["world_size"] != 1:
+        what = f"a run of {summary['world_size']} processes, whose steps hold the exchange"
+        raise ConfigError([f"study.from_run={run_dir}: {what}; measure one with launch.nproc_per_node=1"])
+    batch = summary["global_batch_size"]
+    seconds = [batch / line["samples_per_second"] for line in lines if line["kind"] == "train" and line["step"] > every]
+    if len(seconds) < 3:
+        few = f"{len(seconds)} logging intervals after the first one are too few"
+        remedy = f"let it run for {5 * every} steps or more, or lower train.log_every_steps={every}"
+        raise ConfigError([f"study.from_run={run_dir}: {few}; {remedy}"])
+    # The mean of k steps varies by 1 / sqrt(k) of what one step does.
+    deviation = statistics.stdev(seconds) * every**0.5
+    return Step(statistics.median(seconds), gradient_bytes(run_dir), deviation_seconds=deviation)
+
+
+def gradient_bytes(run_dir: Path) -> float:
+    """Of one step: the bytes of all parameters in the newest checkpoint's header (safetensors: its length, then JSON).
+
+    Raises ConfigError if there is no checkpoint.
+    """
+    weights = sorted(run_dir.glob("checkpoints/step_????????/model.safetensors"))
+    if not weights:
+        raise ConfigError([f"study.from_run={run_dir}: no checkpoint to know the size of the model by; keep one"])
+    with weights[-1].open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header: dict[str, Any] = json.loads(file.read(length))
+    tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    spans = [e["data_offsets"] for name, e in tensors.items() if name.rpartition(".")[2] not in STATISTICS]
+    return float(sum(end - start for start, end in spans))
+
+
+def report(step: Step, config: SimulateConfig, command: str) -> Report:
+    """The tables: predictions, the check against MLPerf, and (in fresh processes) the dry plan."""
+    sections: list[Table | Plot] = [predictions(step, config), published()]
+    if config.dry_plan:
+        sections.append(dry_plans())
+    return Report(
+        "Predicted scaling",
+        f"One GPU takes {1e3 * step.seconds:.4g} ms for a step, give or take {1e3 * step.deviation_seconds:.2g} ms, "
+        f"and its gradients are {step.gradient_bytes / 1e6:.4g} MB. Each further GPU brings as many samples (weak "
+        "scaling).",
+        [*sections, _plot(step, config)],
+        facts(),
+        [command],
+    )
+
+
+def _predicted(step: Step, config: SimulateConfig) -> list[Prediction]:
+    cluster, bucket_bytes = config.cluster(), config.bucket_cap_mb * 2**20
+    return [predict(step, count, cluster, bucket_bytes) for count in config.gpus]
+
+
+def predictions(step: Step, config: SimulateConfig) -> Table:
+    """A row for each number of GPUs."""
+    columns = ["GPUs", "hosts", "step, ms", "efficiency, %", "exchange, ms", "exposed, ms", "waiting, ms"]
+    rows = []
+    for found in _predicted(step, config):
+        hosts = -(-found.gpus // config.gpus_per_host)
+        parts = [1e3 * part for part in (found.exchange, found.exposed, found.waiting)]
+        rows.append([found.gpus, hosts, 1e3 * found.seconds, 100 * step.seconds / found.seconds, *parts])
+    note = (
+        "A ring inside each host, between hosts the faster of ring and trees, in DDP's buckets; exposed: what the "
+        "backward pass does not hide. Waiting, for the slowest rank: delays are taken as independent and exponential. "
+        "Not predicted: data that come too late, other work on the network, a GPU that is always slower."
+    )
+    return Table("Predicted", columns, rows, note)
+
+
+def published() -> Table:
+    """The same model of costs beside what was published."""
+    columns = ["GPUs", "batch of a GPU", "published step, ms", "predicted, ms", "error, %", "used for"]
+    rows = []
+    for check in mlperf.checks():
+        seconds = (1e3 * check.point.step_seconds, 1e3 * check.predicted)
+        use = "the fit" if check.fitted else "the test"
+        rows.append([check.point.gpus, check.point.batch, *seconds, 100 * check.error, use])
+    note = (
+        f"{mlperf.SOURCE}: throughputs of the submitter's logs. The batch of a GPU differs, so that its own step is a "
+        "line through the first two points; the others are the test. No spread of steps is published: waiting for the "
+        "slowest is left out."
+    )
+    return Table("The model of costs against MLPerf", columns, rows, note)
+
+
+def dry_plans(ranks: Sequence[int] = RANKS) -> Table:
+    """What rank 0 does on its host, each number of ranks in a fresh process."""
+    rows = []
+    for count in ranks:
+        ran = subprocess.run([sys.executable, "-m", DRY_PLAN, str(count)], capture_output=True, text=True, check=True)
+        order, shares, evaluation, loss, group_norm, batch_norm = json.loads(ran.stdout)
+        rows.append([count, 1e3 * order["seconds"], 1e6 * shares["seconds"], shares["bytes"]])
+        rows[-1] += [1e6 * evaluation["seconds"], 1e3 * loss["seconds"]]
+        rows[-1] += [1e6 * group_norm["seconds"], 1e3 * batch_norm["seconds"], batch_norm["bytes"] / 1e6]
+    columns = ["ranks", "order of an epoch, ms", "shares of a step, us", "of a step, bytes", "of an evaluation, us"]
+    columns += ["loss at a logging interval, ms", "checkpoint, group norm, us", "checkpoint, batch norm, ms"]
+    columns += ["checkpoint, batch norm, MB"]
+    note = (
+        "On rank 0: ImageNet, 32 samples a rank and step, torch's fake process group, so that the exchanges themselves "
+        "cost nothing. Shares do not depend on the number of ranks. What is gathered from all ranks does: the losses "
+        f"of the {LOG_EVERY_STEPS} steps of a logging interval, and at a checkpoint each rank's statistics of batch "
+        "norm (here of 1,000 channels; ResNet-50 has 26,560)."
+    )
+    return Table("Planning and bookkeeping", columns, rows, note)
+
+
+def _plot(step: Step, config: SimulateConfig) -> Plot:
+    found = _predicted(step, config)
+    lines = [
+        Curve("predicted", config.gpus, [100 * step.seconds / one.seconds for one in found]),
+        Curve(
+            "without waiting for the slowest",
+            config.gpus,
+            [100 * step.seconds / (one.seconds - one.waiting) for one in found],
+            dashed=True,
+        ),
+    ]
+    svg = curves(lines, Axis("GPUs", log=True), Axis("efficiency, %"))
+    return Plot("Efficiency", svg, "100 %: every GPU is as fast as one alone.")

@@ -1,0 +1,113 @@
+"""The split of a step against known truths: a data set with a delay, an exchange with a delay, a rank with a delay."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddp_train.data.sources import ArraySource
+from ddp_train.distributed.world import World
+from ddp_train.loop import fit
+from ddp_train.study.scaling import Split, split_of, verdict
+from ddp_train.study.step_times import StepTimes
+from tests.commands import run
+from tests.jobs import config_of, job_of, table
+from tests.ranks import on_ranks
+
+DELAY = 0.1
+"""Seconds, in each step: much more than a step of so small a model takes on a busy machine."""
+STEPS = 12
+
+
+class SlowSource(ArraySource):
+    def fetch(self, ids: np.ndarray, epoch: int | None) -> tuple[Tensor, Tensor]:
+        time.sleep(DELAY)
+        return super().fetch(ids, epoch)
+
+
+def slow_all_reduce(_: object, bucket):  # type: ignore[no-untyped-def]  # torch looks at annotations, and wants classes
+    time.sleep(DELAY)
+    dist.all_reduce(bucket.buffer())
+    done: torch.futures.Future[Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer() / dist.get_world_size())
+    return done
+
+
+def timed(world: World, run_dir: str, where: str, accumulation: int) -> None:
+    train: dict[str, Any] = {"global_batch_size": 12 * accumulation, "accumulation_steps": accumulation, "epochs": 9}
+    config = config_of(world, model={"name": "mlp", "hidden": 8}, train=train | {"max_steps": STEPS},
+                       data={"name": "digits", "loader": "host"}, tuning={"num_workers": 0})  # fmt: skip
+    train_source = table(400)
+    if where == "data":
+        train_source = SlowSource(train_source.inputs, train_source.targets)
+    job = job_of(config, world, (train_source, table(10)))
+    wrapped = job.wrapped
+    assert isinstance(wrapped, nn.parallel.DistributedDataParallel)
+    if where == "exchange":
+        wrapped.register_comm_hook(None, slow_all_reduce)
+    if where == "rank 1" and world.rank == 1:
+        job.module.model.register_forward_pre_hook(lambda *_: time.sleep(DELAY))
+    if where == "host":
+        seed_step = job.seed_step
+        job.seed_step = lambda step: (time.sleep(DELAY), seed_step(step))[1]
+    with StepTimes(job, Path(run_dir), world.rank):
+        fit(job)
+    assert job.step == STEPS
+
+
+@pytest.mark.parametrize(
+    ("where", "accumulation", "part", "said"),
+    [
+        ("data", 1, "data", "data-bound"),
+        ("data", 2, "data", "data-bound"),
+        ("exchange", 1, "exchange", "communication-bound"),
+        ("rank 1", 1, "waiting", "uneven: the others wait for rank 1"),
+        ("host", 1, "host", "host-bound"),
+    ],
+)
+def test_a_delay_is_found_where_it_is(tmp_path: Path, where: str, accumulation: int, part: str, said: str) -> None:
+    on_ranks(3, timed, str(tmp_path), where, accumulation)
+    split = split_of(tmp_path)
+    delay = accumulation * DELAY * (2 / 3 if part == "waiting" else 1)  # two of three ranks wait
+    assert getattr(split, part) == pytest.approx(delay, rel=0.35)
+    others = {name: getattr(split, name) for name in ("data", "exchange", "waiting", "host") if name != part}
+    assert max(others.values()) < delay / 2, others  # on a busy machine ranks wait for each other besides
+    assert said in verdict(split, 3, 3)
+    if part == "waiting":
+        assert split.slowest == 1
+
+
+def test_the_parts_of_a_step_add_up(tmp_path: Path) -> None:
+    began = time.perf_counter()
+    on_ranks(1, timed, str(tmp_path), "nowhere", 1)
+    steps = json.loads((tmp_path / "probe" / "step_times_rank_0.json").read_text())["steps"]
+    assert len(steps) == STEPS - 1, "the last step has no next one to end at"
+    assert 0 < sum(sum(step.values()) for step in steps) < time.perf_counter() - began
+    assert all(step["compute"] > 0 and step["exposed"] >= 0 for step in steps)
+
+
+def test_a_gpu_that_waits_for_its_host_is_told() -> None:
+    split = Split(0.0, 1.0, 0.0, 0.0, 0.0, 0, 0.0, gpu_waits_for_host=0.9)
+    assert verdict(split, 1, None).startswith("launch-bound")
+    assert verdict(Split(0.0, 1.0, 0.01, 0.02, 0.0, 0, 0.0, 0.1), 1, None) == "compute-bound: little is lost"
+
+
+@pytest.mark.slow
+def test_the_study_from_the_command_line(tmp_path: Path) -> None:
+    words = ["mode=study", "study=scaling", "study.steps=20", "study.processes=2", "model=mlp", f"run_dir={tmp_path}"]
+    ran = run(*words)
+    assert ran.returncode == 0, ran.stderr + ran.stdout
+    weak, strong, where = json.loads((tmp_path / "report.json").read_text())["tables"]
+    assert [row[:3] for row in weak["rows"]] == [[1, 48, 48], [2, 96, 48]]
+    assert [row[:3] for row in strong["rows"]] == [[1, 96, 96], [2, 96, 48]]
+    for row in where["rows"]:
+        assert row[2] == pytest.approx(sum(row[3:8])) and row[3] > 0 and row[8]
+    assert run("mode=study", "study=scaling", "study.processes=5").stderr.count("train.global_batch_size=96") == 1

@@ -1,0 +1,175 @@
+"""Predicted scaling: each part of the model of costs against something that does not know it, all against MLPerf."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ddp_train.data.plan import Plan
+from ddp_train.distributed.world import World
+from ddp_train.errors import ConfigError
+from ddp_train.study import costs, mlperf, simulate
+from ddp_train.study.costs import Cluster, Link, Step, predict
+from tests.commands import ONE, ROOT, SMALL, metrics, run
+from tests.ranks import on_ranks
+
+LINK = Link(5e-6, 1e9)
+
+
+def passed_round(size: float, ranks: int, link: Link) -> float:
+    """A ring, message by message: a rank sends a part on once it has it from its neighbour and its own link is free."""
+    took = link.latency_seconds + size / ranks / link.bytes_per_second
+    has = np.zeros(ranks)  # when each rank has the part that it sends next
+    free = np.zeros(ranks)
+    for _ in range(2 * (ranks - 1)):
+        free = np.maximum(has, free) + took
+        has = np.roll(free, 1)
+    return float(has.max())
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8, 64])
+def test_a_ring_costs_what_its_messages_cost(ranks: int) -> None:
+    assert costs.ring(1e7, ranks, LINK) == pytest.approx(passed_round(1e7, ranks, LINK))
+
+
+def test_many_ranks_far_apart_are_better_off_with_trees() -> None:
+    """Small messages: latencies count, and a ring has thousands of them. Large ones on few ranks: both are as fast."""
+    assert costs.trees(1e4, 512, LINK) == pytest.approx(2 * 9 * 5e-6 + 2e4 / 1e9)
+    assert costs.trees(1e4, 512, LINK) < costs.ring(1e4, 512, LINK) / 40
+    assert costs.ring(1e9, 4, LINK) < costs.trees(1e9, 4, LINK)
+
+
+def test_hosts_exchange_in_as_many_lanes_as_they_have_gpus() -> None:
+    cluster = Cluster(4, Link(0.0, 4e9), Link(0.0, 1e9))
+    inside, between = 2 * 3 / 4 * 1e9 / 4e9, 2 * 1 / 2 * (1e9 / 4) / 1e9
+    assert costs.all_reduce(1e9, 8, cluster) == pytest.approx(inside + between)
+    assert costs.all_reduce(1e9, 1, cluster) == 0
+
+
+def ddp_buckets(world: World) -> list[int]:
+    model = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(61)])  # 61 MiB, in parts of 1 MiB
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    passes: list[list[int]] = []
+
+    def note(_: object, bucket):  # type: ignore[no-untyped-def]  # torch looks at annotations, and wants classes
+        passes[-1].append(bucket.buffer().nbytes)
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    wrapped.register_comm_hook(None, note)
+    for _ in range(2):  # DDP lays out its buckets for good after the first pass
+        passes.append([])
+        wrapped(torch.ones(1, 512)).sum().backward()
+    return passes[-1]
+
+
+def test_the_buckets_are_ddps() -> None:
+    (theirs,) = on_ranks(1, ddp_buckets)
+    assert costs.buckets(61 * 2**20) == theirs
+
+
+def test_what_the_backward_pass_does_not_hide_is_exposed() -> None:
+    """On a slow link all buckets after the first one wait for it; on a fast one only the last bucket is seen."""
+    step, size = Step(1.0, 51 * 2**20), 25 * 2**20
+    slow = Cluster(8, Link(0.0, 2**20), LINK)
+    found = predict(step, 2, slow)
+    first_ready = 1 / 6 + 2 / 3 / 51  # a sixth of the step is before the backward pass
+    assert found.exposed == pytest.approx(first_ready + 51 - (1 / 6 + 2 / 3))
+    assert found.exchange == pytest.approx(51) and found.seconds == pytest.approx(1 + found.exposed)
+    fast = Cluster(8, Link(0.0, 2**30), LINK)
+    assert predict(step, 2, fast).exposed == pytest.approx(size / 2**30)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 64, 768])
+def test_the_slowest_of_many_is_the_maximum_of_exponential_delays(ranks: int) -> None:
+    delays = np.random.default_rng(0).exponential(0.1, size=(4000, ranks))
+    assert 0.1 + costs.slowest(0.1, ranks) == pytest.approx(delays.max(1).mean(), rel=0.02)
+
+
+def test_a_gpus_own_work_is_found_again_in_a_step_of_many() -> None:
+    step = predict(Step(0.01, mlperf.GRADIENT_BYTES), 64, mlperf.DGX_H100).seconds
+    assert step > 0.0102
+    own = costs.alone(step, 64, mlperf.GRADIENT_BYTES, mlperf.DGX_H100, costs.BACKWARD_SHARE)
+    assert own == pytest.approx(0.01, rel=1e-9)
+
+
+def test_published_steps_on_512_and_768_gpus_are_predicted_to_5_percent() -> None:
+    found = mlperf.checks()
+    assert [check.fitted for check in found] == [True, True, False, False]
+    assert all(abs(check.error) < (1e-9 if check.fitted else 0.05) for check in found)
+
+
+@pytest.mark.parametrize(("samples", "world", "accumulation"), [(101, 3, 1), (48, 4, 4), (5, 4, 2), (1000, 7, 1)])
+def test_shares_are_numpys_parts(samples: int, world: int, accumulation: int) -> None:
+    plans = [Plan(samples, 28 * world, accumulation, 9, seed=0, rank=rank, world_size=world) for rank in range(world)]
+    for step in range(plans[0].steps_per_epoch):
+        ids = plans[0].global_batch(step)
+        count = world * math.ceil(len(ids) / (plans[0].micro_batch_size * world))
+        parts = {number: part.tolist() for number, part in enumerate(np.array_split(ids, count))}
+        shares = [share for plan in plans for share in plan.shares() if share.step == step]
+        assert {share.part: share.ids[: share.count].tolist() for share in shares} == parts
+
+
+def dry_plan(ranks: int) -> dict[str, dict[str, float]]:
+    command = [sys.executable, "-m", simulate.DRY_PLAN, str(ranks)]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return {cost["what"]: cost for cost in json.loads(ran.stdout)}
+
+
+def test_a_rank_of_4096_plans_as_a_single_one_does() -> None:
+    one, many = dry_plan(1), dry_plan(4096)
+    shares = "shares of a step"
+    assert many[shares]["bytes"] == one[shares]["bytes"] == 32 * 8
+    assert many[shares]["seconds"] < 10 * one[shares]["seconds"] < 1e-3
+    assert many["shares of an evaluation"]["bytes"] < 1e4
+    assert many["buffers of a checkpoint, group norm"]["bytes"] == 0
+    statistics = "buffers of a checkpoint, batch norm"
+    assert many[statistics]["bytes"] == 4096 * one[statistics]["bytes"] == 4096 * 2000 * 8, "gathered from all ranks"
+
+
+def test_the_measured_step_of_a_run(tmp_path: Path) -> None:
+    ran = run(ONE, *SMALL, "train.epochs=40", "train.log_every_steps=3", "tuning=none", "tuning.precision=fp64",
+              "train.evaluate_every_epochs=40", f"run_dir={tmp_path}")  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    step = simulate.measured_step(tmp_path)
+    seconds = [96 / line["samples_per_second"] for line in metrics(tmp_path) if line["kind"] == "train"][1:]
+    assert min(seconds) < step.seconds < max(seconds) and 0 < step.deviation_seconds < 3 * max(seconds)
+    assert step.gradient_bytes == 8 * sum(a * b + b for a, b in [(64, 128), (128, 128), (128, 10)])
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(ConfigError, match="0 logging intervals"):
+        simulate.measured_step(tmp_path)
+
+
+def test_a_run_of_several_processes_is_no_single_step(tmp_path: Path) -> None:
+    for name, content in (("summary.json", '{"world_size": 3}'), ("metrics.jsonl", ""), ("config.yaml", "train: {}")):
+        (tmp_path / name).write_text(content)
+    (tmp_path / "config.yaml").write_text("train: {log_every_steps: 5}")
+    with pytest.raises(ConfigError, match="a run of 3 processes"):
+        simulate.measured_step(tmp_path)
+
+
+def test_the_study_from_the_command_line(tmp_path: Path) -> None:
+    given = ["study.step_ms=37.2", "study.deviation_ms=0.2", "study.gradient_mb=102.2", "study.gpus=[1,8,768]"]
+    ran = run("mode=study", "study=simulate", "study.dry_plan=false", *given, f"run_dir={tmp_path}")
+    assert ran.returncode == 0, ran.stderr
+    tables = json.loads((tmp_path / "report.json").read_text())["tables"]
+    assert [table["title"] for table in tables] == ["Predicted", "The model of costs against MLPerf"]
+    seconds = [row[2] for row in tables[0]["rows"]]
+    assert seconds[0] == pytest.approx(37.2) and 37.2 < seconds[1] < seconds[2] < 2 * 37.2
+    ran = run("mode=study", "study=simulate", "model=mlp", "study.gpus=[0]", "study.step_ms=1")
+    assert ran.returncode == 2
+    for problem in (
+        "model=mlp: study=simulate starts no run",
+        "study.gpus=[0]: must be",
+        "study.from_run=null: give it",
+    ):
+        assert problem in ran.stderr
