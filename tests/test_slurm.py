@@ -137,6 +137,26 @@ def test_the_script_is_one_that_bash_reads() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize(
+    ("code", "saved", "restarts", "requeued"),
+    [(75, True, 0, True), (143, True, 3, True), (143, False, 0, False), (75, True, 100, False), (70, True, 0, False)],
+)
+def test_a_job_goes_back_into_the_queue_if_it_can_go_on(
+    tmp_path: Path, code: int, saved: bool, restarts: int, requeued: bool
+) -> None:
+    for name, body in (("srun", f"exit {code}"), ("scontrol", 'echo "$@" >> told')):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    if saved:
+        (tmp_path / "here/checkpoints/step_00000004").mkdir(parents=True)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1"}
+    done = subprocess.run(
+        ["bash", ROOT / TRAIN, "run_dir=here"], cwd=tmp_path, env={**env, "SLURM_RESTART_COUNT": str(restarts)}
+    )
+    assert done.returncode == code
+    assert (tmp_path / "told").exists() == requeued
+
+
 # --- a cluster ------------------------------------------------------------------------------------------------------
 
 
@@ -190,7 +210,7 @@ def test_a_job_at_its_time_limit_saves_and_goes_on_to_the_same_weights(
     known = slurm.wait_for(limited.number, "COMPLETED")
     said = slurm.said(limited.number)
     assert known["Restarts"] == "1", said
-    assert said.count("saved; back into the queue") == 1
+    assert said.count("exit code 75; back into the queue") == 1
     assert "from step " in said
     summary = read(limited.run_dir, "summary.json")
     assert (summary["status"], summary["world_size"], summary["steps"]) == ("completed", 4, 600)
