@@ -3,6 +3,8 @@
 PYTHON ?= python3
 ARGS ?=
 BIN := .venv/bin
+# Two files of tests at a time: most tests wait for processes, and one at a time left a fifth of one core idle.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 
 help:  ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -11,10 +13,10 @@ train: .venv/ready  ## train the digits on every GPU of this machine, or in two 
 	@$(BIN)/python launch.py $(ARGS)
 
 test: .venv/ready  ## the quick tests, under five minutes on two cores
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 check: lint  ## what CI runs: lint, format, types and every test
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 bench: .venv/ready  ## start-up against torchrun and overhead against a raw loop, on an idle machine; both have limits
 	$(BIN)/python benchmarks/startup.py

@@ -32,6 +32,7 @@ LAYERS = (
     functional.linear,
 )
 """What takes (input, weight, bias) and adds the bias to each channel."""
+NORMS = (nn.GroupNorm, nn.modules.batchnorm._NormBase)
 log = logging.getLogger(__name__)
 
 
@@ -40,9 +41,11 @@ def biases_before_norm(model: nn.Module, inputs: Any) -> list[str]:
 
     The norm layer takes the mean of each channel in training (batch norm, instance norm, group norm with a channel in
     each group), and nothing else uses what the bias is added to. inputs: a batch, of which only the shapes matter. A
-    copy of the model runs, on the meta device: nothing is computed and the model stays as it is. Where that fails, as
-    in a model that looks at values, the log says so and the list is empty.
+    copy of the model runs, if there are norm layers, on the meta device: nothing is computed and the model stays as it
+    is. Where that fails, as in a model that looks at values, the log says so and the list is empty.
     """
+    if not any(isinstance(module, NORMS) for module in model.modules()):
+        return []
     there: dict[int, Any] = {}
     for tensor in itertools.chain(model.parameters(), model.buffers()):
         empty = torch.empty_like(tensor, device="meta")

@@ -98,7 +98,9 @@ def test_the_health_check_sees_a_worker_that_was_stopped(tmp_path: Path) -> None
         done = subprocess.run([*HEALTH, str(pid)], capture_output=True, text=True, timeout=60)
         return done.returncode, done.stdout
 
-    assert health(os.getpid()) == (1, "no training process\n")
+    with subprocess.Popen(["sleep", "60"]) as other:
+        assert health(other.pid) == (1, "no training process\n")
+        other.kill()
     with running(tmp_path / "run", *ENDLESS, THREE) as job:
         job.wait_for_step()
         assert health(job.process.pid) == (0, "4 processes at work\n")
