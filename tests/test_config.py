@@ -677,8 +677,8 @@ def test_help_names_every_key() -> None:
 def test_help_names_choices_and_what_works() -> None:
     told = launch("--help").stdout
     for expected in (
-        "model._target_=", "model.ANY=", "(none, batch, group)", "(auto, nccl, gloo)", "(train, evaluate, study, doctor)",
-        "MNIST to 99 %", "Small, slow and loud",
+        "model._target_=", "model.ANY=", "(none, batch, group)", "(auto, nccl, gloo)",
+        "(train, evaluate, study, doctor)", "MNIST to 99 %", "Small, slow and loud",
     ):  # fmt: skip
         assert expected in told
 
