@@ -29,7 +29,7 @@ from ddp_train.config.compose import did_you_mean, read_overrides, shown
 from ddp_train.config.prepare import examine, prepare, read_run
 from ddp_train.config.schema import OPTIONS, SECTIONS, Config, CustomConfig
 from ddp_train.distributed.world import World, new_run_id
-from ddp_train.errors import ConfigError
+from ddp_train.errors import ConfigError, first_line
 from ddp_train.fork_server import ForkServer
 from ddp_train.health import FILE as FAILURE
 from ddp_train.health import SUMMARY
@@ -197,7 +197,10 @@ class Trials:
                 )
             print(f"results {self.sweep_dir / RESULTS}")
             if self.report:
-                print(f"report {self.report(self.sweep_dir, self.rows, self.objective)}")
+                try:
+                    print(f"report {self.report(self.sweep_dir, self.rows, self.objective)}")
+                except Exception as error:  # noqa: BLE001  the trials are done: their results and exit code stand
+                    print(f"note: no report: {type(error).__name__}: {first_line(error)}", file=sys.stderr)
         return next((row["exit_code"] for row in self.rows if row["exit_code"]), 0)
 
 
@@ -218,7 +221,8 @@ def _key(word: str) -> str:
 
 def _without_slurm(name: str) -> list[str]:
     """What this host lacks to hand jobs to SLURM."""
-    if importlib.util.find_spec("hydra_plugins.hydra_submitit_launcher") is None:
+    parents = importlib.util.find_spec("hydra_plugins")  # of all plugins: a module is not looked for without its parent
+    if not parents or importlib.util.find_spec("hydra_plugins.hydra_submitit_launcher") is None:
         return [f"{LAUNCHER}={name}: needs the package hydra-submitit-launcher; pip install -e '.[slurm]'"]
     if not shutil.which("srun"):
         return [f"{LAUNCHER}={name}: there is no srun on this host; start the sweep where `sbatch` works"]

@@ -45,8 +45,9 @@ class _LayerWise(Optimizer):
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             if parameters:
                 common = self._begin(group)
-                for together in [parameters] if group["foreach"] else [[parameter] for parameter in parameters]:
-                    self._update(group, together, [parameter.grad for parameter in together], *common)
+                for together in _of_one_type(parameters) if group["foreach"] else [[one] for one in parameters]:
+                    gradients = [one.grad for one in together if one.grad is not None]
+                    self._update(group, together, gradients, *common)
         return loss
 
     def _begin(self, group: dict[str, Any]) -> tuple[Tensor, ...]:
@@ -126,7 +127,7 @@ class Lars(_LayerWise):
 
     def _update(self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor], *common: Tensor):
         decay, rates = group["weight_decay"], group["lr"]
-        momenta = self._kept(parameters, "momentum_buffer")
+        momenta = self._kept(parameters, "momentum_buffer") if group["momentum"] else []
         updates = torch._foreach_add(gradients, parameters, alpha=decay)
         if group["layer_adaptation"]:
             weights, slopes = _norms(parameters), _norms(gradients)
@@ -136,9 +137,10 @@ class Lars(_LayerWise):
         if self.found_inf is not None:
             self._descend(parameters, updates, momenta, momentum=group["momentum"])
             return
-        torch._foreach_mul_(momenta, group["momentum"])
-        torch._foreach_add_(momenta, updates)
-        torch._foreach_sub_(parameters, momenta)
+        if momenta:
+            torch._foreach_mul_(momenta, group["momentum"])
+            torch._foreach_add_(momenta, updates)
+        torch._foreach_sub_(parameters, momenta or updates)
 
 
 class Lamb(_LayerWise):
@@ -211,6 +213,14 @@ class Lamb(_LayerWise):
             torch._foreach_sub_(parameters, updates)
         else:
             self._descend(parameters, updates, [])
+
+
+def _of_one_type(parameters: list[Tensor]) -> list[list[Tensor]]:
+    """Apart by dtype: the kernels for lists take one at a time."""
+    found: dict[torch.dtype, list[Tensor]] = {}
+    for parameter in parameters:
+        found.setdefault(parameter.dtype, []).append(parameter)
+    return list(found.values())
 
 
 def _norms(tensors: list[Tensor] | tuple[Tensor, ...]) -> Tensor:

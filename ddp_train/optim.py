@@ -34,7 +34,8 @@ def build_optimizer(
     common = {"lr": config.lr, "weight_decay": config.weight_decay, "foreach": implementation == "foreach"}
     if implementation == "fused":
         common |= {"foreach": None, "fused": True}
-    torchs = fused if recorded and implementation == "fused" else torch.optim
+    in_parts = recorded and implementation == "fused" and len({parameter.dtype for parameter in parameters}) == 1
+    torchs = fused if in_parts else torch.optim
     if config.name == "sgd":
         sgd = torchs.SGD(groups, momentum=config.momentum, nesterov=config.nesterov, **common)
         if implementation == "fused" and config.momentum:
@@ -173,6 +174,11 @@ class Stepper:
         """The moments come from the checkpoint; rates, decay and implementation are those of this run's config."""
         own = self.optimizer.state_dict()
         self.optimizer.load_state_dict({**own, "state": state["optimizer"]["state"]})
+        for parameter, moments in self.optimizer.state.items():
+            for name, moment in moments.items():  # the run that saved them may have had another memory format
+                if torch.is_tensor(moment) and moment.shape == parameter.shape:
+                    like = torch.empty_like(parameter, dtype=moment.dtype, device=moment.device)
+                    moments[name] = like.copy_(moment)
         self.scaler.load_state_dict(state["scaler"])
 
     def backward(self, loss: Tensor, share: Share) -> None:

@@ -50,27 +50,33 @@ def _recomputing(cls: type[nn.Module]) -> type[nn.Module]:
             return cls.forward(self, *given, **named)
         if torch.compiler.is_compiling():  # the compiler itself keeps what changes a buffer out of the backward pass
             return checkpoint(cls.forward, self, *given, use_reentrant=False, **named)
-        contexts = contextlib.nullcontext(), _with_buffers([(part, _copies(part)) for part in self.modules()])
+        contexts = contextlib.nullcontext(), _WithBuffers(self)
         return checkpoint(cls.forward, self, *given, use_reentrant=False, context_fn=lambda: contexts, **named)
 
     return type(cls.__name__, (cls,), {"forward": forward})
 
 
-def _copies(part: nn.Module) -> dict[str, Tensor]:
-    return {name: buffer.clone() for name, buffer in part.named_buffers(recurse=False)}
-
-
-@contextlib.contextmanager
-def _with_buffers(parts: list[tuple[nn.Module, dict[str, Tensor]]]) -> Iterator[None]:
-    """Inside, modules have other buffers: in the second forward pass those of before the first, as if it was that one.
+class _WithBuffers:
+    """A context in which the modules of a block have other buffers, those of when it was made: in the second forward
+    pass those of before the first, as if it was that one. It may be entered for each backward pass.
 
     In their own, batch norm would count the batch again (pytorch#96136).
     """
-    own = [(part, dict(part._buffers)) for part, _ in parts]
-    for part, buffers in parts:
-        part._buffers.update(buffers)
-    try:
-        yield
-    finally:
-        for part, buffers in own:
+
+    def __init__(self, block: nn.Module) -> None:
+        parts = list(block.modules())
+        self.before = [(part, _copies(dict(part.named_buffers(recurse=False)))) for part in parts]
+        self.own: list[dict[str, Tensor | None]] = []
+
+    def __enter__(self) -> None:
+        self.own = [dict(part._buffers) for part, _ in self.before]
+        for part, buffers in self.before:
+            part._buffers.update(_copies(buffers))
+
+    def __exit__(self, *raised: object) -> None:
+        for (part, _), buffers in zip(self.before, self.own, strict=True):
             part._buffers.update(buffers)
+
+
+def _copies(buffers: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: buffer.clone() for name, buffer in buffers.items()}

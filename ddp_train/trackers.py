@@ -22,8 +22,8 @@ from ddp_train.distributed.world import mlflow_uri, wandb_mode
 
 Scalars = dict[str, float]
 HISTOGRAM_BINS = 64
-PARAMETERS_AT_ONCE = 100
-"""MLflow takes no more in one call."""
+PARAMETERS_AT_ONCE, PARAMETER_LETTERS, TAG_LETTERS = 100, 6_000, 5_000
+"""MLflow takes no more in one call, of the value of a parameter, and of a tag."""
 ID_LETTERS = 12
 
 
@@ -149,6 +149,8 @@ class Mlflow:
 
     name = "mlflow"
     keeps_up_to: float = math.inf
+    run_id = ""
+    """Once there is a run, also if what follows fails: the next attempt goes on with it."""
 
     def open(self, run: Run, run_id: str | None) -> str:
         from mlflow import MlflowClient
@@ -156,7 +158,7 @@ class Mlflow:
         from mlflow.exceptions import MlflowException
 
         self.client, self.step = MlflowClient(_mlflow_place()), run.first_step
-        self.run_id = run_id or self._new_run(run)
+        self.run_id = self.run_id or run_id or self._new_run(run)
         try:
             known = self.client.get_run(self.run_id).data.params
         except MlflowException as error:
@@ -164,7 +166,7 @@ class Mlflow:
                 raise
             self.run_id, known = self._new_run(run), {}  # another place than before, or it was deleted
         self.client.update_run(self.run_id, "RUNNING")
-        new = [Param(name, str(v)) for name, v in run.hyperparameters.items() if name not in known]
+        new = [Param(name, str(v)[:PARAMETER_LETTERS]) for name, v in run.hyperparameters.items() if name not in known]
         for at in range(0, len(new), PARAMETERS_AT_ONCE):
             self.client.log_batch(self.run_id, params=new[at : at + PARAMETERS_AT_ONCE])
         return self.run_id
@@ -184,7 +186,7 @@ class Mlflow:
         numbers = {name: value for name, value in summary.items() if isinstance(value, int | float)}
         self.write(self.step, {f"summary/{name}": float(value) for name, value in numbers.items()})
         for name in summary.keys() - numbers.keys():
-            self.client.set_tag(self.run_id, name, str(summary[name]))
+            self.client.set_tag(self.run_id, name, str(summary[name])[:TAG_LETTERS])
         self.client.set_terminated(self.run_id, {"completed": "FINISHED", "preempted": "KILLED"}.get(status, "FAILED"))
 
 

@@ -1,7 +1,7 @@
 """What a run tells to trackers: every line of metrics.jsonl, its config, its summary. On rank 0 alone.
 
-Each tracker has a thread, and a queue to it: training waits for none. One that fails is named once, and is tried again
-with the next line.
+Each tracker has a thread, and a queue to it: training waits for none. One that fails is named once; with the next line
+it is tried again, and told what it missed.
 """
 
 from __future__ import annotations
@@ -12,10 +12,13 @@ import json
 import logging
 import math
 import queue
+import re
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from traceback import format_exception
 from typing import Any
 
 from torch import Tensor
@@ -39,6 +42,8 @@ FAILED_SECONDS = 2.0
 """The same of a run that failed: it has not reported that yet."""
 WAITING_LINES = 10_000
 """More than that a tracker may not be behind: a server that does not answer must not fill the memory."""
+WAITING_HISTOGRAMS = 4
+"""Copies of all weights that may wait to be written; the epochs after them go without."""
 IMAGES = 32
 log = logging.getLogger(__name__)
 
@@ -48,7 +53,12 @@ class Book:
 
     def __init__(self, run_dir: Path) -> None:
         self.path, self.lock = run_dir / FILE, threading.Lock()
-        self.entries: dict[str, dict[str, Any]] = json.loads(self.path.read_text()) if self.path.is_file() else {}
+        self.entries: dict[str, dict[str, Any]] = {}
+        if self.path.is_file():
+            try:
+                self.entries = {name: dict(entry) for name, entry in json.loads(self.path.read_text()).items()}
+            except (ValueError, TypeError, AttributeError) as error:
+                log.warning("%s is damaged (%s): the trackers begin new runs", self.path, first_line(error))
 
     def keep(self, name: str, entry: dict[str, Any]) -> None:
         with self.lock:
@@ -57,12 +67,14 @@ class Book:
 
 
 class Background:
-    """A tracker with a thread that calls it."""
+    """A tracker with a thread that calls it. Lines that it does not take are told again with the next one."""
 
     def __init__(self, tracker: Tracker, run: Run, book: Book) -> None:
         self.tracker, self.run, self.book = tracker, run, book
         self.entry: dict[str, Any] = dict(book.entries.get(tracker.name, {}))
         self.is_open = self.warned = False
+        self.untold: deque[dict[str, Any]] = deque(maxlen=WAITING_LINES)
+        """Lines that failed: they go before the next one."""
         self.waiting: queue.Queue[Callable[[], None] | None] = queue.Queue(WAITING_LINES)
         self.thread = threading.Thread(target=self._work, name=tracker.name, daemon=True)
         self.thread.start()
@@ -75,19 +87,42 @@ class Background:
             self._warn(f"is {WAITING_LINES:,} lines behind: later ones are left out")
 
     def tell(self, lines: Sequence[dict[str, Any]]) -> None:
-        """In the thread: those lines of metrics.jsonl of which the tracker was not told."""
-        for line in lines:
-            kind, step = line["kind"], line["step"]
-            if step > self.entry.get(kind, 0):
-                self.tracker.write(step, scalars_of(line))
-                self.entry[kind] = step
+        """In the thread: lines of metrics.jsonl, without those that the tracker was told of in an earlier process."""
+        self.untold.extend(lines)
+        if not self.is_open:
+            self._open()
+        while self.untold:
+            try:
+                self._tell(self.untold[0])
+            except Exception:
+                if len(self.untold) == 1:
+                    raise
+                self._tell(self.untold[1])  # if it fails too, the tracker is out of reach; else the first was to blame
+            self.untold.popleft()
         self.book.keep(self.tracker.name, self.entry)
+
+    def _tell(self, line: dict[str, Any]) -> None:
+        kind, step = line["kind"], line["step"]
+        if step > self.entry.get(kind, 0):
+            self.tracker.write(step, scalars_of(line))
+            self.entry[kind] = step
+
+    def show(self, picture: Callable[[], None]) -> None:
+        """In the thread: something that is not told again if it fails."""
+        if self.is_open:
+            picture()
+
+    def close(self, status: str, summary: dict[str, Any]) -> None:
+        """In the thread: at the end."""
+        try:
+            self.tell([])
+        finally:
+            if self.is_open:
+                self.tracker.close(status, summary)
 
     def _work(self) -> None:
         for call in iter(self.waiting.get, None):
             try:
-                if not self.is_open:
-                    self._open()
                 call()
             except Exception as error:  # noqa: BLE001  of other people's libraries, disks and servers
                 self._warn(f"failed: {type(error).__name__}: {first_line(error)}", error)
@@ -106,8 +141,9 @@ class Background:
     def _warn(self, what: str, error: Exception | None = None) -> None:
         if not self.warned:
             self.warned = True
-            log.warning("tracker %s %s; training goes on", self.tracker.name, what)
-            log.info("tracker %s", self.tracker.name, exc_info=error)
+            log.warning("tracker %s %s; training goes on", self.tracker.name, without_passwords(what))
+            if error:
+                log.info("tracker %s: %s", self.tracker.name, without_passwords("".join(format_exception(error))))
 
 
 class Tracking:
@@ -141,7 +177,8 @@ class Tracking:
             if isinstance(one.tracker, TensorBoard) and self.config.tracker.details:
                 inputs = batch().inputs
                 if isinstance(inputs, Tensor):
-                    one.do(functools.partial(one.tracker.picture, job.module.model, inputs[:IMAGES]))
+                    first = functools.partial(one.tracker.picture, job.module.model, inputs[:IMAGES])
+                    one.do(functools.partial(one.show, first))
                     one.waiting.join()  # the model is traced: nobody else may use it
                 return [Histograms(one, one.tracker)]
         return []
@@ -157,7 +194,7 @@ class Tracking:
     def _close(self, status: str, summary: dict[str, Any], seconds: float) -> None:
         running, self.running = self.running, []
         for one in running:
-            one.do(functools.partial(one.tracker.close, status, summary))
+            one.do(functools.partial(one.close, status, summary))
             one.do(None)
         deadline = time.monotonic() + seconds
         for one in running:
@@ -170,15 +207,21 @@ class Histograms:
     """Of the weights, for TensorBoard, at the end of each epoch. On one process: nothing is exchanged."""
 
     def __init__(self, background: Background, board: TensorBoard) -> None:
-        self.background, self.board = background, board
+        self.background, self.board, self.room = background, board, threading.Semaphore(WAITING_HISTOGRAMS)
 
     def due(self, job: Job) -> int:
         return job.plan.epoch_end(job.step)
 
     def act(self, job: Job) -> None:
-        if job.plan.ends_epoch(job.step):
+        if job.plan.ends_epoch(job.step) and self.room.acquire(blocking=False):
             weights = {name: p.detach().to("cpu", copy=True) for name, p in job.module.model.named_parameters()}
-            self.background.do(functools.partial(self.board.histograms, job.step, weights))
+            self.background.do(functools.partial(self._show, job.step, weights))
+
+    def _show(self, step: int, weights: dict[str, Tensor]) -> None:
+        try:
+            self.background.show(functools.partial(self.board.histograms, step, weights))
+        finally:
+            self.room.release()
 
 
 @contextlib.contextmanager
@@ -198,6 +241,11 @@ def tracked(config: Config, run_dir: Path, active: bool) -> Iterator[Tracking]:
 def trackers_of(config: Config) -> list[Tracker]:
     """New ones, not open yet."""
     return [tracker() for tracker in KINDS if getattr(config.tracker, tracker.name)]
+
+
+def without_passwords(text: str) -> str:
+    """Of a server's address, as `https://user:password@host`: an error of a library may quote it."""
+    return re.sub(r"(?<=://)[^/\s]*@", "", text)
 
 
 def scalars_of(line: dict[str, Any]) -> Scalars:

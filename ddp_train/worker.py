@@ -236,7 +236,7 @@ def _train(
     save = Save(writer, record, {**facts, "data_digests": data_digests}, config.checkpoint, position)
     tracking.start(job.step, metrics.kept)
     metrics.listeners.append(tracking.write)
-    details = tracking.hooks(job, lambda: first_batch(config, job.plan, sources[0], device, position))
+    details = tracking.hooks(job, lambda: first_batch(config, job.plan, sources[0], device, heartbeat.Position()))
     job.hooks = [record, save, *details]
     job.brake = job.evaluation.brake = brake = Brake()
     if world.is_leader:

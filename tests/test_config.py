@@ -4,6 +4,7 @@ than reading its message: no worker, no import of torch, no file."""
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import itertools
 import json
 import math
@@ -431,9 +432,8 @@ def test_the_command_refuses_quickly_and_once(line: str, tmp_path: Path) -> None
     (tmp_path / "evil.py").write_text("from pathlib import Path\nPath('imported').touch()\n")
     began = time.monotonic()
     done = launch(*line.split(" "), "run_dir=run", PYTHONPATH=str(tmp_path))
-    seconds = time.monotonic() - began
     assert done.returncode == 2
-    assert seconds < 3
+    assert time.monotonic() - began < 15, "0.7 s on an idle machine: nothing is waited for"
     assert done.stdout == ""
     heading, *messages = done.stderr.splitlines()
     assert heading.endswith("in the configuration:")
@@ -798,3 +798,33 @@ def test_no_value_is_too_odd_to_be_refused(key: str, value: Any, option: int) ->
     if isinstance(value, float) and not math.isfinite(value) and problems == []:
         assert shown(value) in ("nan", "inf", "-inf")
         assert isinstance(getattr(getattr(config, section) if section else config, name), str | dict | list)
+
+
+# --- sweeps ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_sweep_on_slurm_without_its_extra_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.util.find_spec
+
+    def without_plugins(name: str, package: str | None = None) -> Any:
+        if name == "hydra_plugins":
+            return None
+        if name.startswith("hydra_plugins."):
+            raise ModuleNotFoundError("No module named 'hydra_plugins'")  # what the real one does then
+        return real(name, package)
+
+    monkeypatch.setattr(importlib.util, "find_spec", without_plugins)
+    with pytest.raises(ConfigError, match=r"needs the package hydra-submitit-launcher; pip install -e '\.\[slurm\]'"):
+        Trials(ROOT / "launch.py", ROOT / "conf", None).check(["-m", "hydra/launcher=slurm", "seed=1,2"], True)
+
+
+def test_a_report_that_fails_does_not_hide_the_results(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    def report(*_: object) -> Path:
+        raise OSError("no room for plots")
+
+    trials = Trials(ROOT / "launch.py", ROOT / "conf", None, report)
+    trials.sweep_dir = tmp_path
+    trials.rows = [{"trial": 0, "overrides": [], "status": "failed", "exit_code": 3, "kind": "crash", "reason": "bad"}]
+    assert trials.finish() == 3
+    told = capsys.readouterr()
+    assert f"results {tmp_path}/results.jsonl" in told.out and "note: no report: OSError: no room for plots" in told.err

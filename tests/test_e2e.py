@@ -205,7 +205,10 @@ def test_resume_never_starts_over_and_sets_the_old_checkpoints_aside(by_one: Pat
     done = run(f"run_dir={run_dir}", ONE, *TWENTY, "checkpoint.resume=never")
     assert done.returncode == 0, done.stderr
     assert "from step" not in done.stdout
-    assert "note: checkpoint.resume=never: the checkpoints" in done.stderr and "checkpoints_before_1" in done.stderr
+    assert (
+        "note: checkpoint.resume=never: what an earlier run left" in done.stderr
+        and "checkpoints_before_1" in done.stderr
+    )
     assert [line["step"] for line in metrics(run_dir) if line["kind"] == "train"] == [3, 6, 9, 12, 15, 18, 20]
     assert (run_dir / "metrics_before_1.jsonl").read_text() == (by_one / "metrics.jsonl").read_text()
     # What is left of the run before must not push out what this one saves, nor be what the next one goes on from.

@@ -131,6 +131,34 @@ def test_the_update_is_the_papers(cls: Any, paper: Any, more: dict, foreach: boo
 
 
 @pytest.mark.parametrize("cls", [Lars, Lamb])
+@pytest.mark.parametrize("flag", [False, True])
+def test_parameters_of_two_types_are_updated_each_as_its_own(cls: Any, flag: bool) -> None:
+    apart = [[nn.Parameter(torch.full((3, 4), 0.5, dtype=kind))] for kind in (torch.float32, torch.bfloat16)]
+    together = [nn.Parameter(parameter.detach().clone()) for (parameter,) in apart]
+    optimizers = [cls(group, lr=0.1) for group in [*apart, together]]
+    for optimizer in optimizers:
+        optimizer.found_inf = torch.zeros(()) if flag else None
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad = torch.full_like(parameter, 0.25)
+        optimizer.step()
+    assert all(torch.equal(one, other) for (one,), other in zip(apart, together, strict=True))
+    assert not torch.equal(together[0], torch.full((3, 4), 0.5))
+
+
+@pytest.mark.parametrize("flag", [False, True])
+def test_lars_without_momentum_keeps_nothing(flag: bool) -> None:
+    kept, without = (Lars([nn.Parameter(torch.ones(3, 4))], lr=0.1, momentum=value) for value in (1e-30, 0.0))
+    for optimizer in (kept, without):
+        for _ in range(3):
+            optimizer.found_inf = torch.zeros(()) if flag else None
+            optimizer.param_groups[0]["params"][0].grad = torch.full((3, 4), 0.25)
+            optimizer.step()
+    one, other = (optimizer.param_groups[0]["params"][0] for optimizer in (kept, without))
+    assert torch.equal(one, other) and not torch.equal(one, torch.ones(3, 4))
+    assert without.state_dict()["state"] == {}
+
+
+@pytest.mark.parametrize("cls", [Lars, Lamb])
 def test_a_gradient_that_is_not_a_number_reaches_the_weights(cls: Any) -> None:
     """A trust ratio of 1 in its place would hide it from the checks."""
     parameter = nn.Parameter(torch.ones(2, 2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -31,9 +32,10 @@ from ddp_train.distributed.world import World
 from ddp_train.errors import NonFiniteLossError
 from ddp_train.fused import in_parts
 from ddp_train.guard import DeviceGuard
+from ddp_train.heartbeat import Position
 from ddp_train.loop import fit, train
 from ddp_train.metrics import RunningLoss
-from ddp_train.optim import build_optimizer, build_schedule
+from ddp_train.optim import Stepper, build_optimizer, build_schedule
 from tests.jobs import config_of, job_of, table
 from tests.ranks import on_ranks
 from tests.test_large_batch import Calls
@@ -97,6 +99,41 @@ def test_an_update_in_parts_has_the_bits_of_the_whole(config: Any, tensor_rate: 
         results.append([*(p.detach() for p in model.parameters()), *moments])
     assert len(results[0]) == len(results[1]) >= 4
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+def test_parameters_of_two_types_are_left_to_torch() -> None:
+    parameters = [nn.Parameter(torch.ones(2, dtype=kind)) for kind in (torch.float32, torch.bfloat16)]
+    assert type(build_optimizer(parameters, SgdConfig(), "fused", recorded=True)) is torch.optim.SGD
+
+
+@pytest.mark.parametrize("config", [SgdConfig(), AdamConfig()])
+def test_moments_of_another_memory_format_are_taken_over(config: Any) -> None:
+    """torch's fused kernels refuse moments whose strides are not those of the weights."""
+    steppers = []
+    for layout in (torch.contiguous_format, torch.channels_last, torch.contiguous_format):
+        torch.manual_seed(0)
+        layer = nn.Conv2d(3, 8, 3).to(memory_format=layout)  # pyright: ignore[reportCallIssue]
+        optimizer = build_optimizer(layer.parameters(), config, "foreach")
+        steppers.append(Stepper(optimizer, lambda _: 1.0, None, torch.amp.GradScaler(enabled=False), Position()))
+
+    def step(stepper: Stepper, seed: int) -> None:
+        for parameter in stepper.parameters:
+            drawn = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
+            parameter.grad = torch.empty_like(parameter).copy_(drawn)
+        stepper.step()
+
+    first, going_on, whole = steppers
+    step(first, 1)
+    step(whole, 1)
+    step(whole, 2)
+    for parameter, trained in zip(going_on.parameters, first.parameters, strict=True):
+        parameter.data.copy_(trained)
+    going_on.load_state(copy.deepcopy(first.state()))
+    step(going_on, 2)
+    for parameter, expected in zip(going_on.parameters, whole.parameters, strict=True):
+        assert torch.equal(parameter, expected)
+        moments = [value for value in going_on.optimizer.state[parameter].values() if value.shape == parameter.shape]
+        assert moments and all(moment.stride() == parameter.stride() for moment in moments)
 
 
 def test_parts_share_memory_and_fill_a_launch() -> None:

@@ -86,6 +86,16 @@ def test_blocks_keep_their_inputs_alone() -> None:
     assert [type(block).__mro__[1] for block in recomputed.blocks] == [Block] * 3
 
 
+def test_two_backward_passes_through_one_graph_have_the_same_gradients() -> None:
+    model = Net()
+    recompute_blocks(model, ["Block"])
+    loss = model(torch.randn(4, 1, 8, 8)).square().sum()
+    first, second = (torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for _ in range(2))
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    counted = [value for name, value in model.state_dict().items() if name.endswith("num_batches_tracked")]
+    assert counted == [1, 1, 1]
+
+
 def test_a_compiled_model_keeps_less_and_counts_a_batch_once() -> None:
     """One graph; its kernels are torch's own."""
     results, kept = [], []

@@ -18,7 +18,7 @@ from ddp_train.config.compose import read_config, read_overrides
 from ddp_train.config.prepare import prepare, set_aside
 from ddp_train.config.schema import Config, TrackerConfig
 from ddp_train.errors import ConfigError
-from ddp_train.trackers import Run
+from ddp_train.trackers import Mlflow, Run
 from ddp_train.tracking import Background, Book, Tracking, flat, scalars_of
 from tests.commands import ROOT, SMALL, THREE, metrics, read, run
 
@@ -202,6 +202,7 @@ class Noted:
 
     def __init__(self, keeps: float = math.inf, run_id: str = "one", bad_step: int | None = None) -> None:
         self.keeps_up_to, self.run_id, self.bad_step = keeps, run_id, bad_step
+        self.out_of_reach = False
         self.opened: list[str | None] = []
         self.told: list[Any] = []
         self.closed = threading.Event()
@@ -213,7 +214,7 @@ class Noted:
         return self.run_id
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
-        if step == self.bad_step:
+        if step == self.bad_step or self.out_of_reach:
             raise OSError("disk full")
         self.told.append((step, scalars))
 
@@ -250,6 +251,59 @@ def test_what_was_not_told_before_a_kill_is_told_now(tmp_path: Path) -> None:
     assert steps_told(Noted(), tmp_path, 0, range(1, 3)) == [1, 2]  # the process died with 3 and 4 on their way
     assert steps_told(Noted(), tmp_path, 4, range(5, 7)) == [3, 4, 5, 6]
     assert steps_told(Noted(run_id="another"), tmp_path, 6, range(7, 8)) == list(range(1, 8)), "the first is gone"
+
+
+def test_what_was_missed_in_an_outage_is_told_after_it(tmp_path: Path) -> None:
+    tracker, tracking = Noted(), Tracking([], tmp_path, Config())
+    tracking.trackers = [tracker]
+    tracking.start(0, [])
+    tracking.running[0].waiting.join()
+    for step in range(1, 6):
+        tracker.out_of_reach = step in (2, 3)
+        tracking.write(line(step))
+        tracking.running[0].waiting.join()
+    tracking.finish({"status": "preempted"})
+    assert [step for step, _ in tracker.told if isinstance(step, int)] == [1, 2, 3, 4, 5]
+    assert read(tmp_path, "trackers.json") == {"noted": {"id": "one", "train": 5}}
+
+
+def test_a_password_in_an_address_is_not_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+
+    def failing() -> None:
+        raise ConnectionError("no answer from https://me:open-sesame@host:5000/api")
+
+    background = Background(Noted(), Run(tmp_path, "", "", {}, 0), Book(tmp_path))
+    background.do(failing)
+    background.waiting.join()
+    assert "no answer from https://host:5000/api" in caplog.text and "Traceback" in caplog.text
+    assert "sesame" not in caplog.text
+
+
+def test_a_damaged_list_of_trackers_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "trackers.json").write_text('{"noted": {"id"')
+    assert steps_told(Noted(), tmp_path, 0, range(1, 3)) == [1, 2]
+    assert "trackers.json is damaged" in caplog.text
+    assert read(tmp_path, "trackers.json") == {"noted": {"id": "one", "train": 2}}
+
+
+def test_mlflow_has_one_run_whatever_fails_and_takes_long_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {
+        "ALLOW_FILE_STORE": "true",
+        "DISABLE_TELEMETRY": "true",
+        "TRACKING_URI": tmp_path.as_uri(),
+    }.items():
+        monkeypatch.setenv(f"MLFLOW_{name}", value)
+    tracker = Mlflow()
+    with pytest.raises(Exception, match="not a name"):
+        tracker.open(Run(tmp_path, "mine", "project", {"not a name: %": 1}, 0), None)
+    run_id = tracker.open(Run(tmp_path, "mine", "project", {"long": "x" * 7_000}, 0), None)
+    experiment = tracker.client.get_experiment_by_name("project")
+    assert experiment
+    (found,) = tracker.client.search_runs([experiment.experiment_id])
+    assert (found.info.run_id, found.data.params["long"]) == (run_id, "x" * 6_000)
 
 
 def test_each_later_line_is_tried_and_nobody_waits_for_ever(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -324,11 +378,14 @@ def test_a_wrong_tracker_and_a_missing_library_are_told_before_the_start(
 
 
 def test_a_run_that_is_not_continued_has_other_ids(tmp_path: Path) -> None:
+    assert set_aside(tmp_path) == []
     for name in ("checkpoints", "tensorboard"):
         (tmp_path / name).mkdir()
     for name in ("trackers.json", "metrics.jsonl"):
         (tmp_path / name).touch()
     set_aside(tmp_path)
-    assert Counter(path.name for path in tmp_path.iterdir()) == Counter(
-        ["checkpoints_before_1", "tensorboard_before_1", "trackers_before_1.json", "metrics_before_1.jsonl"]
-    )
+    expected = ["checkpoints_before_1", "tensorboard_before_1", "trackers_before_1.json", "metrics_before_1.jsonl"]
+    assert Counter(path.name for path in tmp_path.iterdir()) == Counter(expected)
+    (tmp_path / "trackers.json").touch()  # of a run that was killed before its first checkpoint
+    (note,) = set_aside(tmp_path)
+    assert note.endswith("is called trackers_before_2.json now")

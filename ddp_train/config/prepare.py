@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -90,17 +91,16 @@ def lock_run_dir(config: Config, world: World | None) -> lock.Lock:
         raise ConfigError([unwritable(config.run_dir, error.strerror or str(error))]) from None
 
 
+LEFT_BY_RUNS = ("checkpoints", "metrics.jsonl", "trackers.json", "tensorboard")
+
+
 def set_aside(run_dir: Path) -> list[str]:
     """Renames what a run that is not continued left: nothing is lost, and none is taken for new. Says what it did."""
-    if not (run_dir / "checkpoints").is_dir():
-        return []
-    number = 1 + sum(1 for _ in run_dir.glob("checkpoints_before_*"))
-    aside = (run_dir / "checkpoints").rename(run_dir / f"checkpoints_before_{number}")
-    for name in ("metrics.jsonl", "trackers.json", "tensorboard"):  # another run, with other ids
-        path = run_dir / name
-        if path.exists():
-            path.rename(path.with_stem(f"{path.stem}_before_{number}"))
-    return [f"checkpoint.resume=never: the checkpoints that were in {run_dir} are in {aside} now"]
+    left = [path for name in LEFT_BY_RUNS if (path := run_dir / name).exists()]
+    number = next(n for n in itertools.count(1) if not any(run_dir.glob(f"*_before_{n}*")))
+    aside = [path.rename(path.with_stem(f"{path.stem}_before_{number}")) for path in left]
+    names = ", ".join(path.name for path in aside)
+    return [f"checkpoint.resume=never: what an earlier run left in {run_dir} is called {names} now"] if left else []
 
 
 def adopted_sections(resume: Path) -> dict[str, Any]:
