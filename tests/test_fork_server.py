@@ -176,7 +176,7 @@ def test_the_server_ends_with_a_refused_config_and_with_a_killed_launcher(tmp_pa
     with subprocess.Popen([*LAUNCH, f"run_dir={tmp_path}/run"], cwd=ROOT, env=environment(env)) as launcher:
         wait_until(lambda: len(carrying(str(tmp_path))) == 2, "fork server")
         launcher.kill()  # long before torch is imported
-    wait_until(lambda: not carrying(str(tmp_path)), "end of the fork server", seconds=2)
+    wait_until(lambda: not carrying(str(tmp_path)), "end of the fork server", seconds=10)
 
 
 def test_a_stop_is_obeyed_while_torch_is_imported(tmp_path: Path) -> None:

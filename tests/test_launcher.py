@@ -138,7 +138,7 @@ def test_workers_do_not_outlive_a_killed_launcher(tmp_path: Path) -> None:
         job.process.kill()
         job.process.wait()
         wait_until(lambda: not processes_of(job.run_dir), "end of the workers", seconds=2)
-        wait_until(lambda: not Path(f"/proc/{server}").exists(), "end of the fork server", seconds=2)
+        wait_until(lambda: not Path(f"/proc/{server}").exists(), "end of the fork server", seconds=10)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
