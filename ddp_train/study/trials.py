@@ -73,6 +73,7 @@ def run(trial: Trial, script: Path, stop: Stop) -> Outcome | None:
     Must be called inside `stop.listening()`.
     """
     shutil.rmtree(trial.run_dir, ignore_errors=True)  # of a trial that was cut short: going on would spoil its times
+    trial.record.unlink(missing_ok=True)  # it would tell of a run whose folder is gone, should this one be cut short
     trial.run_dir.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, str(script), *trial.words, trial.run_dir_word]
     began = time.monotonic()
