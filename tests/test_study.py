@@ -220,6 +220,9 @@ def test_a_later_word_takes_the_place_of_an_earlier_one() -> None:
         (["study=strategies", "strategy=single"], "strategy=single: study=strategies varies strategy; leave it out"),
         (["study=strategies", "study.only=[dpp]"], "study.only=[dpp]: no variant of that name; did you mean dp?"),
         (["study=strategies", "study.only=[ddp]"], "study.only: leaves out the baseline; add single"),
+        (["study=strategies", "study.against.dp=one"], "study.against=one: no variant of that name"),
+        (["study=strategies", "study.only=[single,'ddp, SyncBN']"],
+         "study.only: leaves out ddp, batch norm, with which ddp, SyncBN is compared; add it"),
         (["study=strategies", "study.baseline=one"], "study.baseline=one: no variant of that name"),
         (["study=strategies", "study.variants.mine=3"], "study.variants.mine=3: must be a list of overrides"),
         (["study=strategies", "study.variants.mine=[train.epochs=0]"], "must be at least 1 (study.variants: mine)"),
@@ -282,6 +285,24 @@ def test_a_ladder_tells_the_gain_by_all_and_by_each(monkeypatch: pytest.MonkeyPa
     assert "no effect within the noise" in left_out
     assert "10.0%" in report.intro, "what chance alone does with three runs of each"
     assert "V100 s/epoch" in by_name["Published: one epoch of MNIST"].columns
+
+
+def test_a_variant_is_compared_with_the_one_that_its_study_names() -> None:
+    words = ["mode=study", "study=strategies", "study.only=[single,ddp,'*batch norm','ddp, SyncBN']"]
+    request = read_request(ROOT / "launch.py", CONF, words)
+    seconds = {"single": 8.0, "ddp": 4.0, "single, batch norm": 12.0, "ddp, batch norm": 6.0, "ddp, SyncBN": 9.0}
+    found = {name: [outcome([9.0, value + step / 100]) for step in range(3)] for name, value in seconds.items()}
+    table = tables.report(request, plan(request), found, 0.0).tables[0]
+    rows = {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
+    names = ("compared with", "verdict")
+    assert {name: tuple(row[key] for key in names) for name, row in rows.items()} == {
+        "single": (None, None),
+        "ddp": ("single", "faster"),
+        "single, batch norm": ("single", "slower"),
+        "ddp, batch norm": ("single, batch norm", "faster"),
+        "ddp, SyncBN": ("ddp, batch norm", "slower"),
+    }
+    assert rows["ddp, SyncBN"]["speed-up"] == pytest.approx(6.01 / 9.01), "what the exchange of statistics costs"
 
 
 def test_the_run_table_has_the_shortest_epoch_first_and_all_that_did_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
