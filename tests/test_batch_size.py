@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from ddp_train.health import write_json
 from ddp_train.study import batch_size
 from ddp_train.study.batch_size import largest, limited_memory
+from ddp_train.study.facts import conditions
 from ddp_train.study.request import Request, read_request
 from ddp_train.study.trials import Outcome, Trial, outcome_of
 from tests.commands import ROOT, run
@@ -62,7 +63,8 @@ class Runs:
         write_json(trial.run_dir / "summary.json", ended)
         if not fits:
             write_json(trial.run_dir / "failure.json", {"kind": "oom", "detail": "can't allocate memory"})
-        write_json(trial.record, {"words": trial.words, "exit_code": 0 if fits else 70, "seconds": 1.0})
+        record = {"words": trial.words, "exit_code": 0 if fits else 70, "seconds": 1.0}
+        write_json(trial.record, {**record, "conditions": conditions(script)})
         return outcome_of(trial)
 
 

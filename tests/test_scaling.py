@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from ddp_train.data.sources import ArraySource
 from ddp_train.distributed.world import World
 from ddp_train.loop import fit
-from ddp_train.study.scaling import Split, split_of, verdict
+from ddp_train.study.scaling import Cell, Split, _efficiency, split_of, verdict
 from ddp_train.study.step_times import StepTimes
+from ddp_train.study.trials import Outcome
 from tests.commands import run
 from tests.jobs import config_of, job_of, table
 from tests.ranks import on_ranks
@@ -98,6 +99,21 @@ def test_a_gpu_that_waits_for_its_host_is_told() -> None:
     split = Split(0.0, 1.0, 0.0, 0.0, 0.0, 0, 0.0, gpu_waits_for_host=0.9)
     assert verdict(split, 1, None).startswith("launch-bound")
     assert verdict(Split(0.0, 1.0, 0.01, 0.02, 0.0, 0, 0.0, 0.1), 1, None) == "compute-bound: little is lost"
+
+
+def test_without_a_run_of_one_process_there_is_no_speed_up() -> None:
+    one, two, four = (Cell(number, 96, ("strong",)) for number in (1, 2, 4))
+    failed = Outcome(70, 1.0, {}, reason="oom: 4.00 GiB")
+    columns = ["processes", "samples/s", "speed-up", "efficiency, %", "failed"]
+
+    def rows(speeds: dict[Cell, float], done: dict[Cell, list[Outcome]]) -> list[list[Any]]:
+        table = _efficiency("strong", [one, two, four], speeds, done)
+        return [[row[table.columns.index(name)] for name in columns if name in table.columns] for row in table.rows]
+
+    assert rows({one: 100.0, two: 180.0, four: 200.0}, {}) == [[1, 100, 1, 100], [2, 180, 1.8, 90], [4, 200, 2, 50]]
+    assert rows({two: 180.0, four: 200.0}, {one: [failed]}) == [
+        [1, None, None, None, "oom: 4.00 GiB"], [2, 180, None, None, ""], [4, 200, None, None, ""]
+    ]  # fmt: skip
 
 
 @pytest.mark.slow

@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import itertools
 import json
+import os
+import shutil
 import signal
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -13,14 +15,17 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from ddp_train import lock
 from ddp_train.config.compose import read_overrides
 from ddp_train.errors import ConfigError
-from ddp_train.study import results, tables
+from ddp_train.health import write_json
+from ddp_train.study import main, results, tables
+from ddp_train.study.facts import conditions, source_digest
 from ddp_train.study.plots import Axis, Bar, Curve, bars, curves
 from ddp_train.study.report import Plot, Report, Table, as_csv, as_json, as_markdown, as_page, cells, show, write
-from ddp_train.study.request import names_of, read_request
+from ddp_train.study.request import Request, names_of, read_request
 from ddp_train.study.results import METRICS, verdict
-from ddp_train.study.trials import Outcome, Trial
+from ddp_train.study.trials import Outcome, Trial, at_work
 from ddp_train.study.variants import NEEDS_GPU, Study, merged, plan
 from tests.commands import ENDLESS, ROOT, processes_of, read, run, running, wait_until
 
@@ -329,6 +334,65 @@ def test_growth_has_a_line_for_each_optimizer() -> None:
     report = tables.report(request, study, found, 0.0)
     assert all(name in report.plots[0].svg for name in ("sgd", "lars", "lamb", "global batch size", "test accuracy"))
     assert report.tables[0].rows[1][4:6] == [95.0, 0.0], "highest, and the difference in points"
+
+
+# --- the run directory ------------------------------------------------------------------------------------------------
+
+KINDS = {
+    "strategies": ["study.only=[single,ddp]"],
+    "scaling": ["study.processes=2"],
+    "batch_size": ["study.memory_gb=2"],
+    "gradients": [],
+    "simulate": ["study.step_ms=1", "study.gradient_mb=1", "study.dry_plan=false"],
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_study_has_its_run_directory_alone(name: str, tmp_path: Path) -> None:
+    held = lock.acquire(tmp_path / lock.FILE)
+    with pytest.raises(ConfigError, match=rf"run_dir={tmp_path}: another study is in it, process {os.getpid()} on"):
+        main.study(ROOT / "launch.py", CONF, ["mode=study", f"study={name}", *KINDS[name], f"run_dir={tmp_path}"], None)
+    held.release()
+    assert [path.name for path in tmp_path.iterdir()] == [lock.FILE], "nothing was run"
+
+
+def enter(request: Request) -> None:
+    """As a study does before its first run."""
+    with request.held, at_work(request):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("name", "there"), [("torch", "1.0"), ("hardware", "8 x H100"), ("source", "0f0f"), ("old", "1")]
+)
+def test_trials_of_other_conditions_are_not_mixed_with_new_ones(name: str, there: str, tmp_path: Path) -> None:
+    here = conditions(ROOT / "launch.py")
+    record = tmp_path / "trials/single/0.json"
+    record.parent.mkdir(parents=True)
+    request = read_request(ROOT / "launch.py", CONF, ["mode=study", "study=strategies", f"run_dir={tmp_path}"])
+    for known in ({**here, name: there}, None):
+        write_json(record, {"words": [], "exit_code": 0, "seconds": 1.0} | ({"conditions": known} if known else {}))
+        with pytest.raises(ConfigError, match=r"holds trials of other conditions, [\w-]+ .*; name another run_dir"):
+            enter(request)
+    write_json(record, {"words": [], "exit_code": 0, "seconds": 1.0, "conditions": here})
+    enter(request)
+
+
+def test_what_only_tells_of_runs_is_not_of_their_conditions(tmp_path: Path) -> None:
+    for folder in ("ddp_train", "conf"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "launch.py", tmp_path)
+    before = source_digest(tmp_path / "launch.py")
+    assert before == source_digest(ROOT / "launch.py")
+    for name, counts in (
+        ("ddp_train/study/tables.py", False), ("ddp_train/doctor/host.py", False), ("conf/study/tips.yaml", False),
+        ("ddp_train/loop.py", True), ("ddp_train/study/step_times.py", True), ("conf/config.yaml", True),
+        ("launch.py", True),
+    ):  # fmt: skip
+        content = (tmp_path / name).read_text()
+        (tmp_path / name).write_text(content + "# more")
+        assert (source_digest(tmp_path / "launch.py") != before) == counts, name
+        (tmp_path / name).write_text(content)
 
 
 # --- real runs --------------------------------------------------------------------------------------------------------

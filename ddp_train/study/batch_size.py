@@ -18,7 +18,7 @@ from ddp_train.study.plots import Axis, Curve, curves
 from ddp_train.study.report import Plot, Report, Table
 from ddp_train.study.request import Request, command_of, settings_as
 from ddp_train.study.scaling import QUIET, resolved, speed
-from ddp_train.study.trials import Outcome, Trial, outcome_of, run
+from ddp_train.study.trials import Outcome, Trial, at_work, outcome_of, run
 
 OUT_OF_MEMORY = "oom:"
 """How the reason of such a run begins: a kind of failure.json."""
@@ -108,7 +108,7 @@ def study(request: Request) -> tuple[Report, int]:
         return None if epoch_is_one_step(outcome) else True
 
     found, code = None, 0
-    with request.stop.listening(), limited_memory(config.memory_gb):
+    with at_work(request), limited_memory(config.memory_gb):
         try:
             found = largest(fits, config.start, config.most, config.resolution)
         except _StoppedError:
