@@ -28,6 +28,7 @@ from ddp_train.study.results import METRICS, verdict
 from ddp_train.study.trials import Outcome, Trial, at_work
 from ddp_train.study.variants import NEEDS_GPU, Study, merged, plan
 from tests.commands import ENDLESS, ROOT, processes_of, read, run, running, wait_until
+from tests.studies import leave
 
 CONF = ROOT / "conf"
 TINY = ("data.limit=48", "train.global_batch_size=24", "model=mlp", "train.epochs=2", "train.log_every_steps=1")
@@ -426,18 +427,25 @@ def test_a_study_keeps_the_row_of_a_variant_that_fails(made: tuple[Path, Any]) -
 
 
 @pytest.mark.slow
-def test_a_study_goes_on_where_it_was_left(made: tuple[Path, Any]) -> None:
+def test_a_study_goes_on_where_it_was_left(
+    made: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second round is no real one."""
     folder, _ = made
     before = (folder / "trials/ddp/0/summary.json").stat().st_mtime_ns
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    summary = {"epoch_seconds": [9.0, 1.0], "samples_seen": 96, "epochs": 2, "steps": 4}
+    monkeypatch.setattr(main, "run", lambda trial, script, _: leave(trial, script, [], summary))
     only = [word.replace(",bad]", "]") for word in STUDY if not word.startswith("study.variants")]
-    done = run(*only, "study.repeats=2", f"run_dir={folder}")
-    assert done.returncode == 0, done.stderr
+    words = [*only, "study.repeats=2", f"run_dir={folder}"]
+    assert main.study(ROOT / "launch.py", CONF, words, None) == 0
     assert (folder / "trials/ddp/0/summary.json").stat().st_mtime_ns == before
-    order = [line.split("  ")[1] for line in done.stdout.splitlines() if line.startswith("trial ")]
+    out = capsys.readouterr().out
+    order = [line.split("  ")[1] for line in out.splitlines() if line.startswith("trial ")]
     assert order == ["single, repeat 1", "ddp, repeat 1", "ddp, repeat 2", "single, repeat 2"]
-    assert done.stdout.count("(was there)") == 2
-    other = run(*only, "train.max_steps=3", "study.repeats=2", f"run_dir={folder}")
-    assert other.returncode == 2 and "holds a trial with other settings (train.max_steps=3)" in other.stderr
+    assert out.count("(was there)") == 2
+    with pytest.raises(ConfigError, match=r"holds a trial with other settings \(train.max_steps=3\)"):
+        main.study(ROOT / "launch.py", CONF, [*words, "train.max_steps=3"], None)
 
 
 @pytest.mark.slow
