@@ -46,6 +46,11 @@ def slow_all_reduce(_: object, bucket):  # type: ignore[no-untyped-def]  # torch
     return done
 
 
+def all_timed(world: World, folder: str, cases: dict[str, int]) -> None:
+    for where, accumulation in cases.items():
+        timed(world, str(Path(folder, where)), where, accumulation)
+
+
 def timed(world: World, run_dir: str, where: str, accumulation: int) -> None:
     train: dict[str, Any] = {"global_batch_size": 12 * accumulation, "accumulation_steps": accumulation, "epochs": 9}
     config = config_of(world, model={"name": "mlp", "hidden": 8}, train=train | {"max_steps": STEPS},
@@ -68,19 +73,32 @@ def timed(world: World, run_dir: str, where: str, accumulation: int) -> None:
     assert job.step == STEPS
 
 
+DELAYED = {"data": 2, "exchange": 1, "rank 1": 1, "host": 1}
+"""Where, and the passes of a step."""
+
+
+@pytest.fixture(scope="module")
+def delayed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of three processes: a run directory for each place of a delay."""
+    folder = tmp_path_factory.mktemp("delayed")
+    for where in DELAYED:
+        (folder / where).mkdir()
+    on_ranks(3, all_timed, str(folder), DELAYED, timeout_seconds=100.0)
+    return folder
+
+
 @pytest.mark.parametrize(
-    ("where", "accumulation", "part", "said"),
+    ("where", "part", "said"),
     [
-        ("data", 2, "data", "data-bound"),
-        ("exchange", 1, "exchange", "communication-bound"),
-        ("rank 1", 1, "waiting", "uneven: the others wait for rank 1"),
-        ("host", 1, "host", "host-bound"),
+        ("data", "data", "data-bound"),
+        ("exchange", "exchange", "communication-bound"),
+        ("rank 1", "waiting", "uneven: the others wait for rank 1"),
+        ("host", "host", "host-bound"),
     ],
 )
-def test_a_delay_is_found_where_it_is(tmp_path: Path, where: str, accumulation: int, part: str, said: str) -> None:
-    on_ranks(3, timed, str(tmp_path), where, accumulation)
-    split = split_of(tmp_path)
-    delay = accumulation * DELAY * (2 / 3 if part == "waiting" else 1)  # two of three ranks wait
+def test_a_delay_is_found_where_it_is(delayed: Path, where: str, part: str, said: str) -> None:
+    split = split_of(delayed / where)
+    delay = DELAYED[where] * DELAY * (2 / 3 if part == "waiting" else 1)  # two of three ranks wait
     assert getattr(split, part) == pytest.approx(delay, rel=0.35)
     others = {name: getattr(split, name) for name in ("data", "exchange", "waiting", "host") if name != part}
     assert max(others.values()) < delay / 2, others  # on a busy machine ranks wait for each other besides

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import itertools
 import json
 import os
@@ -11,6 +12,7 @@ import signal
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from rich.console import Console
@@ -161,13 +163,19 @@ def test_the_first_epoch_counts_only_where_it_is_the_only_one() -> None:
 # --- files and words --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", names_of(CONF))
-def test_every_study_of_variants_can_be_made_here(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@functools.cache
+def whole(name: str) -> tuple[Request, Study]:
+    """A study as it is in its file, on a machine without GPUs: to compose all runs of one takes seconds."""
     request = read_request(ROOT / "launch.py", CONF, ["mode=study", f"study={name}"])
-    if request.settings.get("kind", "variants") != "variants":
-        pytest.skip("a study of its own kind")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    study = plan(request)
+    with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""):
+        return request, plan(request)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in names_of(CONF) if "kind:" not in (CONF / "study" / f"{name}.yaml").read_text()]
+)
+def test_every_study_of_variants_can_be_made_here(name: str) -> None:
+    request, study = whole(name)
     assert study.first.device == "cpu" and not study.named(study.baseline).reason
     assert sum(not variant.reason for variant in study.variants) > 1
     gpu = [
@@ -187,17 +195,20 @@ def test_whatever_a_folder_is_called_its_runs_find_it(tmp_path: Path) -> None:
     assert planned("study=runs", "data=digits", "study.grid=['seed=1,2']").variants[1].folder == "seed_2"
 
 
-def test_a_rung_has_the_tips_below_it_but_for_those_that_cannot_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    study = planned("study=tips", "data=digits", "study.only=[none,pin_memory,AMP,channels_last,fused*]")
+def test_a_rung_has_the_tips_below_it_but_for_those_that_cannot_run_here() -> None:
+    _, study = whole("tips")
     rungs = {variant.name: variant for variant in study.variants}
     fused = rungs["fused optimizer"]
     assert {"tuning=none", "tuning.precision=bf16", "tuning.channels_last=true", "tuning.optimizer=fused"} <= {
         *fused.words
     }
     assert rungs["pin_memory"].reason == NEEDS_GPU and "tuning.pin_memory=true" not in fused.words
-    assert (fused.against, rungs["AMP"].against) == ("channels_last", "none")
-    assert study.first.data.name == "digits", "what the user asks for stands above what the study chooses"
+    assert (fused.against, rungs["AMP"].against) == ("channels_last", "workers auto")
+
+
+def test_what_the_user_asks_for_stands_above_what_the_study_chooses() -> None:
+    study = planned("study=tips", "data=synthetic", "study.only=[none]")
+    assert study.first.data.name == "synthetic"
 
 
 def test_a_grid_is_every_combination_of_every_variant() -> None:
@@ -294,12 +305,11 @@ def test_a_ladder_tells_the_gain_by_all_and_by_each(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_variant_is_compared_with_the_one_that_its_study_names() -> None:
-    words = ["mode=study", "study=strategies", "study.only=[single,ddp,'*batch norm','ddp, SyncBN']"]
-    request = read_request(ROOT / "launch.py", CONF, words)
+    request, study = whole("strategies")
     seconds = {"single": 8.0, "ddp": 4.0, "single, batch norm": 12.0, "ddp, batch norm": 6.0, "ddp, SyncBN": 9.0}
     found = {name: [outcome([9.0, value + step / 100]) for step in range(3)] for name, value in seconds.items()}
-    table = tables.report(request, plan(request), found, 0.0).tables[0]
-    rows = {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
+    table = tables.report(request, study, found, 0.0).tables[0]
+    rows = {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows if row[0] in seconds}
     names = ("compared with", "verdict")
     assert {name: tuple(row[key] for key in names) for name, row in rows.items()} == {
         "single": (None, None),
@@ -328,9 +338,7 @@ def test_the_run_table_has_the_shortest_epoch_first_and_all_that_did_not_run(mon
 
 
 def test_growth_has_a_line_for_each_optimizer() -> None:
-    grid = "study.grid=['train.global_batch_size=96,192']"
-    request = read_request(ROOT / "launch.py", CONF, ["mode=study", "study=large_batch", grid])
-    study = plan(request)
+    request, study = whole("large_batch")
     found = {v.name: [outcome([1.0, 1.0], 0.9), outcome([1.0, 1.0], 0.95)] for v in study.variants}
     report = tables.report(request, study, found, 0.0)
     assert all(name in report.plots[0].svg for name in ("sgd", "lars", "lamb", "global batch size", "test accuracy"))
