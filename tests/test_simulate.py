@@ -138,8 +138,8 @@ def test_a_rank_of_4096_plans_as_a_single_one_does() -> None:
 
 
 def test_the_measured_step_of_a_run(tmp_path: Path) -> None:
-    ran = run(ONE, *SMALL, "train.epochs=40", "train.log_every_steps=1", "tuning=none", "tuning.precision=fp64",
-              "train.evaluate_every_epochs=40", f"run_dir={tmp_path}")  # fmt: skip
+    ran = run(ONE, *SMALL, "train.epochs=10", "train.log_every_steps=1", "tuning=none", "tuning.precision=fp64",
+              "train.evaluate_every_epochs=10", f"run_dir={tmp_path}")  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     step = simulate.measured_step(tmp_path)
     told = [line for line in metrics(tmp_path) if line["kind"] == "train"]
