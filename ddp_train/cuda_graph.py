@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ddp_train.data.plan import Share
-from ddp_train.errors import LaunchError, first_line
+from ddp_train.errors import LaunchError, first_line, is_out_of_memory
 from ddp_train.nested import map_tensors, tensors
 from ddp_train.optim import Stepper
 
@@ -81,13 +81,17 @@ class GraphedStepper(Stepper):
     def forward(self, inputs: Any, targets: Tensor) -> Tensor:
         """The loss of a batch, a scalar: of one that is recorded its value comes with `backward`.
 
-        Raises LaunchError if a step cannot be recorded, or if whole batches differ in shape.
+        Raises LaunchError if a step cannot be recorded, or if whole batches differ in shape. Want of memory passes as
+        it is.
         """
         full = self.is_full(self.steps_done)
         if full and self.graph is None and not self.warm_up_left:
             try:
                 self._record(inputs, targets)
             except RuntimeError as error:
+                for cause in (error, error.__context__):  # the end of a recording that was broken off may fail too
+                    if cause and is_out_of_memory(cause):
+                        raise cause from None
                 why = f"the training step cannot be recorded as a CUDA graph: {first_line(error)}"
                 raise LaunchError(why, "use tuning.cuda_graph=false") from error
         if full and self.graph is not None:

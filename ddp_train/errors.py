@@ -10,6 +10,22 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0]
 
 
+_OUT_OF_MEMORY = (
+    "can't allocate memory",
+    "cuda error: out of memory",
+    "cublas_status_alloc_failed",
+    "cudnn_status_alloc_failed",
+    "'out of memory'",
+)
+"""What torch says on the CPU; the CUDA runtime, cuBLAS and cuDNN; NCCL, which quotes the runtime."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory was wanting: torch's allocator says so on GPUs by a class of its own, all others in words."""
+    named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return named or any(text in str(error).lower() for text in _OUT_OF_MEMORY)
+
+
 class LaunchError(Exception):
     """A failure that we can explain. `str(error)` says what happened, `remedy` what to do about it."""
 

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from ddp_train.errors import LaunchError, first_line
+from ddp_train.errors import LaunchError, first_line, is_out_of_memory
 from ddp_train.heartbeat import Position
 from ddp_train.output import Output
 
@@ -87,7 +87,7 @@ def failure_from(error: BaseException, rank: int, position: Position, log_file: 
     elif is_echo(error):
         kind, remedy = "peer", "the cause is in the log of the rank that left first"
         detail = f"another process is gone: {first_line(error)}"
-    elif _is_out_of_memory(error):
+    elif is_out_of_memory(error):
         kind, remedy, detail = "oom", _LESS_MEMORY, f"{detail}; held at the time: {sizes}"
     elif text.startswith("DataLoader worker (pid") or _lost_a_batch(error):
         # In torch's own words, raised wherever the main thread happened to be, or as a connection that broke.
@@ -104,12 +104,6 @@ _LESS_MEMORY = (
     "lower train.global_batch_size or raise train.accumulation_steps; on the host, tuning.num_workers and "
     "tuning.prefetch_factor hold batches too"
 )
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    """torch's allocator says so on GPUs by a class of its own, on CPU by a RuntimeError."""
-    named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    return named or "can't allocate memory" in str(error)
 
 
 def failure_from_exit(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -19,6 +20,7 @@ from ddp_train.cuda_graph import WARM_UP_STEPS, GraphedStepper
 from ddp_train.data.sources import ArraySource
 from ddp_train.distributed.world import World
 from ddp_train.errors import LaunchError
+from ddp_train.health import failure_from
 from ddp_train.heartbeat import Position
 from ddp_train.loop import Job, train
 from ddp_train.nested import map_tensors, tensors
@@ -106,3 +108,22 @@ def test_what_cannot_be_recorded_is_told_with_the_remedy() -> None:
         train(made, iter(made.batches), until=20)
     assert str(caught.value).endswith("as a CUDA graph: operation not permitted when stream is capturing")
     assert caught.value.remedy == "use tuning.cuda_graph=false" and made.step == WARM_UP_STEPS
+
+
+def broken_off(*_: Any) -> None:
+    """As `torch.cuda.graph` does when its body fails, and ending the recording fails as well."""
+    try:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    finally:
+        raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+
+@pytest.mark.parametrize(
+    "fails",
+    [torch.OutOfMemoryError("CUDA out of memory"), broken_off, RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED")],
+)
+def test_want_of_memory_is_not_a_step_that_cannot_be_recorded(fails: Any) -> None:
+    made = job(True, 40)
+    with mock.patch.object(GraphedStepper, "_record", side_effect=fails), pytest.raises(RuntimeError) as caught:
+        train(made, iter(made.batches), until=20)
+    assert failure_from(caught.value, 0, Position(), Path("log"), "").kind == "oom"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,15 @@ from safetensors.numpy import load_file
 from torch import nn
 
 from ddp_train.distributed.world import World
+from ddp_train.launcher import Stop
 from ddp_train.loop import fit
+from ddp_train.study import gradients
 from ddp_train.study.gradient_probe import GradientProbe
 from ddp_train.study.gradients import compare
-from tests.commands import run
+from ddp_train.study.trials import Outcome, Trial, run
 from tests.jobs import config_of, job_of
 from tests.ranks import on_ranks
+from tests.studies import asked, leave, value
 
 
 class Stumbling(nn.Module):
@@ -64,46 +69,65 @@ def found(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
 
 CNN = {"name": "cnn", "channels": 8, "norm": "group"}
 SINGLE, DDP = {"name": "single"}, {"name": "ddp"}
+ONE = {"group": (CNN, SINGLE), "batch": (CNN | {"norm": "batch"}, SINGLE)}
+"""Name: model and strategy."""
+THREE = {
+    "group": (CNN, DDP),
+    "spoilt": (CNN, DDP),
+    "batch": (CNN | {"norm": "batch"}, DDP),
+    "sync_bn": (CNN | {"norm": "batch"}, DDP | {"sync_bn": True}),
+    "stumbling": (
+        {"name": "custom", "target": "tests.test_gradients.Stumbling"},
+        DDP | {"find_unused_parameters": True},
+    ),
+}
 
 
-def difference(
-    tmp_path: Path, model: dict[str, Any], strategy: dict[str, Any], spoil: bool = False
-) -> tuple[float, str]:
+def all_probed(world: World, folder: str, cases: dict[str, tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    for name, (model, strategy) in cases.items():
+        probed(world, str(Path(folder, name)), model, strategy, spoil=name == "spoilt")
+
+
+@pytest.fixture(scope="module")
+def probes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of one process and of three: a folder for each, with one for each case."""
+    folder = tmp_path_factory.mktemp("probes")
+    for ranks, cases in ((1, ONE), (3, THREE)):
+        for name in cases:
+            (folder / str(ranks) / name).mkdir(parents=True)
+        on_ranks(ranks, all_probed, str(folder / str(ranks)), cases)
+    return folder
+
+
+def difference(probes: Path, one: str, three: str) -> tuple[float, str]:
     """The largest relative one of three processes against one, and where."""
-    for ranks, chosen in ((1, SINGLE), (3, strategy)):
-        folder = tmp_path / str(ranks)
-        folder.mkdir()
-        on_ranks(ranks, probed, str(folder), model, chosen, spoil)
-    worst, *_ = compare(found(tmp_path / "1")[0], found(tmp_path / "3")[0])
+    worst, *_ = compare(found(probes / "1" / one)[0], found(probes / "3" / three)[0])
     return worst.relative, worst.name
 
 
-def test_gradients_of_three_processes_are_those_of_one(tmp_path: Path) -> None:
-    assert difference(tmp_path, CNN, DDP)[0] < 1e-9
-    assert found(tmp_path / "3")[1]["ranks_differ"] == []
+def test_gradients_of_three_processes_are_those_of_one(probes: Path) -> None:
+    assert difference(probes, "group", "group")[0] < 1e-9
+    assert found(probes / "3" / "group")[1]["ranks_differ"] == []
 
 
-def test_batch_norm_needs_the_samples_of_all(tmp_path: Path) -> None:
-    assert difference(tmp_path, CNN | {"norm": "batch"}, DDP)[0] > 1e-2
-    assert (
-        set(found(tmp_path / "3")[1]["batch_norm"].values()) == {8} and len(found(tmp_path / "1")[1]["batch_norm"]) > 1
-    )
+def test_batch_norm_needs_the_samples_of_all(probes: Path) -> None:
+    assert difference(probes, "batch", "batch")[0] > 1e-2
+    assert set(found(probes / "3" / "batch")[1]["batch_norm"].values()) == {8}
+    assert len(found(probes / "1" / "batch")[1]["batch_norm"]) > 1
 
 
-def test_synchronised_batch_norm_has_them(tmp_path: Path) -> None:
-    assert difference(tmp_path, CNN | {"norm": "batch"}, DDP | {"sync_bn": True})[0] < 1e-9
+def test_synchronised_batch_norm_has_them(probes: Path) -> None:
+    assert difference(probes, "batch", "sync_bn")[0] < 1e-9
 
 
-def test_a_gradient_that_one_process_spoils_is_named(tmp_path: Path) -> None:
-    relative, name = difference(tmp_path, CNN, DDP, spoil=True)
+def test_a_gradient_that_one_process_spoils_is_named(probes: Path) -> None:
+    relative, name = difference(probes, "group", "spoilt")
     assert relative > 1e-2 and name == "0.weight"
 
 
-def test_what_a_model_may_stumble_over_is_named(tmp_path: Path) -> None:
-    model = {"name": "custom", "target": "tests.test_gradients.Stumbling"}
-    on_ranks(3, probed, str(tmp_path), model, DDP | {"find_unused_parameters": True})
-    gradients, facts = found(tmp_path)
-    assert facts["unused"] == ["idle.weight", "idle.bias"] and not {"idle.weight", "idle.bias"} & set(gradients)
+def test_what_a_model_may_stumble_over_is_named(probes: Path) -> None:
+    named, facts = found(probes / "3" / "stumbling")
+    assert facts["unused"] == ["idle.weight", "idle.bias"] and not {"idle.weight", "idle.bias"} & set(named)
     assert facts["bias_before_norm"] == ["first.bias"]
     assert facts["batch_norm"] == {"norm": 8, "other_norm": 8} and facts["dropout"] == ["dropout"]
     assert facts["ranks_differ"] == []
@@ -116,12 +140,41 @@ def test_small_gradients_are_measured_by_the_large_ones() -> None:
     assert compare(one, other | {"large": np.array([np.nan, 0.0])})[0].name == "large"
 
 
+WORDS = ("study=gradients", "model=cnn", "model.channels=8", "data.limit=23", "train.global_batch_size=24")
+
+
+def runs_of(probes: Path, case: str, real: str = "") -> Callable[[Trial, Path, Stop], Outcome | None]:
+    """What a study runs: processes that were probed before. real: the number of them in runs that are real ones."""
+
+    def made(trial: Trial, script: Path, stop: Stop) -> Outcome | None:
+        processes = value(trial, "launch.nproc_per_node")
+        if processes == real:
+            return run(trial, script, stop)
+        left = leave(trial, script, [])
+        shutil.copytree(probes / processes / case / "probe", trial.run_dir / "probe")
+        return left
+
+    return made
+
+
 @pytest.mark.slow
-def test_the_study_from_the_command_line(tmp_path: Path) -> None:
-    words = ["mode=study", "study=gradients", "model=cnn", "model.channels=4", "tuning.precision=fp64"]
-    ran = run(*words, "model.norm=batch", f"run_dir={tmp_path}")
-    assert ran.returncode == 70, ran.stdout + ran.stderr
-    summary, *_, stumbles = json.loads((tmp_path / "report.json").read_text())["tables"]
-    (row,) = summary["rows"]
-    assert row[0] == "fp64" and row[3] > 1e-2 and "strategy.sync_bn=true" in row[5]
-    assert any("batch norm" in what for what, _, _ in stumbles["rows"])
+def test_a_real_run_of_three_processes_agrees_with_one(
+    probes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(gradients, "run", runs_of(probes, "group", real="3"))
+    report, code = gradients.study(asked(*WORDS, "tuning.precision=fp64", f"run_dir={tmp_path}"))
+    (row,) = report.tables[0].rows
+    assert code == 0 and row[0] == "fp64" and 0 < row[3] < 1e-9 and row[5] == "agree", row
+
+
+def test_a_study_fails_where_gradients_differ_and_says_why(
+    probes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(gradients, "run", runs_of(probes, "batch"))
+    report, code = gradients.study(asked(*WORDS, "model.norm=batch", f"run_dir={tmp_path}"))
+    summary, *_, stumbles = report.tables
+    assert code == 70 and [row[0] for row in summary.rows] == ["fp64", "fp32"]
+    assert all(row[3] > 1e-2 and "strategy.sync_bn=true" in row[5] for row in summary.rows)
+    assert any("batch norm" in what for what, _, _ in stumbles.rows)

@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from ddp_train import watch
@@ -317,6 +318,25 @@ def test_a_kill_for_want_of_memory_is_told_from_other_kills() -> None:
     assert (failure.kind, failure.rank, failure.step, failure.phase) == ("oom", 2, 7, "forward")
     assert "rank 1 9.00 GiB" in failure.detail and "train.accumulation_steps" in failure.remedy
     assert failure_from_exit(*arguments, oom_killed=False, sizes="").kind == "died"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:127] data. DefaultCPUAllocator: can't allocate memory: you tried"),
+        RuntimeError("CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA` to enable device-side assertions."),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+        dist.DistBackendError("unhandled cuda error, NCCL version 2.28.9\nCuda failure 2 'out of memory'"),
+    ],
+    ids=lambda error: type(error).__name__,
+)  # fmt: skip
+def test_want_of_memory_is_told_by_whoever_met_it(error: Exception) -> None:
+    failure = failure_from(error, 1, Position(step=3, phase="forward"), Path("log"), "rank 1 9.00 GiB")
+    assert failure.kind == "oom" and "rank 1 9.00 GiB" in failure.detail
+    assert failure_from(RuntimeError("CUDA error: an illegal memory access"), 1, Position(), Path(), "").kind != "oom"
 
 
 def test_a_batch_that_died_with_its_loader_process_is_no_other_failure(tmp_path: Path) -> None:

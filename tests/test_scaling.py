@@ -15,12 +15,17 @@ from torch import Tensor, nn
 
 from ddp_train.data.sources import ArraySource
 from ddp_train.distributed.world import World
+from ddp_train.errors import ConfigError
+from ddp_train.launcher import Stop
 from ddp_train.loop import fit
-from ddp_train.study.scaling import Split, split_of, verdict
+from ddp_train.study import scaling
+from ddp_train.study.scaling import Cell, Split, _efficiency, split_of, verdict
 from ddp_train.study.step_times import StepTimes
-from tests.commands import run
+from ddp_train.study.trials import Outcome, Trial
+from ddp_train.study.trials import run as run_trial
 from tests.jobs import config_of, job_of, table
 from tests.ranks import on_ranks
+from tests.studies import asked, leave, value
 
 DELAY = 0.1
 """Seconds, in each step: much more than a step of so small a model takes on a busy machine."""
@@ -39,6 +44,11 @@ def slow_all_reduce(_: object, bucket):  # type: ignore[no-untyped-def]  # torch
     done: torch.futures.Future[Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer() / dist.get_world_size())
     return done
+
+
+def all_timed(world: World, folder: str, cases: dict[str, int]) -> None:
+    for where, accumulation in cases.items():
+        timed(world, str(Path(folder, where)), where, accumulation)
 
 
 def timed(world: World, run_dir: str, where: str, accumulation: int) -> None:
@@ -63,20 +73,32 @@ def timed(world: World, run_dir: str, where: str, accumulation: int) -> None:
     assert job.step == STEPS
 
 
+DELAYED = {"data": 2, "exchange": 1, "rank 1": 1, "host": 1}
+"""Where, and the passes of a step."""
+
+
+@pytest.fixture(scope="module")
+def delayed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of three processes: a run directory for each place of a delay."""
+    folder = tmp_path_factory.mktemp("delayed")
+    for where in DELAYED:
+        (folder / where).mkdir()
+    on_ranks(3, all_timed, str(folder), DELAYED, timeout_seconds=100.0)
+    return folder
+
+
 @pytest.mark.parametrize(
-    ("where", "accumulation", "part", "said"),
+    ("where", "part", "said"),
     [
-        ("data", 1, "data", "data-bound"),
-        ("data", 2, "data", "data-bound"),
-        ("exchange", 1, "exchange", "communication-bound"),
-        ("rank 1", 1, "waiting", "uneven: the others wait for rank 1"),
-        ("host", 1, "host", "host-bound"),
+        ("data", "data", "data-bound"),
+        ("exchange", "exchange", "communication-bound"),
+        ("rank 1", "waiting", "uneven: the others wait for rank 1"),
+        ("host", "host", "host-bound"),
     ],
 )
-def test_a_delay_is_found_where_it_is(tmp_path: Path, where: str, accumulation: int, part: str, said: str) -> None:
-    on_ranks(3, timed, str(tmp_path), where, accumulation)
-    split = split_of(tmp_path)
-    delay = accumulation * DELAY * (2 / 3 if part == "waiting" else 1)  # two of three ranks wait
+def test_a_delay_is_found_where_it_is(delayed: Path, where: str, part: str, said: str) -> None:
+    split = split_of(delayed / where)
+    delay = DELAYED[where] * DELAY * (2 / 3 if part == "waiting" else 1)  # two of three ranks wait
     assert getattr(split, part) == pytest.approx(delay, rel=0.35)
     others = {name: getattr(split, name) for name in ("data", "exchange", "waiting", "host") if name != part}
     assert max(others.values()) < delay / 2, others  # on a busy machine ranks wait for each other besides
@@ -100,14 +122,55 @@ def test_a_gpu_that_waits_for_its_host_is_told() -> None:
     assert verdict(Split(0.0, 1.0, 0.01, 0.02, 0.0, 0, 0.0, 0.1), 1, None) == "compute-bound: little is lost"
 
 
+def test_without_a_run_of_one_process_there_is_no_speed_up() -> None:
+    one, two, four = (Cell(number, 96, ("strong",)) for number in (1, 2, 4))
+    failed = Outcome(70, 1.0, {}, reason="oom: 4.00 GiB")
+    columns = ["processes", "samples/s", "speed-up", "efficiency, %", "failed"]
+
+    def rows(speeds: dict[Cell, float], done: dict[Cell, list[Outcome]]) -> list[list[Any]]:
+        table = _efficiency("strong", [one, two, four], speeds, done)
+        return [[row[table.columns.index(name)] for name in columns if name in table.columns] for row in table.rows]
+
+    assert rows({one: 100.0, two: 180.0, four: 200.0}, {}) == [[1, 100, 1, 100], [2, 180, 1.8, 90], [4, 200, 2, 50]]
+    assert rows({two: 180.0, four: 200.0}, {one: [failed]}) == [
+        [1, None, None, None, "oom: 4.00 GiB"], [2, 180, None, None, ""], [4, 200, None, None, ""]
+    ]  # fmt: skip
+
+
+WORDS = ("study=scaling", "study.steps=20", "study.processes=2", "model=mlp")
+
+
+def some_runs(trial: Trial, script: Path, stop: Stop) -> Outcome | None:
+    """The run of two processes with its steps split is a real one."""
+    processes, batch = (int(value(trial, key)) for key in ("launch.nproc_per_node", "train.global_batch_size"))
+    if "probe=step_times" in trial.words and processes == 2:
+        return run_trial(trial, script, stop)
+    rate = {(1, 48): 100.0, (2, 96): 180.0, (1, 96): 120.0}[processes, batch]
+    left = leave(trial, script, [{"kind": "train", "samples_per_second": rate}])
+    if "probe=step_times" in trial.words:
+        steps = [{"data": 0.1, "compute": 0.8, "exposed": 0.0, "host": 0.1}] * 20
+        (trial.run_dir / "probe").mkdir()
+        (trial.run_dir / "probe/step_times_rank_0.json").write_text(
+            json.dumps({"steps": steps, "gpu_waits_for_host": None})
+        )
+    return left
+
+
 @pytest.mark.slow
-def test_the_study_from_the_command_line(tmp_path: Path) -> None:
-    words = ["mode=study", "study=scaling", "study.steps=20", "study.processes=2", "model=mlp", f"run_dir={tmp_path}"]
-    ran = run(*words)
-    assert ran.returncode == 0, ran.stderr + ran.stdout
-    weak, strong, where = json.loads((tmp_path / "report.json").read_text())["tables"]
-    assert [row[:3] for row in weak["rows"]] == [[1, 48, 48], [2, 96, 48]]
-    assert [row[:3] for row in strong["rows"]] == [[1, 96, 96], [2, 96, 48]]
-    for row in where["rows"]:
-        assert row[2] == pytest.approx(sum(row[3:8])) and row[3] > 0 and row[8]
-    assert run("mode=study", "study=scaling", "study.processes=5").stderr.count("train.global_batch_size=96") == 1
+def test_a_study_runs_both_ways_and_splits_the_steps_of_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(scaling, "run", some_runs)
+    report, code = scaling.study(asked(*WORDS, f"run_dir={tmp_path}"))
+    weak, strong, where = (table.rows for table in report.tables)
+    assert code == 0, where
+    assert weak == [[1, 48, 48, 100, 1, 100], [2, 96, 48, 180, 1.8, 90]]
+    assert strong == [[1, 96, 96, 120, 1, 100], [2, 96, 48, 180, 1.5, 75]]
+    assert [row[:2] for row in where] == [[1, 48], [1, 96], [2, 48]]
+    for row in where:
+        assert row[2] == pytest.approx(sum(row[3:8])) and row[3] > 0 and row[8], row
+
+
+def test_a_batch_that_the_processes_cannot_share_is_told_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        scaling.study(asked("study=scaling", "study.processes=5"))
+    assert str(caught.value).count("train.global_batch_size=96") == 1

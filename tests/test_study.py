@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import csv
+import functools
 import itertools
 import json
+import os
+import shutil
 import signal
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from rich.console import Console
 
+from ddp_train import lock
 from ddp_train.config.compose import read_overrides
 from ddp_train.errors import ConfigError
-from ddp_train.study import results, tables
+from ddp_train.health import write_json
+from ddp_train.study import main, results, tables
+from ddp_train.study.facts import conditions, source_digest
 from ddp_train.study.plots import Axis, Bar, Curve, bars, curves
 from ddp_train.study.report import Plot, Report, Table, as_csv, as_json, as_markdown, as_page, cells, show, write
-from ddp_train.study.request import names_of, read_request
+from ddp_train.study.request import Request, names_of, read_request
 from ddp_train.study.results import METRICS, verdict
-from ddp_train.study.trials import Outcome, Trial
+from ddp_train.study.trials import Outcome, Trial, at_work
 from ddp_train.study.variants import NEEDS_GPU, Study, merged, plan
 from tests.commands import ENDLESS, ROOT, processes_of, read, run, running, wait_until
+from tests.studies import leave
 
 CONF = ROOT / "conf"
 TINY = ("data.limit=48", "train.global_batch_size=24", "model=mlp", "train.epochs=2", "train.log_every_steps=1")
@@ -155,13 +163,19 @@ def test_the_first_epoch_counts_only_where_it_is_the_only_one() -> None:
 # --- files and words --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", names_of(CONF))
-def test_every_study_of_variants_can_be_made_here(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@functools.cache
+def whole(name: str) -> tuple[Request, Study]:
+    """A study as it is in its file, on a machine without GPUs: to compose all runs of one takes seconds."""
     request = read_request(ROOT / "launch.py", CONF, ["mode=study", f"study={name}"])
-    if request.settings.get("kind", "variants") != "variants":
-        pytest.skip("a study of its own kind")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    study = plan(request)
+    with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""):
+        return request, plan(request)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in names_of(CONF) if "kind:" not in (CONF / "study" / f"{name}.yaml").read_text()]
+)
+def test_every_study_of_variants_can_be_made_here(name: str) -> None:
+    request, study = whole(name)
     assert study.first.device == "cpu" and not study.named(study.baseline).reason
     assert sum(not variant.reason for variant in study.variants) > 1
     gpu = [
@@ -181,17 +195,20 @@ def test_whatever_a_folder_is_called_its_runs_find_it(tmp_path: Path) -> None:
     assert planned("study=runs", "data=digits", "study.grid=['seed=1,2']").variants[1].folder == "seed_2"
 
 
-def test_a_rung_has_the_tips_below_it_but_for_those_that_cannot_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    study = planned("study=tips", "data=digits", "study.only=[none,pin_memory,AMP,channels_last,fused*]")
+def test_a_rung_has_the_tips_below_it_but_for_those_that_cannot_run_here() -> None:
+    _, study = whole("tips")
     rungs = {variant.name: variant for variant in study.variants}
     fused = rungs["fused optimizer"]
     assert {"tuning=none", "tuning.precision=bf16", "tuning.channels_last=true", "tuning.optimizer=fused"} <= {
         *fused.words
     }
     assert rungs["pin_memory"].reason == NEEDS_GPU and "tuning.pin_memory=true" not in fused.words
-    assert (fused.against, rungs["AMP"].against) == ("channels_last", "none")
-    assert study.first.data.name == "digits", "what the user asks for stands above what the study chooses"
+    assert (fused.against, rungs["AMP"].against) == ("channels_last", "workers auto")
+
+
+def test_what_the_user_asks_for_stands_above_what_the_study_chooses() -> None:
+    study = planned("study=tips", "data=synthetic", "study.only=[none]")
+    assert study.first.data.name == "synthetic"
 
 
 def test_a_grid_is_every_combination_of_every_variant() -> None:
@@ -220,6 +237,9 @@ def test_a_later_word_takes_the_place_of_an_earlier_one() -> None:
         (["study=strategies", "strategy=single"], "strategy=single: study=strategies varies strategy; leave it out"),
         (["study=strategies", "study.only=[dpp]"], "study.only=[dpp]: no variant of that name; did you mean dp?"),
         (["study=strategies", "study.only=[ddp]"], "study.only: leaves out the baseline; add single"),
+        (["study=strategies", "study.against.dp=one"], "study.against=one: no variant of that name"),
+        (["study=strategies", "study.only=[single,'ddp, SyncBN']"],
+         "study.only: leaves out ddp, batch norm, with which ddp, SyncBN is compared; add it"),
         (["study=strategies", "study.baseline=one"], "study.baseline=one: no variant of that name"),
         (["study=strategies", "study.variants.mine=3"], "study.variants.mine=3: must be a list of overrides"),
         (["study=strategies", "study.variants.mine=[train.epochs=0]"], "must be at least 1 (study.variants: mine)"),
@@ -284,6 +304,23 @@ def test_a_ladder_tells_the_gain_by_all_and_by_each(monkeypatch: pytest.MonkeyPa
     assert "V100 s/epoch" in by_name["Published: one epoch of MNIST"].columns
 
 
+def test_a_variant_is_compared_with_the_one_that_its_study_names() -> None:
+    request, study = whole("strategies")
+    seconds = {"single": 8.0, "ddp": 4.0, "single, batch norm": 12.0, "ddp, batch norm": 6.0, "ddp, SyncBN": 9.0}
+    found = {name: [outcome([9.0, value + step / 100]) for step in range(3)] for name, value in seconds.items()}
+    table = tables.report(request, study, found, 0.0).tables[0]
+    rows = {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows if row[0] in seconds}
+    names = ("compared with", "verdict")
+    assert {name: tuple(row[key] for key in names) for name, row in rows.items()} == {
+        "single": (None, None),
+        "ddp": ("single", "faster"),
+        "single, batch norm": ("single", "slower"),
+        "ddp, batch norm": ("single, batch norm", "faster"),
+        "ddp, SyncBN": ("ddp, batch norm", "slower"),
+    }
+    assert rows["ddp, SyncBN"]["speed-up"] == pytest.approx(6.01 / 9.01), "what the exchange of statistics costs"
+
+
 def test_the_run_table_has_the_shortest_epoch_first_and_all_that_did_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     words = ["mode=study", "study=runs", "data=digits", "study.grid=['device=cuda,cpu','tuning.num_workers=0,1']"]
@@ -301,13 +338,70 @@ def test_the_run_table_has_the_shortest_epoch_first_and_all_that_did_not_run(mon
 
 
 def test_growth_has_a_line_for_each_optimizer() -> None:
-    grid = "study.grid=['train.global_batch_size=96,192']"
-    request = read_request(ROOT / "launch.py", CONF, ["mode=study", "study=large_batch", grid])
-    study = plan(request)
+    request, study = whole("large_batch")
     found = {v.name: [outcome([1.0, 1.0], 0.9), outcome([1.0, 1.0], 0.95)] for v in study.variants}
     report = tables.report(request, study, found, 0.0)
     assert all(name in report.plots[0].svg for name in ("sgd", "lars", "lamb", "global batch size", "test accuracy"))
     assert report.tables[0].rows[1][4:6] == [95.0, 0.0], "highest, and the difference in points"
+
+
+# --- the run directory ------------------------------------------------------------------------------------------------
+
+KINDS = {
+    "strategies": ["study.only=[single,ddp]"],
+    "scaling": ["study.processes=2"],
+    "batch_size": ["study.memory_gb=2"],
+    "gradients": [],
+    "simulate": ["study.step_ms=1", "study.gradient_mb=1", "study.dry_plan=false"],
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_study_has_its_run_directory_alone(name: str, tmp_path: Path) -> None:
+    held = lock.acquire(tmp_path / lock.FILE)
+    with pytest.raises(ConfigError, match=rf"run_dir={tmp_path}: another study is in it, process {os.getpid()} on"):
+        main.study(ROOT / "launch.py", CONF, ["mode=study", f"study={name}", *KINDS[name], f"run_dir={tmp_path}"], None)
+    held.release()
+    assert [path.name for path in tmp_path.iterdir()] == [lock.FILE], "nothing was run"
+
+
+def enter(request: Request) -> None:
+    """As a study does before its first run."""
+    with request.held, at_work(request):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("name", "there"), [("torch", "1.0"), ("hardware", "8 x H100"), ("source", "0f0f"), ("old", "1")]
+)
+def test_trials_of_other_conditions_are_not_mixed_with_new_ones(name: str, there: str, tmp_path: Path) -> None:
+    here = conditions(ROOT / "launch.py")
+    record = tmp_path / "trials/single/0.json"
+    record.parent.mkdir(parents=True)
+    request = read_request(ROOT / "launch.py", CONF, ["mode=study", "study=strategies", f"run_dir={tmp_path}"])
+    for known in ({**here, name: there}, None):
+        write_json(record, {"words": [], "exit_code": 0, "seconds": 1.0} | ({"conditions": known} if known else {}))
+        with pytest.raises(ConfigError, match=r"holds trials of other conditions, [\w-]+ .*; name another run_dir"):
+            enter(request)
+    write_json(record, {"words": [], "exit_code": 0, "seconds": 1.0, "conditions": here})
+    enter(request)
+
+
+def test_what_only_tells_of_runs_is_not_of_their_conditions(tmp_path: Path) -> None:
+    for folder in ("ddp_train", "conf"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "launch.py", tmp_path)
+    before = source_digest(tmp_path / "launch.py")
+    assert before == source_digest(ROOT / "launch.py")
+    for name, counts in (
+        ("ddp_train/study/tables.py", False), ("ddp_train/doctor/host.py", False), ("conf/study/tips.yaml", False),
+        ("ddp_train/loop.py", True), ("ddp_train/study/step_times.py", True), ("conf/config.yaml", True),
+        ("launch.py", True),
+    ):  # fmt: skip
+        content = (tmp_path / name).read_text()
+        (tmp_path / name).write_text(content + "# more")
+        assert (source_digest(tmp_path / "launch.py") != before) == counts, name
+        (tmp_path / name).write_text(content)
 
 
 # --- real runs --------------------------------------------------------------------------------------------------------
@@ -341,18 +435,25 @@ def test_a_study_keeps_the_row_of_a_variant_that_fails(made: tuple[Path, Any]) -
 
 
 @pytest.mark.slow
-def test_a_study_goes_on_where_it_was_left(made: tuple[Path, Any]) -> None:
+def test_a_study_goes_on_where_it_was_left(
+    made: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second round is no real one."""
     folder, _ = made
     before = (folder / "trials/ddp/0/summary.json").stat().st_mtime_ns
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    summary = {"epoch_seconds": [9.0, 1.0], "samples_seen": 96, "epochs": 2, "steps": 4}
+    monkeypatch.setattr(main, "run", lambda trial, script, _: leave(trial, script, [], summary))
     only = [word.replace(",bad]", "]") for word in STUDY if not word.startswith("study.variants")]
-    done = run(*only, "study.repeats=2", f"run_dir={folder}")
-    assert done.returncode == 0, done.stderr
+    words = [*only, "study.repeats=2", f"run_dir={folder}"]
+    assert main.study(ROOT / "launch.py", CONF, words, None) == 0
     assert (folder / "trials/ddp/0/summary.json").stat().st_mtime_ns == before
-    order = [line.split("  ")[1] for line in done.stdout.splitlines() if line.startswith("trial ")]
+    out = capsys.readouterr().out
+    order = [line.split("  ")[1] for line in out.splitlines() if line.startswith("trial ")]
     assert order == ["single, repeat 1", "ddp, repeat 1", "ddp, repeat 2", "single, repeat 2"]
-    assert done.stdout.count("(was there)") == 2
-    other = run(*only, "train.max_steps=3", "study.repeats=2", f"run_dir={folder}")
-    assert other.returncode == 2 and "holds a trial with other settings (train.max_steps=3)" in other.stderr
+    assert out.count("(was there)") == 2
+    with pytest.raises(ConfigError, match=r"holds a trial with other settings \(train.max_steps=3\)"):
+        main.study(ROOT / "launch.py", CONF, [*words, "train.max_steps=3"], None)
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from ddp_train.study.plots import Axis, Curve, curves
 from ddp_train.study.report import Plot, Report, Table
 from ddp_train.study.request import Request, command_of, settings_as
 from ddp_train.study.scaling import QUIET, resolved, speed
-from ddp_train.study.trials import Outcome, Trial, outcome_of, run
+from ddp_train.study.trials import Outcome, Trial, at_work, outcome_of, run
 
 OUT_OF_MEMORY = "oom:"
 """How the reason of such a run begins: a kind of failure.json."""
@@ -73,6 +73,17 @@ def largest(fits: Callable[[int], bool | None], start: int, most: int, resolutio
     return Searched(good, limited=True)
 
 
+def tells_of_memory(outcome: Outcome) -> bool:
+    """Whether a batch is known to fit, or not to."""
+    return outcome.completed or outcome.reason.startswith(OUT_OF_MEMORY)
+
+
+def epoch_is_one_step(outcome: Outcome) -> bool:
+    """Whether the global batch of a completed run is at least as large as its data set."""
+    last = [line for line in outcome.metrics if line["kind"] == "train"][-1]
+    return last["epoch"] == last["step"]
+
+
 def study(request: Request) -> tuple[Report, int]:
     """Raises ConfigError before anything runs."""
     config: BatchSizeConfig = settings_as(BatchSizeConfig, request.settings)
@@ -82,21 +93,22 @@ def study(request: Request) -> tuple[Report, int]:
 
     def fits(size: int) -> bool | None:
         trial = _trial(request, config, asked, size)
-        outcome = outcome_of(trial) or (None if request.stop.received else run(trial, request.script, request.stop))
+        outcome = outcome_of(trial)
+        if not (outcome and tells_of_memory(outcome)):  # else what failed for another reason would fail for ever
+            outcome = None if request.stop.received else run(trial, request.script, request.stop)
         if outcome is None:
             raise _StoppedError
         made[size] = outcome
         said = f"{speed(outcome):,.0f} samples/s" if outcome.completed else outcome.reason
         print(f"{size} samples a process: {said}", flush=True)
         if not outcome.completed:
-            if not outcome.reason.startswith(OUT_OF_MEMORY):
+            if not tells_of_memory(outcome):
                 raise _BrokenError
             return False
-        whole = outcome.summary["samples_seen"] >= outcome.summary["steps"] * _global_batch(asked, size)
-        return True if whole else None
+        return None if epoch_is_one_step(outcome) else True
 
     found, code = None, 0
-    with request.stop.listening(), limited_memory(config.memory_gb):
+    with at_work(request), limited_memory(config.memory_gb):
         try:
             found = largest(fits, config.start, config.most, config.resolution)
         except _StoppedError:
@@ -154,7 +166,8 @@ def _global_batch(asked: Config, size: int) -> int:
 def _trial(request: Request, config: BatchSizeConfig, asked: Config, size: int) -> Trial:
     words = [*request.words, f"train.global_batch_size={_global_batch(asked, size)}"]
     words += [f"train.max_steps={config.steps}", f"train.log_every_steps={max(1, config.steps // 10)}", *QUIET]
-    return Trial(words, request.run_dir / "trials" / f"{size}_samples" / "0")
+    within = f"_in_{config.memory_gb:g}_gb" if config.memory_gb else ""  # what does not fit there may fit into more
+    return Trial(words, request.run_dir / "trials" / f"{size}_samples{within}" / "0")
 
 
 def _report(

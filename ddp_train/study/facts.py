@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import functools
+import hashlib
 import importlib.metadata
 import os
 import platform
@@ -12,6 +14,8 @@ from ddp_train.config.machine import this_machine
 from ddp_train.distributed.world import visible_devices
 
 PACKAGES = ("torch", "torchvision", "numpy", "ddp-train")
+ATTENDANTS = ("study/worker.py", "study/step_times.py", "study/gradient_probe.py")
+"""What of the wings is run inside a trial."""
 
 
 def load_average() -> float:
@@ -52,3 +56,21 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:  # ddp_train itself, run from its folder
             continue
     return found
+
+
+@functools.cache
+def conditions(script: Path) -> dict[str, str]:
+    """What a run of this launcher depends on beside its words: runs under other conditions cannot be compared."""
+    return {"hardware": hardware(), **versions(), "source": source_digest(script)}
+
+
+def source_digest(script: Path) -> str:
+    """Of the code and the configuration files that make a run, not of those that only start it or tell of it."""
+    package, conf = script.parent / "ddp_train", script.parent / "conf"
+    ours = [path for wing in ("study", "doctor") for path in (package / wing).rglob("*.py")]
+    code = {*package.rglob("*.py")} - {*ours} | {package / name for name in ATTENDANTS}
+    settings = {*conf.rglob("*.yaml")} - {*(conf / "study").rglob("*.yaml")}
+    digest = hashlib.sha256()
+    for path in sorted({script} | code | settings):
+        digest.update(path.relative_to(script.parent).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]

@@ -19,7 +19,7 @@ from ddp_train.study.facts import facts
 from ddp_train.study.report import Plot, Report, Table
 from ddp_train.study.request import Request, key_of, settings_as
 from ddp_train.study.scaling import resolved
-from ddp_train.study.trials import Outcome, Trial, outcome_of, run
+from ddp_train.study.trials import Outcome, Trial, at_work, outcome_of, run
 
 TOLERANCES = {"fp64": 1e-9, "fp32": 1e-3, "tf32": 1e-2, "fp16": 5e-2, "bf16": 1e-1}
 """Largest difference, relative, that rounding explains where sums have another order: a dozen times the precision of
@@ -100,7 +100,7 @@ def study(request: Request) -> tuple[Report, int]:
         problems += resolved(request, trial.words, machine)[1]
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
-    with request.stop.listening():
+    with at_work(request):
         made = {which: _made(request, trial) for which, trial in trials.items()}
     found = [Comparison(p, _tolerance(asked, p), made[p, 1], made[p, processes]) for p in wanted]
     report, agree = _report(request, asked, processes, found)

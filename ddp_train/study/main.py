@@ -8,7 +8,6 @@ from typing import Protocol
 
 from rich.console import Console
 
-from ddp_train import lock
 from ddp_train.config.outside import unwritable
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, LaunchError
@@ -18,7 +17,7 @@ from ddp_train.study.facts import load_average
 from ddp_train.study.report import Report, show, write
 from ddp_train.study.request import Request, read_request
 from ddp_train.study.results import METRICS, middle
-from ddp_train.study.trials import Trial, outcome_of, run
+from ddp_train.study.trials import Trial, at_work, outcome_of, run
 from ddp_train.study.variants import Study, Variant, merged, plan, trials_folder
 
 
@@ -26,7 +25,8 @@ class Kind(Protocol):
     """A module that makes studies of its kind: `kind: NAME` in conf/study/*.yaml is ddp_train/study/NAME.py."""
 
     def study(self, request: Request) -> tuple[Report, int]:
-        """Raises ConfigError before anything runs. Returns the report and the exit code."""
+        """Raises ConfigError before anything runs. Holds the run directory (`trials.at_work`, `trials.hold`). Returns
+        the report and the exit code."""
         ...
 
 
@@ -37,11 +37,12 @@ def study(script: Path, conf: Path, words: list[str], world: World | None) -> in
     request = read_request(script, conf, words)
     kind = str(request.settings.get("kind", "variants"))
     make = _study_variants if kind == "variants" else importlib.import_module(f"ddp_train.study.{kind}").study
-    report, code = make(request)
-    try:
-        page = write(report, request.run_dir)
-    except OSError as error:
-        raise ConfigError([unwritable(str(request.run_dir), error.strerror or str(error))]) from None
+    with request.held:
+        report, code = make(request)
+        try:
+            page = write(report, request.run_dir)
+        except OSError as error:
+            raise ConfigError([unwritable(str(request.run_dir), error.strerror or str(error))]) from None
     show(report, Console(highlight=False))
     print(f"report {page}")
     return code
@@ -51,24 +52,11 @@ def _study_variants(request: Request) -> tuple[Report, int]:
     """Runs every trial that is still to be run."""
     asked, load = plan(request), load_average()
     outcomes: tables.Outcomes = {}
-    held = _lock(request)
-    with request.stop.listening():
-        try:
-            _run_all(request, asked, outcomes)
-        finally:
-            held.release()
+    with at_work(request):
+        _run_all(request, asked, outcomes)
     code = 0 if _enough(asked, outcomes) else LaunchError.exit_code
     code = request.stop.exit_code(UNSAVED) if request.stop.received else code
     return tables.report(request, asked, outcomes, load), code
-
-
-def _lock(request: Request) -> lock.Lock:
-    try:
-        return lock.acquire(request.run_dir / lock.FILE)
-    except lock.HeldError as error:
-        raise ConfigError([f"run_dir={request.run_dir}: another study is in it, {error}; wait for it"]) from None
-    except OSError as error:
-        raise ConfigError([unwritable(str(request.run_dir), error.strerror or str(error))]) from None
 
 
 def trial_of(request: Request, asked: Study, variant: Variant, repeat: int) -> Trial:

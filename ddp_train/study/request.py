@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
 from dataclasses import dataclass, field
@@ -34,6 +35,8 @@ class Request:
     asked: list[str]
     """The whole command line."""
     stop: Stop = field(default_factory=Stop)
+    held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    """What is given back when the study is over: the lock of `run_dir`."""
 
     @property
     def command(self) -> str:

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Union
+from typing import Any, Union
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from ddp_train.study.facts import facts, load_average
 from ddp_train.study.plots import Axis, Curve, curves
 from ddp_train.study.report import Plot, Report, Table
 from ddp_train.study.request import Request, command_of, key_of, settings_as
-from ddp_train.study.trials import Outcome, Trial, outcome_of, run
+from ddp_train.study.trials import Outcome, Trial, at_work, outcome_of, run
 
 PARTS = ("data", "compute", "exposed", "host")
 """As `step_times` writes them."""
@@ -143,7 +143,7 @@ def study(request: Request) -> tuple[Report, int]:
     cells = _cells(request, config, machine)
     done: dict[Cell, list[Outcome]] = {}
     splits: dict[Cell, Outcome] = {}
-    with request.stop.listening():
+    with at_work(request):
         for repeat in range(config.repeats):
             for cell in cells if repeat % 2 == 0 else reversed(cells):
                 outcome = _made(request, _trial(request, config, machine, cell, str(repeat)))
@@ -257,10 +257,10 @@ def _report(
 
 
 def _efficiency(way: str, cells: Sequence[Cell], speeds: dict[Cell, float], done: dict[Cell, list[Outcome]]) -> Table:
-    rows, single = [], None
+    rows: list[list[Any]] = []
+    single = next((speeds.get(cell) for cell in cells if way in cell.ways and cell.processes == 1), None)
     for cell in (cell for cell in cells if way in cell.ways):
         found = speeds.get(cell)
-        single = single or found
         gain = found / single if found and single else None
         failed = next((outcome.reason for outcome in done.get(cell, []) if not outcome.completed), "")
         percent = 100 * gain / cell.processes if gain else None

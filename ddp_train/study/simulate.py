@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import statistics
 import struct
 import subprocess
@@ -12,16 +14,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ddp_train.config.schema import key
+from ddp_train.distributed.world import environment
 from ddp_train.errors import ConfigError
+from ddp_train.processes import end_with_parent
 from ddp_train.study import mlperf
 from ddp_train.study.costs import BACKWARD_SHARE, Cluster, Link, Prediction, Step, predict
 from ddp_train.study.facts import facts
 from ddp_train.study.plots import Axis, Curve, curves
 from ddp_train.study.report import Plot, Report, Table
 from ddp_train.study.request import Request, settings_as
+from ddp_train.study.trials import hold
 
 DRY_PLAN = "ddp_train.study.dry_plan"
 RANKS = (1, 64, 4096)
@@ -72,32 +75,52 @@ def study(request: Request) -> tuple[Report, int]:
     else:
         seconds, spread = 1e-3 * (config.step_ms or 0.0), 1e-3 * config.deviation_ms
         step = Step(seconds, 1e6 * (config.gradient_mb or 0.0), config.backward_share, spread)
-    return report(step, config, request.command), 0
+    hold(request)
+    return report(step, config, request), 0
 
 
 def measured_step(run_dir: Path) -> Step:
-    """The step of a run of one process, from its metrics: the median of its logging intervals without the first one.
+    """The step of a run of one process, from its metrics: the median of its logging intervals without the first one
+    and without those in which an epoch ended with a smaller batch.
 
     Raises ConfigError if the run had several processes, or too few intervals, or no checkpoint to know the model by.
     """
     try:
         summary = json.loads((run_dir / "summary.json").read_text())
         lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-        every = yaml.safe_load((run_dir / "config.yaml").read_text())["train"]["log_every_steps"]
     except (OSError, ValueError) as error:
         raise ConfigError([f"study.from_run={run_dir}: no completed run, {error}; name the run_dir of one"]) from None
     if summary["world_size"] != 1:
         what = f"a run of {summary['world_size']} processes, whose steps hold the exchange"
         raise ConfigError([f"study.from_run={run_dir}: {what}; measure one with launch.nproc_per_node=1"])
-    batch = summary["global_batch_size"]
-    seconds = [batch / line["samples_per_second"] for line in lines if line["kind"] == "train" and line["step"] > every]
-    if len(seconds) < 3:
-        few = f"{len(seconds)} logging intervals after the first one are too few"
-        remedy = f"let it run for {5 * every} steps or more, or lower train.log_every_steps={every}"
+    intervals = whole_intervals(lines, summary["global_batch_size"])
+    if len(intervals) < 3:
+        few = f"{len(intervals)} logging intervals of whole batches after the first one are too few"
+        remedy = "let it run longer, or lower train.log_every_steps"
         raise ConfigError([f"study.from_run={run_dir}: {few}; {remedy}"])
-    # The mean of k steps varies by 1 / sqrt(k) of what one step does.
-    deviation = statistics.stdev(seconds) * every**0.5
-    return Step(statistics.median(seconds), gradient_bytes(run_dir), deviation_seconds=deviation)
+    seconds = statistics.median(mean for _, mean in intervals)
+    return Step(seconds, gradient_bytes(run_dir), deviation_seconds=deviation(intervals))
+
+
+def whole_intervals(lines: Sequence[dict[str, Any]], batch: int) -> list[tuple[int, float]]:
+    """Steps and mean seconds of a step, of each logging interval but the first in which all batches were whole.
+
+    lines: those of metrics.jsonl. An interval ends at an epoch's end too, so that they differ in length.
+    """
+    told = [line for line in lines if line["kind"] == "train"]
+    found = []
+    for before, line in itertools.pairwise(told):
+        steps = line["step"] - before["step"]
+        if line["samples_seen"] - before["samples_seen"] == steps * batch:
+            found.append((steps, batch / line["samples_per_second"]))
+    return found
+
+
+def deviation(intervals: Sequence[tuple[int, float]]) -> float:
+    """The standard deviation of one step: the mean of k of them has a k-th of its variance."""
+    steps = sum(count for count, _ in intervals)
+    mean = sum(count * seconds for count, seconds in intervals) / steps
+    return math.sqrt(sum(count * (seconds - mean) ** 2 for count, seconds in intervals) / (len(intervals) - 1))
 
 
 def gradient_bytes(run_dir: Path) -> float:
@@ -116,11 +139,11 @@ def gradient_bytes(run_dir: Path) -> float:
     return float(sum(end - start for start, end in spans))
 
 
-def report(step: Step, config: SimulateConfig, command: str) -> Report:
+def report(step: Step, config: SimulateConfig, request: Request) -> Report:
     """The tables: predictions, the check against MLPerf, and (in fresh processes) the dry plan."""
     sections: list[Table | Plot] = [predictions(step, config), published()]
     if config.dry_plan:
-        sections.append(dry_plans())
+        sections.append(dry_plans(request.script.parent))
     return Report(
         "Predicted scaling",
         f"One GPU takes {1e3 * step.seconds:.4g} ms for a step, give or take {1e3 * step.deviation_seconds:.2g} ms, "
@@ -128,7 +151,7 @@ def report(step: Step, config: SimulateConfig, command: str) -> Report:
         "scaling).",
         [*sections, _plot(step, config)],
         facts(),
-        [command],
+        [request.command],
     )
 
 
@@ -169,18 +192,33 @@ def published() -> Table:
     return Table("The model of costs against MLPerf", columns, rows, note)
 
 
-def dry_plans(ranks: Sequence[int] = RANKS) -> Table:
-    """What rank 0 does on its host, each number of ranks in a fresh process."""
-    rows = []
+def dry_plans(folder: Path, ranks: Sequence[int] = RANKS) -> Table:
+    """What rank 0 does on its host, each number of ranks in a fresh process. folder: that of this package."""
+    columns = ["ranks", "order of an epoch, ms", "shares of a step, us", "of a step, bytes", "of an evaluation, us"]
+    columns += ["loss at a logging interval, ms", "checkpoint, group norm, us", "checkpoint, batch norm, ms"]
+    columns += ["checkpoint, batch norm, MB", "failed"]
+    rows: list[list[Any]] = []
     for count in ranks:
-        ran = subprocess.run([sys.executable, "-m", DRY_PLAN, str(count)], capture_output=True, text=True, check=True)
+        ran = subprocess.run(
+            [sys.executable, "-m", DRY_PLAN, str(count)],
+            cwd=folder,
+            env=environment(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            preexec_fn=end_with_parent,  # safe: this process has one thread
+        )
+        if ran.returncode:
+            said = ran.stderr.strip().splitlines()[-1:]
+            reason = "; ".join([f"exit code {ran.returncode}", *said])
+            rows.append([count, *[None] * (len(columns) - 2), reason])
+            continue
         order, shares, evaluation, loss, group_norm, batch_norm = json.loads(ran.stdout)
         rows.append([count, 1e3 * order["seconds"], 1e6 * shares["seconds"], shares["bytes"]])
         rows[-1] += [1e6 * evaluation["seconds"], 1e3 * loss["seconds"]]
-        rows[-1] += [1e6 * group_norm["seconds"], 1e3 * batch_norm["seconds"], batch_norm["bytes"] / 1e6]
-    columns = ["ranks", "order of an epoch, ms", "shares of a step, us", "of a step, bytes", "of an evaluation, us"]
-    columns += ["loss at a logging interval, ms", "checkpoint, group norm, us", "checkpoint, batch norm, ms"]
-    columns += ["checkpoint, batch norm, MB"]
+        rows[-1] += [1e6 * group_norm["seconds"], 1e3 * batch_norm["seconds"], batch_norm["bytes"] / 1e6, ""]
+    if not any(row[-1] for row in rows):
+        columns, rows = columns[:-1], [row[:-1] for row in rows]
     note = (
         "On rank 0: ImageNet, 32 samples a rank and step, torch's fake process group, so that the exchanges themselves "
         "cost nothing. Shares do not depend on the number of ranks. What is gathered from all ranks does: the losses "

@@ -94,6 +94,7 @@ def _comparison(study: Study, outcomes: Outcomes, metric: Metric, part: str) -> 
     spread = {"lowest": min, "highest": max} if study.config.repeats > 1 else {}
     figures = [name for name in FIGURES if any(name in _figures(o) for of in outcomes.values() for o in of)]
     columns = ["variant" if part == "variants" else "tip", "result", metric.label, *spread, *effects[part], "verdict"]
+    columns += ["compared with"] * bool(part == "variants" and study.config.against)
     columns += [*others, *(FIGURES[name] for name in figures), "s/command", "runs"]
     rows = []
     for variant in rows_of:
@@ -106,12 +107,14 @@ def _comparison(study: Study, outcomes: Outcomes, metric: Metric, part: str) -> 
         rows.append([
             variant.name + adds, result(variant, outcomes.get(variant.name, [])),
             middle(values), *(pick(values, default=None) for pick in spread.values()), *gains, word or None,
+            *([None if is_first else variant.against] if "compared with" in columns else []),
             *(middle(_all(read, done)) for read in others.values()),
             *(middle([_figures(o)[name] for o in done if name in _figures(o)]) for name in figures),
             middle([outcome.seconds for outcome in done]), len(done),
         ])  # fmt: skip
+    elsewhere = ", but for those that say otherwise" if study.config.against else ""
     against = {
-        "variants": f"Compared with {study.baseline}.",
+        "variants": f"Compared with {study.baseline}{elsewhere}.",
         "ladder": f"Each row has the tips above it too. By all: against {study.baseline}; by this, and the verdict: "
         "against the nearest row above that was run.",
         "leave_one_out": f"Each row is {study.config.reference} without one tip, and compared with it: below 1 the tip "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -10,16 +11,21 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ddp_train import lock
+from ddp_train.config.outside import unwritable
 from ddp_train.distributed.world import environment
 from ddp_train.errors import ConfigError
 from ddp_train.health import FILE as FAILURE
 from ddp_train.health import SUMMARY, write_json
 from ddp_train.launcher import Stop
 from ddp_train.processes import adopting_orphans, end_with_parent
+from ddp_train.study.facts import conditions
+from ddp_train.study.request import Request
 
 POLL_SECONDS = 0.05
 PATIENCE_SECONDS = 20.0
@@ -67,12 +73,42 @@ class Outcome:
         return not self.reason
 
 
+@contextlib.contextmanager
+def at_work(request: Request) -> Iterator[None]:
+    """Inside, trials may be run. The run directory is this study's from now on, until `request.held` is closed.
+
+    Raises ConfigError if another study is in it, or if it holds trials of other conditions.
+    """
+    hold(request)
+    here = conditions(request.script)
+    for path in sorted(request.run_dir.glob("trials/*/*.json")):
+        there = json.loads(path.read_text()).get("conditions", {})
+        for name in sorted(here.keys() | there.keys()):
+            before, now = there.get(name, "unknown"), here.get(name, "none")
+            if before != now:
+                rule = f"holds trials of other conditions, {name} {before} and not {now}"
+                raise ConfigError([f"run_dir={request.run_dir}: {rule}; name another run_dir"])
+    with request.stop.listening():
+        yield
+
+
+def hold(request: Request) -> None:
+    """Takes the lock of the run directory. Raises ConfigError if another study has it, or if it cannot be written."""
+    try:
+        request.held.callback(lock.acquire(request.run_dir / lock.FILE).release)
+    except lock.HeldError as error:
+        raise ConfigError([f"run_dir={request.run_dir}: another study is in it, {error}; wait for it"]) from None
+    except OSError as error:
+        raise ConfigError([unwritable(str(request.run_dir), error.strerror or str(error))]) from None
+
+
 def run(trial: Trial, script: Path, stop: Stop) -> Outcome | None:
     """Runs a trial anew, in a session of its own that ends with this process. None if it was ended for `stop`.
 
-    Must be called inside `stop.listening()`.
+    Must be called inside `at_work`.
     """
     shutil.rmtree(trial.run_dir, ignore_errors=True)  # of a trial that was cut short: going on would spoil its times
+    trial.record.unlink(missing_ok=True)  # it would tell of a run whose folder is gone, should this one be cut short
     trial.run_dir.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, str(script), *trial.words, trial.run_dir_word]
     began = time.monotonic()
@@ -95,7 +131,8 @@ def run(trial: Trial, script: Path, stop: Stop) -> Outcome | None:
     if stop.received:
         return None
     seconds = time.monotonic() - began
-    write_json(trial.record, {"words": trial.words, "exit_code": process.returncode, "seconds": round(seconds, 3)})
+    ended = {"exit_code": process.returncode, "seconds": round(seconds, 3)}
+    write_json(trial.record, {"words": trial.words, **ended, "conditions": conditions(script)})
     return outcome_of(trial)
 
 

@@ -43,6 +43,7 @@ class VariantsConfig:
     variants: dict[str, Any] = key({}, "name: its overrides")
     grid: list[str] = key([], "key=a,b,...: every variant with every combination of these")
     baseline: str = key("", "the variant that others are compared with", may_be_empty=True)
+    against: dict[str, Any] = key({}, "variant: the one that it is compared with in place of the baseline")
     ladder: dict[str, Any] = key({}, "name: overrides that are added to the baseline and to those above")
     leave_one_out: dict[str, Any] = key({}, "name: overrides that take one tip away from the reference")
     reference: str = key("", "the variant that leave_one_out takes away from", may_be_empty=True)
@@ -148,7 +149,7 @@ def expand(config: VariantsConfig, no_gpu: bool) -> list[Variant]:
             chosen = dict(zip((key for key, _ in grid), values, strict=True))
             full = ", ".join(filter(None, [name, *(f"{key.rpartition('.')[2]}={v}" for key, v in chosen.items())]))
             own = [*words, *(f"{key}={value}" for key, value in chosen.items())]
-            found.append(Variant(full, own, "", adds=own, of=name, values=chosen))
+            found.append(Variant(full, own, str(config.against.get(full, "")), adds=own, of=name, values=chosen))
     start = next((variant.words for variant in found if variant.name == config.reference), [])
     for part, words_of, base in (("ladder", config.ladder, []), ("leave_one_out", config.leave_one_out, start)):
         for name, words in words_of.items():
@@ -182,6 +183,7 @@ def _names(config: VariantsConfig, given: list[Variant], kept: list[Variant]) ->
         "reference": [config.reference] if config.reference else [],
         "needs_gpu": config.needs_gpu,
         "not_run": list(config.not_run),
+        "against": [*config.against, *config.against.values()],
         "agreement": [*config.agreement, *config.agreement.values()],
     }
     for name, said in mentioned.items():
@@ -192,6 +194,9 @@ def _names(config: VariantsConfig, given: list[Variant], kept: list[Variant]) ->
             problems.append(f"study.only=[{pattern}]: no variant of that name{did_you_mean(pattern, names)}")
     if config.baseline in names and not any(variant.name == config.baseline for variant in kept):
         problems.append(f"study.only: leaves out the baseline; add {config.baseline}")
+    there = {variant.name for variant in kept}
+    lost = {v.against: v.name for v in kept if v.part == "variants" and v.against in names and v.against not in there}
+    problems += [f"study.only: leaves out {one}, with which {name} is compared; add it" for one, name in lost.items()]
     folders = [variant.folder for variant in given]
     doubled = sorted({name for name in folders if folders.count(name) > 1})
     return problems + [f"study.variants: {name}: two variants have that name; rename one" for name in doubled]
