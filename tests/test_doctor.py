@@ -29,12 +29,13 @@ import pynvml
 import pytest
 import torch.distributed as dist
 
-from ddp_train.config.machine import Machine
+from ddp_train.config.machine import Machine, this_machine
+from ddp_train.config.prepare import prepare
 from ddp_train.config.schema import Config
 from ddp_train.distributed.world import LAST_WORDS, World
-from ddp_train.doctor import findings, gpu, host, peers, probes, stages
+from ddp_train.doctor import examination, findings, gpu, host, peers, probes, stages
 from ddp_train.doctor.findings import FAILURE, OK, SKIPPED, WARNING, Finding
-from ddp_train.errors import PeerError
+from ddp_train.errors import ConfigError, PeerError
 from ddp_train.processes import children_of, state_of
 from tests.commands import LAUNCH, ROOT, environment, read, run, running, wait_until
 from tests.jobs import config_of
@@ -322,10 +323,11 @@ class Nvml:
             "Shutdown": lambda: None,
             "SystemGetDriverVersion": lambda: "575.57.08",
             "SystemGetCudaDriverVersion": lambda: 12090,
-            "DeviceGetCount": lambda: len(self.cards),
+            "DeviceGetCount": lambda: self.known(len(self.cards) or None),
             "DeviceGetHandleByIndex": self.handle,
             "DeviceGetHandleByUUID": lambda uuid: self.handle(int(uuid.removeprefix("GPU-"))),
             "DeviceGetUUID": lambda card: f"GPU-{[one is card for one in self.cards].index(True)}",
+            "DeviceGetCudaComputeCapability": lambda _: (9, 0),
             "DeviceGetName": lambda card: card.get("name", "NVIDIA H200"),
             "DeviceGetMemoryInfo": lambda card: card.get("memory", memory),
             "DeviceGetRemappedRows": lambda card: card.get("rows", (0, 0, 0, 0)),
@@ -406,6 +408,40 @@ def test_gpus_are_counted_as_cuda_sees_them() -> None:
     )
     assert gpus({}, {}, {}, visible="GPU-2,0,9,1")["gpus"].numbers["names"] == {"NVIDIA H200": 2}
     assert gpus({}, visible="", wanted=0)["gpus"].status == SKIPPED
+
+
+@pytest.mark.parametrize("visible", [None, "0", "0,1", "GPU-0", "GPU-1,GPU-0"])
+def test_a_gpu_that_is_lost_is_named_however_it_is_asked_for(visible: str | None) -> None:
+    is_failure(gpus({"lost": True}, {}, visible=visible)["gpus"], 70, "GPU 0: GPU is lost", "xid")
+
+
+def test_other_gpus_than_the_lost_one_are_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A run that would get the lost one is refused; the doctor is not, which says more."""
+    words = [f"run_dir={tmp_path}/run", "launch.nproc_per_node=1"]
+    cards: list[dict[str, Any]] = [{"lost": True}, {"name": "NVIDIA A100"}]
+    for visible in ("1", "GPU-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert gpus(*cards, visible=visible, wanted=1)["gpus"].status == OK
+        with Nvml(*cards):
+            assert this_machine(visible) == Machine(this_machine("").cpus, 1, "NVIDIA A100", (9, 0), 140 * 2**30)
+            assert prepare(ROOT / "conf", [*words, *DOCTOR], None).config.device == "cuda"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    with Nvml(*cards):
+        with pytest.raises(ConfigError, match="device=cuda: the driver cannot reach GPU 0: GPU is lost; reset it"):
+            prepare(ROOT / "conf", words, None)
+        prepared = prepare(ROOT / "conf", [*words, *DOCTOR], None)
+        found, findings = examination.at_rest(prepared.config, several=False, under_torchrun=False)
+    is_failure(findings[0], 70, "GPU 0: GPU is lost")
+    assert found and [one.error for one in found.gpus] == ["GPU is lost", ""]
+    with Nvml({"lost": True}):
+        assert this_machine(None).lost == this_machine("GPU-0").lost == ("GPU 0: GPU is lost",)
+
+
+def test_a_driver_that_does_not_count_its_gpus_has_none() -> None:
+    with Nvml():
+        assert this_machine(None).gpus == 0
+        with pytest.raises(gpu.NoDriverError, match="Not Supported"):
+            gpu.read_gpus(None)
 
 
 def test_a_gpu_without_a_driver_is_a_failure_and_no_gpu_is_none(tmp_path: Path) -> None:
