@@ -597,19 +597,49 @@ def facts(count: int = 3, **changes: Any) -> dict[int, dict[str, Any]]:
 
 
 def test_hosts_that_differ_are_named_with_both_values() -> None:
-    differ = peers.same_versions(facts(version={"torch": "2.15.0", "driver": "550.2"}))
+    differ = peers.same_versions(facts(version={"torch": "2.15.0", "driver": "550.2"}), 3)
     is_failure(differ, 69, "torch: node0 2.11.0, node1 2.11.0, node2 2.15.0", "driver: node0 575.1")
-    words = peers.same_words(facts(words=["seed=2"]))
+    words = peers.same_words(facts(words=["seed=2"]), 3)
     is_failure(words, 2, "seed=1 on rank 0 (node0), seed=2 on rank 2 (node2)")
-    is_failure(peers.same_data(facts(data="xyz")), 65, "node1 abc, node2 xyz")
-    all_well = (peers.same_versions(facts()), peers.same_words(facts()), peers.same_data(facts()))
-    assert {finding.status for finding in all_well} == {OK}
+    is_failure(peers.same_data(facts(data="xyz"), 3, "mnist"), 65, "node1 abc, node2 xyz")
+    is_failure(peers.same_data(facts(data=""), 3, "image_folder"), 65, "node1 abc, node2 none")
+
+
+def compared(everybody: dict[int, dict[str, Any]], count: int) -> list[Finding]:
+    """All that is said of hosts which do not differ, and tell the time."""
+    offsets = {number: 0.0 for number in everybody if number}
+    return [
+        peers.clocks(offsets, everybody, count),
+        peers.same_words(everybody, count),
+        peers.same_versions(everybody, count),
+        peers.same_data(everybody, count, "mnist"),
+    ]
+
+
+def test_hosts_are_alike_only_as_far_as_they_answer() -> None:
+    for finding in compared(facts(3), 3):
+        assert finding.status == OK and "all 3 hosts" in finding.detail, finding
+    for finding in compared(facts(2), 3):
+        assert finding.status == OK and "2 of 3 hosts" in finding.detail, finding
+    for finding in compared(facts(1), 2):
+        assert finding.status == SKIPPED and finding.detail == "one host alone answers", finding
+
+
+def test_data_of_which_nothing_was_compared_are_not_the_same() -> None:
+    own, made = config(data={"name": "custom", "target": "my.Data"}), config()
+    for one, why in ((own, "is known only once it runs"), (made, "digits: no files to compare")):
+        everybody = facts(3)
+        for number in everybody:
+            everybody[number]["data"] = host.data_digest(one)
+        finding = peers.same_data(everybody, 3, one.data.name)
+        assert finding.status == SKIPPED and why in finding.detail, finding
 
 
 def test_clocks_that_are_off_are_named() -> None:
-    is_failure(peers.clocks({1: 0.1, 2: -60.0}, facts()), 69, "node2 -60.0 s", "chrony")
-    is_warning(peers.clocks({1: 0.1, 2: 2.0}, facts()), "node2 +2.0 s")
-    assert peers.clocks({1: 0.1, 2: -0.2}, facts()).status == OK
+    is_failure(peers.clocks({1: 0.1, 2: -60.0}, facts(), 3), 69, "node2 -60.0 s", "chrony")
+    is_warning(peers.clocks({1: 0.1, 2: 2.0}, facts(), 3), "node2 +2.0 s")
+    is_warning(peers.clocks({1: 0.1}, facts(), 3), "node2 did not tell the time")
+    assert peers.clocks({1: 0.1, 2: -0.2}, facts(), 3).status == OK
 
 
 def test_a_host_that_cannot_be_reached_is_named() -> None:
@@ -717,6 +747,7 @@ def test_what_is_wrong_between_three_hosts_is_found_at_once(three_hosts: Examine
 def test_what_is_well_between_three_hosts_is_left_in_peace(three_hosts: Examined) -> None:
     for name in ("node0", "node1"):
         found = three_hosts.of(name)
+        assert found["same data"].status == SKIPPED, "made in memory"
         for check in ("hosts", "versions", "exchange", "connections", "shared run_dir", "run_dir", "torch"):
             assert found[check].status == OK, found[check]
 

@@ -121,10 +121,10 @@ def _lead(peers: Peers, world: World, words: list[str], config: Config, import_p
     together = [examined("hosts", several.silent, here, peers.count, waited)]
     if peers.count > 1:
         together += [
-            examined("clocks", several.clocks, offsets, everybody),
-            examined("config", several.same_words, everybody),
-            examined("versions", several.same_versions, everybody),
-            examined("same data", several.same_data, everybody),
+            examined("clocks", several.clocks, offsets, everybody, peers.count),
+            examined("config", several.same_words, everybody, peers.count),
+            examined("versions", several.same_versions, everybody, peers.count),
+            examined("same data", several.same_data, everybody, peers.count, config.data.name),
         ]
     said = [*everybody.values(), *reports.values()]
     of_hosts = [Finding(**values) for part in said for values in part["findings"]]

@@ -34,6 +34,7 @@ RESOLVER_SECONDS, SLOW_RESOLVER_SECONDS = 5.0, 1.0
 PIECE_BYTES, WRITE_BYTES, WRITE_SECONDS = 8 * MIB, 64 * MIB, 2.0
 SLOW_BYTES_PER_SECOND, SLOW_FSYNC_SECONDS = 50e6, 0.1
 FEW_FREE_BYTES = GIB
+OWN_CODE = "what a data set of your own reads is known only once it runs"
 SAMPLE_VALUES = {"digits": 64, "mnist": 784, "fashion_mnist": 784, "cifar10": 3072}
 
 
@@ -260,7 +261,7 @@ def data_set(config: Config) -> Finding:
         said, _, remedy = problems[0].partition("; ")
         return failure(check, said, remedy or "name the folder that holds it: data.root=PATH", DataError.exit_code)
     if data.name == "custom":
-        return skipped(check, "what a data set of your own reads is known only once it runs")
+        return skipped(check, OWN_CODE)
     if getattr(data, "download", False):
         return ok(check, f"{data.name}: fetched into {data.root} if it is not there")
     where = getattr(data, "root", None)
@@ -268,7 +269,10 @@ def data_set(config: Config) -> Finding:
 
 
 def data_digest(config: Config) -> str:
-    """Of names and sizes of the files, or of the classes of an image folder: whether two hosts have the same data."""
+    """Of names and sizes of the files, or of the classes of an image folder: whether two hosts have the same data.
+
+    Empty where there are none, or their own code alone knows them.
+    """
     data, seen = config.data, []
     root = Path(getattr(data, "root", "."))
     if data.name in TORCHVISION_FILES:
@@ -277,7 +281,7 @@ def data_digest(config: Config) -> str:
     elif data.name == "image_folder":
         folders = [path for split in ("train", "val") for path in (root / split).glob("*") if path.is_dir()]
         seen = sorted(path.relative_to(root).as_posix() for path in folders)
-    return hashlib.sha256("\n".join(seen).encode()).hexdigest()[:12] if seen else "none"
+    return hashlib.sha256("\n".join(seen).encode()).hexdigest()[:12] if seen else ""
 
 
 def link_bytes_per_second(interface: str, device_folder: Path = Path("/sys/class")) -> tuple[float, str]:
