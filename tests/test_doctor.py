@@ -18,6 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -33,15 +34,18 @@ from ddp_train.config.machine import Machine, this_machine
 from ddp_train.config.prepare import prepare
 from ddp_train.config.schema import Config
 from ddp_train.distributed.world import LAST_WORDS, World
-from ddp_train.doctor import examination, findings, gpu, host, peers, probes, stages
+from ddp_train.doctor import aside, examination, findings, gpu, host, peers, probe, probes, stages
+from ddp_train.doctor.aside import Aside, StuckError
 from ddp_train.doctor.findings import FAILURE, OK, SKIPPED, WARNING, Finding
 from ddp_train.errors import ConfigError, PeerError
 from ddp_train.processes import children_of, state_of
 from tests.commands import LAUNCH, ROOT, environment, read, run, running, wait_until
 from tests.jobs import config_of
 from tests.netlab import NetLab, why_not
+from tests.silent_disk import silent_disk, why_none
 
 pytestmark = pytest.mark.timeout(300)  # several commands each, on a machine that may be busy
+with_fuse = pytest.mark.skipif(bool(why_not() or why_none()), reason=why_not() or why_none())
 on_linux_as_root = pytest.mark.skipif(bool(why_not()), reason=why_not())
 DOCTOR = ("mode=doctor",)
 NEW_NAMESPACES = 0x00020000 | 0x04000000 | 0x40000000  # linux/sched.h: mounts, host name, network
@@ -113,6 +117,66 @@ def test_hosts_that_found_the_same_share_a_row() -> None:
     other = dataclasses.replace(findings.warning("cores", "far too few", "more"), host="c")
     made = findings.table([*same, other], ["a", "b", "c"])
     assert list(made.columns[1].cells) == ["a, b", "c"]
+
+
+# --- what gives no answer -------------------------------------------------------------------------------------------
+
+
+def test_what_is_looked_at_aside_comes_back_or_is_given_up() -> None:
+    soon = time.monotonic() + 30
+    assert Aside(sorted, [2, 1]).answer(soon) == [1, 2]
+    assert len(Aside(bytes, 2**20).answer(soon)) == 2**20, "more than a pipe holds"
+    with pytest.raises(RuntimeError, match="ValueError: invalid literal"):
+        Aside(int, "one").answer(soon)
+    with pytest.raises(RuntimeError, match="died"):
+        Aside(os.abort).answer(soon)
+    slow, other = Aside(time.sleep, 60), Aside(os.getpid)
+    began = time.monotonic()
+    with pytest.raises(StuckError, match=r"^no answer within 0 s$"):
+        slow.answer(began + 0.1)
+    assert time.monotonic() - began < 5 and not state_of(slow.pid), "it was killed and buried"
+    wait_until(lambda: state_of(other.pid) == "Z", "end of the other")
+    assert other.answer(began) == other.pid, "it was there in time"
+
+
+@with_fuse
+def test_a_disk_that_gives_no_answer_is_a_finding(tmp_path: Path) -> None:
+    """Nobody waits for it: neither the checks of run directory and data nor the report."""
+    dead = tmp_path / "dead"
+
+    def look() -> Finding:
+        on_it = dataclasses.replace(config(data={"name": "mnist", "root": str(dead)}), run_dir=str(dead / "run"))
+        with (
+            mock.patch.object(examination, "LOOK_SECONDS", 1.0),
+            mock.patch.object(findings, "REPORT_SECONDS", 0.2),
+            mock.patch.object(aside, "END_SECONDS", 0.2),
+        ):
+            began = time.monotonic()
+            _, found = examination.at_rest(on_it, several=False, under_torchrun=False)
+            code = findings.report(found, ["here"], dead / "run", began)
+        return findings.ok("all", "", code=code, found=[asdict(finding) for finding in found])
+
+    said = apart(silent_disk(dead), look)
+    assert said.status == OK, said
+    found = {one["check"]: Finding(**one) for one in said.numbers["found"]}
+    is_failure(found["run_dir"], 73, "no answer within 1 s", "does not die (state D)", "dmesg")
+    is_failure(found["data set"], 65, "no answer within")
+    assert found["shared memory"].status == OK and said.numbers["code"] == 73
+
+
+@with_fuse
+def test_a_probe_that_does_not_die_is_named_and_left_behind(tmp_path: Path) -> None:
+    dead = tmp_path / "dead"
+
+    def look() -> Finding:
+        process = subprocess.Popen(["cat", str(dead / "file")], stdout=subprocess.PIPE)
+        probe = probes._Running(process, probes.Answer(1, "node1", process.pid), tmp_path / "errors")
+        wait_until((tmp_path / "dead.asked").exists, "request")
+        with mock.patch.object(probes, "END_SECONDS", 0.2):
+            probes._end([probe])
+        return probes.exchanged([answers(1)[0], probe.answer], "gloo")
+
+    is_failure(apart(silent_disk(dead), look), 71, "rank 1 on node1", "does not die (state D), in 'import torch'")
 
 
 # --- a host ---------------------------------------------------------------------------------------------------------
@@ -547,6 +611,55 @@ def probes_of(launcher: int) -> dict[int, int]:
     return found
 
 
+TALKER = """
+import json, sys, time
+for stage, seconds in json.loads(sys.argv[1]):
+    print(json.dumps({"stage": stage}), flush=True)
+    time.sleep(seconds)
+"""
+
+
+@pytest.mark.parametrize(
+    ("stages_and_seconds", "ends"),
+    [
+        ([(stages.COMPUTE, 1.8), (stages.CONNECT, 1.8), (stages.DONE, 0)], True),
+        ([(stages.EXCHANGE, 0.1), *[(stages.MEASURE, 0.3)] * 4, (stages.DONE, 0)], True),
+        ([(stages.EXCHANGE, 60)], False),
+        ([(stages.CONNECT, 60)], False),
+    ],
+)
+def test_a_probe_stands_still_when_it_says_nothing_for_longer_than_its_stage_takes(
+    stages_and_seconds: list[tuple[str, float]], ends: bool, tmp_path: Path
+) -> None:
+    """One second in stages that exchange, three to compute and to connect."""
+    with mock.patch.object(probes, "PATIENCE_SECONDS", 1.0), mock.patch.object(probes, "START_SECONDS", 1.5):
+        limits = probes.patience(config(), 3, several=False) | {stages.IMPORT: 60.0}
+    process = subprocess.Popen([sys.executable, "-c", TALKER, json.dumps(stages_and_seconds)], stdout=subprocess.PIPE)
+    probe = probes._Running(process, probes.Answer(0, "here", process.pid), tmp_path / "errors")
+    probes._watch([probe], limits)
+    probes._end([probe])
+    assert (probe.answer.code, probe.answer.stage) == ((0, stages.DONE) if ends else (None, stages_and_seconds[0][0]))
+    assert ends or probe.answer.seconds > limits[probe.answer.stage]
+
+
+def test_patience_grows_with_the_world_and_ends_with_that_of_a_run() -> None:
+    few, many = (probes.patience(config(), size, several=True) for size in (3, 2048))
+    assert many[stages.CONNECT] > few[stages.CONNECT] + 1000 and many[stages.EXCHANGE] == few[stages.EXCHANGE] == 20
+    hasty = probes.patience(config(launch={"timeout_seconds": 2.0}), 3, several=False)
+    assert hasty[stages.COMPUTE] == hasty[stages.CONNECT] == hasty[stages.EXCHANGE] == 2 < hasty[stages.IMPORT]
+
+
+def test_a_probe_says_that_it_measures(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        row = probe.measure(2**16, "cpu")
+    finally:
+        dist.destroy_process_group()
+    words = capfd.readouterr().out.splitlines()
+    assert row["bytes"] == 2**16 and words == ['{"stage": "all-reduce"}'] * stages.WORDS_OF_A_SIZE
+    assert all(len(sizes) == stages.MEASURED_SIZES for sizes in probe.SIZES.values())
+
+
 @pytest.mark.slow
 def test_a_process_that_is_stopped_is_a_finding_and_nobody_hangs(tmp_path: Path) -> None:
     with running(tmp_path / "run", *DOCTOR, "launch.nproc_per_node=3", "launch.timeout_seconds=2") as job:
@@ -652,6 +765,56 @@ def test_a_host_that_cannot_be_reached_is_named() -> None:
         is_failure(nowhere, 69, "node0 (:1): it has no address", "ip_local_port_range")
         assert "node2" not in nowhere.detail
     is_failure(peers.reach(others, 0), 69, f"node2 (127.0.0.1:{port}): Connection refused")
+
+
+def test_hosts_that_drop_packets_are_tried_at_the_same_time() -> None:
+    with socket.socket() as full, contextlib.ExitStack() as stack, mock.patch.object(peers, "REACH_SECONDS", 0.5):
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        for _ in range(4):  # from then on the kernel drops what comes
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(full.getsockname())
+        everybody = {number: {"host": f"node{number}", "address": "127.0.0.1", "port": full.getsockname()[1]}
+                     for number in range(41)}  # fmt: skip
+        began = time.monotonic()
+        finding = peers.reach(everybody, 0)
+        assert time.monotonic() - began < 40 * 0.5 / 4
+    is_failure(finding, 69, "node1 (127.0.0.1", "timed out", "node40 (127.0.0.1")
+
+
+def test_all_clocks_are_asked_at_the_same_time() -> None:
+    """Four hosts say nothing, one is there."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    there = peers.Peers(dist.TCPStore("127.0.0.1", store.port, is_master=False), 5, 6, 0)
+    answering = threading.Thread(target=there.answer_clock, args=(30.0,))
+    answering.start()
+    began = time.monotonic()
+    offsets = peers.Peers(store, 0, 6, 0).offsets([1, 2, 3, 4, 5], 1.0)
+    assert 1.0 <= time.monotonic() - began < 3.0
+    assert list(offsets) == [5] and abs(offsets[5]) < 0.5
+    answering.join()
+
+
+@pytest.mark.parametrize("size", [3, 512])
+def test_other_hosts_wait_longer_for_host_0_than_it_waits_for_them(size: int) -> None:
+    few = World(0, size, 0, 1)
+    limits = probes.patience(config(), size, several=True)
+    waits = examination.FACTS_SECONDS + examination.CLOCK_SECONDS + probes.longest(limits) + max(limits.values())
+    assert examination.longest(config(), few) > waits
+
+
+def test_host_0_speaks_although_the_other_host_is_silent(tmp_path: Path) -> None:
+    """It says nothing of what it could not compare."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    leader, run_dir = peers.Peers(store, 0, 2, 0), tmp_path / "run"
+    alone = dataclasses.replace(config(), run_dir=str(run_dir))
+    with mock.patch.object(examination, "FACTS_SECONDS", 0.5):
+        assert examination._lead(leader, World(0, 2, 0, 1), [], alone, ROOT) == 69
+    found = {finding["check"]: Finding(**finding) for finding in read(run_dir, "doctor.json")["findings"]}
+    is_failure(found["hosts"], 69, "host 1 of 2 did not answer")
+    for check in ("clocks", "config", "versions", "same data", "exchange"):
+        assert found[check].status == SKIPPED, found[check]
 
 
 def stopped_peer(port: int) -> None:

@@ -134,7 +134,7 @@ def host_name(several: bool) -> Finding:
     """gloo listens on the address of this host's name, unless GLOO_SOCKET_IFNAME names an interface."""
     check, name = "host name", socket.gethostname()
     remedy = f"give {name} its own address in /etc/hosts, or set GLOO_SOCKET_IFNAME"
-    addresses, seconds = _resolve(name)
+    addresses, seconds = resolve(name)
     if seconds >= RESOLVER_SECONDS:
         said = f"{name} is not resolved within {RESOLVER_SECONDS:g} s"
         return failure(check, said, f"repair DNS (/etc/resolv.conf), or {remedy}", PeerError.exit_code)
@@ -153,7 +153,7 @@ def host_name(several: bool) -> Finding:
     return ok(check, f"{name} is {', '.join(addresses)}")
 
 
-def _resolve(name: str) -> tuple[list[str], float]:
+def resolve(name: str) -> tuple[list[str], float]:
     """Addresses, and the seconds they took. The resolver may wait for a dead server for half a minute: we do not."""
     found: list[str] = []
 

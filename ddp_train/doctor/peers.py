@@ -6,7 +6,8 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,12 @@ from ddp_train.config.compose import counted
 from ddp_train.distributed.preflight import CLOCK_TOLERANCE_SECONDS, differing_words, seen_here
 from ddp_train.distributed.world import gloo_interface
 from ddp_train.doctor.findings import Finding, failure, ok, skipped, warning
-from ddp_train.doctor.host import OWN_CODE
+from ddp_train.doctor.host import OWN_CODE, resolve
 from ddp_train.errors import ConfigError, DataError, PeerError, first_line
 from ddp_train.hosts import addresses_of_interfaces
 
-REACH_SECONDS = 3.0
-"""For a connection to another host; a firewall that drops packets gives no answer at all."""
+REACH_SECONDS, REACH_AT_ONCE = 3.0, 64
+"""For a connection to another host, and how many are tried at a time; a firewall that drops packets gives no answer."""
 CLOCK_WARNING_SECONDS = 1.0
 ALONE = "one host alone answers"
 Facts = dict[str, Any]
@@ -45,8 +46,9 @@ class Peers:
         if not self.is_leader:
             return {}
         missing, deadline = set(range(self.count)), time.monotonic() + seconds
-        while missing and time.monotonic() < deadline:
-            missing = {number for number in missing if not self.store.check([f"{name}/{number}"])}
+        while missing := {number for number in missing if not self.store.check([f"{name}/{number}"])}:
+            if time.monotonic() > deadline:
+                break
             time.sleep(0.02)
         there = sorted(set(range(self.count)) - missing)
         return {number: json.loads(self.store.get(f"{name}/{number}")) for number in there}
@@ -69,18 +71,18 @@ class Peers:
     def offsets(self, others: list[int], seconds: float) -> dict[int, float]:
         """On host 0: how far the clock of each host is ahead of ours, in seconds, those that do not answer left out.
 
-        What lies within the time that question and answer took is no offset.
+        All are asked at once. What lies within the time that question and answer took is no offset.
         """
-        found = {}
+        found, missing, deadline = {}, set(others), time.monotonic() + seconds
+        asked = time.time()
         for number in others:
-            asked = time.time()
             self.store.set(f"clock/ask/{number}", "now")
-            deadline = time.monotonic() + seconds
-            while not (there := self.store.check([f"clock/{number}"])) and time.monotonic() < deadline:
-                time.sleep(0.005)
-            if there:
+        while missing and time.monotonic() < deadline:
+            for number in [number for number in missing if self.store.check([f"clock/{number}"])]:
                 said = float(self.store.get(f"clock/{number}"))
                 found[number] = said - min(max(said, asked), time.time())
+                missing.remove(number)
+            time.sleep(0.005)
         return found
 
     def answer_clock(self, seconds: float) -> None:
@@ -101,8 +103,8 @@ def listening() -> Iterator[Facts]:
     if interface:
         address = addresses_of_interfaces().get(interface.split(",")[0], "")
     else:
-        with contextlib.suppress(OSError):  # the name resolves to nothing: its own check says so
-            address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+        addresses, _ = resolve(host)  # that it resolves to nothing its own check says
+        address = addresses[0] if addresses else ""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:  # the kernel answers for us: nobody has to accept
         listener.bind(("", 0))
@@ -115,16 +117,10 @@ def reach(everybody: dict[int, Facts], number: int) -> Finding:
 
     everybody: facts of the hosts, by their number; number: this one.
     """
-    check, failed = "connections", []
+    check = "connections"
     others = [facts for other, facts in everybody.items() if other != number]
-    for facts in others:
-        where = f"{facts['host']} ({facts['address']}:{facts['port']})"
-        try:
-            if not facts["address"]:
-                raise OSError("it has no address")
-            socket.create_connection((facts["address"], facts["port"]), REACH_SECONDS).close()
-        except OSError as error:
-            failed.append(f"{where}: {error.strerror or error}")
+    with ThreadPoolExecutor(REACH_AT_ONCE) as threads:
+        failed = [flaw for flaw in threads.map(_no_way_to, others) if flaw]
     if failed:
         return failure(
             check,
@@ -134,6 +130,17 @@ def reach(everybody: dict[int, Facts], number: int) -> Finding:
             PeerError.exit_code,
         )
     return ok(check, f"{counted(len(others), 'other host')} can be reached")
+
+
+def _no_way_to(facts: Facts) -> str:
+    """Why a host cannot be reached; empty if it can."""
+    try:
+        if not facts["address"]:
+            raise OSError("it has no address")
+        socket.create_connection((facts["address"], facts["port"]), REACH_SECONDS).close()
+    except OSError as error:
+        return f"{facts['host']} ({facts['address']}:{facts['port']}): {error.strerror or error}"
+    return ""
 
 
 def sees_run_dir(token: str, content: str) -> Finding:
@@ -210,19 +217,23 @@ def same_versions(everybody: dict[int, Facts], count: int) -> Finding:
 
 
 def same_data(everybody: dict[int, Facts], count: int, name: str) -> Finding:
-    """Names and sizes of files, or classes of an image folder. name: of the data set."""
-    check, digests = "same data", {facts["host"]: facts["data"] for facts in everybody.values()}
+    """Names and sizes of files, or classes of an image folder; None where they could not be read.
+
+    name: of the data set.
+    """
+    check = "same data"
+    digests = {facts["host"]: facts["data"] for facts in everybody.values() if facts["data"] is not None}
     if len(digests) < 2:
-        return skipped(check, ALONE)
+        return skipped(check, ALONE if len(everybody) < 2 else "what the hosts have could not be read")
     if not any(digests.values()):
         return skipped(check, OWN_CODE if name == "custom" else f"{name}: no files to compare")
     if len(set(digests.values())) == 1:
-        return ok(check, f"the same on {_compared(everybody, count)}")
+        return ok(check, f"the same on {_compared(digests, count)}")
     said = ", ".join(f"{host} {digest or 'none'}" for host, digest in digests.items())
     remedy = "copy the data set anew from one host to the others, or name a shared data.root"
     return failure(check, f"files or classes differ, by their digest: {said}", remedy, DataError.exit_code)
 
 
-def _compared(everybody: dict[int, Facts], count: int) -> str:
+def _compared(everybody: Sized, count: int) -> str:
     """Which hosts a comparison speaks for."""
     return f"{len(everybody)} of {counted(count, 'host')}" if len(everybody) < count else f"all {count} hosts"
