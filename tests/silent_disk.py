@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,8 @@ from ddp_train.processes import end_with_parent
 INIT = 26  # linux/fuse.h, as all that follows
 IN_HEADER, OUT_HEADER, INIT_OUT = "IIQQIIII", "IiQ", "IIIIHHIIHHI28x"
 MOST_BYTES = 2**17
+LIMIT_SECONDS = 60
+"""Then it is gone, also where a test that went wrong waits for it."""
 
 
 def why_none() -> str:
@@ -48,6 +51,7 @@ def silent_disk(folder: Path) -> Callable[[], Any]:
 
 
 def _serve(folder: Path, mounted: int) -> None:
+    signal.alarm(LIMIT_SECONDS)
     device = os.open("/dev/fuse", os.O_RDWR)
     options = f"fd={device},rootmode=40000,user_id=0,group_id=0".encode()
     libc = ctypes.CDLL(None, use_errno=True)

@@ -141,11 +141,12 @@ def test_what_is_looked_at_aside_comes_back_or_is_given_up() -> None:
 
 @with_fuse
 def test_a_disk_that_gives_no_answer_is_a_finding(tmp_path: Path) -> None:
-    """Nobody waits for it: neither the checks of run directory and data nor the report."""
+    """Nobody waits for it: neither the config nor the checks of run directory and data nor the report."""
     dead = tmp_path / "dead"
 
     def look() -> Finding:
-        on_it = dataclasses.replace(config(data={"name": "mnist", "root": str(dead)}), run_dir=str(dead / "run"))
+        words = [*DOCTOR, f"run_dir={dead}/run", "data=image_folder", f"data.root={dead}", "data.decode=auto"]
+        on_it = prepare(ROOT / "conf", words, None).config
         with (
             mock.patch.object(examination, "LOOK_SECONDS", 1.0),
             mock.patch.object(findings, "REPORT_SECONDS", 0.2),

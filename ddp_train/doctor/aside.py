@@ -42,9 +42,9 @@ class Aside:
         Raises StuckError if there is none, RuntimeError if it raised anything or died.
         """
         said = self._read(deadline)
+        waited = f"no answer within {time.monotonic() - self.began:.0f} s"
         state = self._end()
         if said is None:
-            waited = f"no answer within {time.monotonic() - self.began:.0f} s"
             raise StuckError(waited + (f", and process {self.pid} does not die (state {state})" if state else ""))
         if not said:
             raise RuntimeError("the process that looked died")
