@@ -30,7 +30,8 @@ WINGS = """
     study.costs study.mlperf study.simulate study.dry_plan
     study.scaling study.gradients study.batch_size study.step_times study.gradient_probe study.worker
     study.sweep study.main
-    doctor.findings doctor.host doctor.gpu doctor.stages doctor.probe doctor.probes doctor.peers doctor.examination
+    doctor.aside doctor.findings doctor.host doctor.gpu doctor.stages doctor.probe doctor.probes doctor.peers
+    doctor.examination
 """.split()  # noqa: SIM905
 """Above all that: they may import the main path, which never imports them."""
 
@@ -137,7 +138,7 @@ def test_the_main_path_can_be_read_in_an_hour() -> None:
     assert all_of_it - wrong - watched - asked <= 4600
 
 
-@pytest.mark.parametrize(("wing", "limit"), [("doctor", 1350), ("study", 2800)])
+@pytest.mark.parametrize(("wing", "limit"), [("doctor", 1540), ("study", 2800)])
 def test_a_wing_is_no_longer_than_it_must_be(wing: str, limit: int) -> None:
     assert sum(code_lines(path_of(module)) for module in WINGS if module.startswith(wing)) <= limit
 

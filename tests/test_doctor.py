@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import dataclasses
 import json
+import multiprocessing
 import os
 import resource
 import shutil
@@ -17,6 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -28,19 +30,22 @@ import pynvml
 import pytest
 import torch.distributed as dist
 
-from ddp_train.config.machine import Machine
+from ddp_train.config.machine import Machine, this_machine
+from ddp_train.config.prepare import prepare
 from ddp_train.config.schema import Config
-from ddp_train.distributed.world import World
-from ddp_train.doctor import findings, gpu, host, peers, probes, stages
+from ddp_train.distributed.world import LAST_WORDS, World
+from ddp_train.doctor import aside, examination, findings, gpu, host, peers, probe, probes, stages
+from ddp_train.doctor.aside import Aside, StuckError
 from ddp_train.doctor.findings import FAILURE, OK, SKIPPED, WARNING, Finding
-from ddp_train.errors import PeerError
+from ddp_train.errors import ConfigError, PeerError
 from ddp_train.processes import children_of, state_of
 from tests.commands import LAUNCH, ROOT, environment, read, run, running, wait_until
 from tests.jobs import config_of
 from tests.netlab import NetLab, why_not
-from tests.ranks import _SERVER
+from tests.silent_disk import silent_disk, why_none
 
 pytestmark = pytest.mark.timeout(300)  # several commands each, on a machine that may be busy
+with_fuse = pytest.mark.skipif(bool(why_not() or why_none()), reason=why_not() or why_none())
 on_linux_as_root = pytest.mark.skipif(bool(why_not()), reason=why_not())
 DOCTOR = ("mode=doctor",)
 NEW_NAMESPACES = 0x00020000 | 0x04000000 | 0x40000000  # linux/sched.h: mounts, host name, network
@@ -112,6 +117,67 @@ def test_hosts_that_found_the_same_share_a_row() -> None:
     other = dataclasses.replace(findings.warning("cores", "far too few", "more"), host="c")
     made = findings.table([*same, other], ["a", "b", "c"])
     assert list(made.columns[1].cells) == ["a, b", "c"]
+
+
+# --- what gives no answer -------------------------------------------------------------------------------------------
+
+
+def test_what_is_looked_at_aside_comes_back_or_is_given_up() -> None:
+    soon = time.monotonic() + 30
+    assert Aside(sorted, [2, 1]).answer(soon) == [1, 2]
+    assert len(Aside(str.ljust, "", 2**20).answer(soon)) == 2**20, "more than a pipe holds"
+    with pytest.raises(RuntimeError, match="ValueError: invalid literal"):
+        Aside(int, "one").answer(soon)
+    with pytest.raises(RuntimeError, match="died"):
+        Aside(os.abort).answer(soon)
+    slow, other = Aside(time.sleep, 60), Aside(os.getpid)
+    began = time.monotonic()
+    with pytest.raises(StuckError, match=r"^no answer within 0 s$"):
+        slow.answer(began + 0.1)
+    assert time.monotonic() - began < 5 and not state_of(slow.pid), "it was killed and buried"
+    wait_until(lambda: state_of(other.pid) == "Z", "end of the other")
+    assert other.answer(began) == other.pid, "it was there in time"
+
+
+@with_fuse
+def test_a_disk_that_gives_no_answer_is_a_finding(tmp_path: Path) -> None:
+    """Nobody waits for it: neither the config nor the checks of run directory and data nor the report."""
+    dead = tmp_path / "dead"
+
+    def look() -> Finding:
+        words = [*DOCTOR, f"run_dir={dead}/run", "data=image_folder", f"data.root={dead}", "data.decode=auto"]
+        on_it = prepare(ROOT / "conf", words, None).config
+        with (
+            mock.patch.object(examination, "LOOK_SECONDS", 1.0),
+            mock.patch.object(findings, "REPORT_SECONDS", 0.2),
+            mock.patch.object(aside, "END_SECONDS", 0.2),
+        ):
+            began = time.monotonic()
+            _, found = examination.at_rest(on_it, several=False, under_torchrun=False)
+            code = findings.report(found, ["here"], dead / "run", began)
+        return findings.ok("all", "", code=code, found=[asdict(finding) for finding in found])
+
+    said = apart(silent_disk(dead), look)
+    assert said.status == OK, said
+    found = {one["check"]: Finding(**one) for one in said.numbers["found"]}
+    is_failure(found["run_dir"], 73, "no answer within 1 s", "does not die (state D)", "dmesg")
+    is_failure(found["data set"], 65, "no answer within")
+    assert found["shared memory"].status == OK and said.numbers["code"] == 73
+
+
+@with_fuse
+def test_a_probe_that_does_not_die_is_named_and_left_behind(tmp_path: Path) -> None:
+    dead = tmp_path / "dead"
+
+    def look() -> Finding:
+        process = subprocess.Popen(["cat", str(dead / "file")], stdout=subprocess.PIPE)
+        probe = probes._Running(process, probes.Answer(1, "node1", process.pid), tmp_path / "errors")
+        wait_until((tmp_path / "dead.asked").exists, "request")
+        with mock.patch.object(probes, "END_SECONDS", 0.2):
+            probes._end([probe])
+        return probes.exchanged([answers(1)[0], probe.answer], "gloo")
+
+    is_failure(apart(silent_disk(dead), look), 71, "rank 1 on node1", "does not die (state D), in 'import torch'")
 
 
 # --- a host ---------------------------------------------------------------------------------------------------------
@@ -262,16 +328,17 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_a_slow_disk_is_warned_of(shim: str, tmp_path: Path) -> None:
     code = (
         "import json, sys; from dataclasses import asdict; from pathlib import Path\n"
-        "from ddp_train.doctor.host import run_directory\n"
-        "print(json.dumps(asdict(run_directory(Path(sys.argv[1])))))"
+        "from ddp_train.doctor import host\n"
+        "host.WRITE_SECONDS = 0.1\n"
+        "print(json.dumps(asdict(host.run_directory(Path(sys.argv[1])))))"
     )
-    env = environment({"LD_PRELOAD": shim, "SLOW_FSYNC": "0.3"})
+    env = environment({"LD_PRELOAD": shim, "SLOW_FSYNC": "0.2"})
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, env=env, capture_output=True, text=True
     )
     finding = Finding(**json.loads(done.stdout))
     is_warning(finding, "is slow", "a checkpoint of 1 GB takes", "raise checkpoint.every_steps")
-    assert finding.numbers["fsync_seconds"] > 0.3
+    assert finding.numbers["fsync_seconds"] > 0.2
 
 
 def test_a_data_set_that_is_not_there_fails_on_this_host(tmp_path: Path) -> None:
@@ -321,10 +388,11 @@ class Nvml:
             "Shutdown": lambda: None,
             "SystemGetDriverVersion": lambda: "575.57.08",
             "SystemGetCudaDriverVersion": lambda: 12090,
-            "DeviceGetCount": lambda: len(self.cards),
+            "DeviceGetCount": lambda: self.known(len(self.cards) or None),
             "DeviceGetHandleByIndex": self.handle,
             "DeviceGetHandleByUUID": lambda uuid: self.handle(int(uuid.removeprefix("GPU-"))),
             "DeviceGetUUID": lambda card: f"GPU-{[one is card for one in self.cards].index(True)}",
+            "DeviceGetCudaComputeCapability": lambda _: (9, 0),
             "DeviceGetName": lambda card: card.get("name", "NVIDIA H200"),
             "DeviceGetMemoryInfo": lambda card: card.get("memory", memory),
             "DeviceGetRemappedRows": lambda card: card.get("rows", (0, 0, 0, 0)),
@@ -405,6 +473,40 @@ def test_gpus_are_counted_as_cuda_sees_them() -> None:
     )
     assert gpus({}, {}, {}, visible="GPU-2,0,9,1")["gpus"].numbers["names"] == {"NVIDIA H200": 2}
     assert gpus({}, visible="", wanted=0)["gpus"].status == SKIPPED
+
+
+@pytest.mark.parametrize("visible", [None, "0", "0,1", "GPU-0", "GPU-1,GPU-0"])
+def test_a_gpu_that_is_lost_is_named_however_it_is_asked_for(visible: str | None) -> None:
+    is_failure(gpus({"lost": True}, {}, visible=visible)["gpus"], 70, "GPU 0: GPU is lost", "xid")
+
+
+def test_other_gpus_than_the_lost_one_are_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A run that would get the lost one is refused; the doctor is not, which says more."""
+    words = [f"run_dir={tmp_path}/run", "launch.nproc_per_node=1"]
+    cards: list[dict[str, Any]] = [{"lost": True}, {"name": "NVIDIA A100"}]
+    for visible in ("1", "GPU-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert gpus(*cards, visible=visible, wanted=1)["gpus"].status == OK
+        with Nvml(*cards):
+            assert this_machine(visible) == Machine(this_machine("").cpus, 1, "NVIDIA A100", (9, 0), 140 * 2**30)
+            assert prepare(ROOT / "conf", [*words, *DOCTOR], None).config.device == "cuda"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    with Nvml(*cards):
+        with pytest.raises(ConfigError, match="device=cuda: the driver cannot reach GPU 0: GPU is lost; reset it"):
+            prepare(ROOT / "conf", words, None)
+        prepared = prepare(ROOT / "conf", [*words, *DOCTOR], None)
+        found, findings = examination.at_rest(prepared.config, several=False, under_torchrun=False)
+    is_failure(findings[0], 70, "GPU 0: GPU is lost")
+    assert found and [one.error for one in found.gpus] == ["GPU is lost", ""]
+    with Nvml({"lost": True}):
+        assert this_machine(None).lost == this_machine("GPU-0").lost == ("GPU 0: GPU is lost",)
+
+
+def test_a_driver_that_does_not_count_its_gpus_has_none() -> None:
+    with Nvml():
+        assert this_machine(None).gpus == 0
+        with pytest.raises(gpu.NoDriverError, match="Not Supported"):
+            gpu.read_gpus(None)
 
 
 def test_a_gpu_without_a_driver_is_a_failure_and_no_gpu_is_none(tmp_path: Path) -> None:
@@ -510,6 +612,55 @@ def probes_of(launcher: int) -> dict[int, int]:
     return found
 
 
+TALKER = """
+import json, sys, time
+for stage, seconds in json.loads(sys.argv[1]):
+    print(json.dumps({"stage": stage}), flush=True)
+    time.sleep(seconds)
+"""
+
+
+@pytest.mark.parametrize(
+    ("stages_and_seconds", "ends"),
+    [
+        ([(stages.COMPUTE, 1.8), (stages.CONNECT, 1.8), (stages.DONE, 0)], True),
+        ([(stages.EXCHANGE, 0.1), *[(stages.MEASURE, 0.3)] * 4, (stages.DONE, 0)], True),
+        ([(stages.EXCHANGE, 60)], False),
+        ([(stages.CONNECT, 60)], False),
+    ],
+)
+def test_a_probe_stands_still_when_it_says_nothing_for_longer_than_its_stage_takes(
+    stages_and_seconds: list[tuple[str, float]], ends: bool, tmp_path: Path
+) -> None:
+    """One second in stages that exchange, three to compute and to connect."""
+    with mock.patch.object(probes, "PATIENCE_SECONDS", 1.0), mock.patch.object(probes, "START_SECONDS", 1.5):
+        limits = probes.patience(config(), 3, several=False) | {stages.IMPORT: 60.0}
+    process = subprocess.Popen([sys.executable, "-c", TALKER, json.dumps(stages_and_seconds)], stdout=subprocess.PIPE)
+    probe = probes._Running(process, probes.Answer(0, "here", process.pid), tmp_path / "errors")
+    probes._watch([probe], limits)
+    probes._end([probe])
+    assert (probe.answer.code, probe.answer.stage) == ((0, stages.DONE) if ends else (None, stages_and_seconds[0][0]))
+    assert ends or probe.answer.seconds > limits[probe.answer.stage]
+
+
+def test_patience_grows_with_the_world_and_ends_with_that_of_a_run() -> None:
+    few, many = (probes.patience(config(), size, several=True) for size in (3, 2048))
+    assert many[stages.CONNECT] > few[stages.CONNECT] + 1000 and many[stages.EXCHANGE] == few[stages.EXCHANGE] == 20
+    hasty = probes.patience(config(launch={"timeout_seconds": 2.0}), 3, several=False)
+    assert hasty[stages.COMPUTE] == hasty[stages.CONNECT] == hasty[stages.EXCHANGE] == 2 < hasty[stages.IMPORT]
+
+
+def test_a_probe_says_that_it_measures(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        row = probe.measure(2**16, "cpu")
+    finally:
+        dist.destroy_process_group()
+    words = capfd.readouterr().out.splitlines()
+    assert row["bytes"] == 2**16 and words == ['{"stage": "all-reduce"}'] * stages.WORDS_OF_A_SIZE
+    assert all(len(sizes) == stages.MEASURED_SIZES for sizes in probe.SIZES.values())
+
+
 @pytest.mark.slow
 def test_a_process_that_is_stopped_is_a_finding_and_nobody_hangs(tmp_path: Path) -> None:
     with running(tmp_path / "run", *DOCTOR, "launch.nproc_per_node=3", "launch.timeout_seconds=2") as job:
@@ -560,19 +711,49 @@ def facts(count: int = 3, **changes: Any) -> dict[int, dict[str, Any]]:
 
 
 def test_hosts_that_differ_are_named_with_both_values() -> None:
-    differ = peers.same_versions(facts(version={"torch": "2.15.0", "driver": "550.2"}))
+    differ = peers.same_versions(facts(version={"torch": "2.15.0", "driver": "550.2"}), 3)
     is_failure(differ, 69, "torch: node0 2.11.0, node1 2.11.0, node2 2.15.0", "driver: node0 575.1")
-    words = peers.same_words(facts(words=["seed=2"]))
+    words = peers.same_words(facts(words=["seed=2"]), 3)
     is_failure(words, 2, "seed=1 on rank 0 (node0), seed=2 on rank 2 (node2)")
-    is_failure(peers.same_data(facts(data="xyz")), 65, "node1 abc, node2 xyz")
-    all_well = (peers.same_versions(facts()), peers.same_words(facts()), peers.same_data(facts()))
-    assert {finding.status for finding in all_well} == {OK}
+    is_failure(peers.same_data(facts(data="xyz"), 3, "mnist"), 65, "node1 abc, node2 xyz")
+    is_failure(peers.same_data(facts(data=""), 3, "image_folder"), 65, "node1 abc, node2 none")
+
+
+def compared(everybody: dict[int, dict[str, Any]], count: int) -> list[Finding]:
+    """All that is said of hosts which do not differ, and tell the time."""
+    offsets = {number: 0.0 for number in everybody if number}
+    return [
+        peers.clocks(offsets, everybody, count),
+        peers.same_words(everybody, count),
+        peers.same_versions(everybody, count),
+        peers.same_data(everybody, count, "mnist"),
+    ]
+
+
+def test_hosts_are_alike_only_as_far_as_they_answer() -> None:
+    for finding in compared(facts(3), 3):
+        assert finding.status == OK and "all 3 hosts" in finding.detail, finding
+    for finding in compared(facts(2), 3):
+        assert finding.status == OK and "2 of 3 hosts" in finding.detail, finding
+    for finding in compared(facts(1), 2):
+        assert finding.status == SKIPPED and finding.detail == "one host alone answers", finding
+
+
+def test_data_of_which_nothing_was_compared_are_not_the_same() -> None:
+    own, made = config(data={"name": "custom", "target": "my.Data"}), config()
+    for one, why in ((own, "is known only once it runs"), (made, "digits: no files to compare")):
+        everybody = facts(3)
+        for number in everybody:
+            everybody[number]["data"] = host.data_digest(one)
+        finding = peers.same_data(everybody, 3, one.data.name)
+        assert finding.status == SKIPPED and why in finding.detail, finding
 
 
 def test_clocks_that_are_off_are_named() -> None:
-    is_failure(peers.clocks({1: 0.1, 2: -60.0}, facts()), 69, "node2 -60.0 s", "chrony")
-    is_warning(peers.clocks({1: 0.1, 2: 2.0}, facts()), "node2 +2.0 s")
-    assert peers.clocks({1: 0.1, 2: -0.2}, facts()).status == OK
+    is_failure(peers.clocks({1: 0.1, 2: -60.0}, facts(), 3), 69, "node2 -60.0 s", "chrony")
+    is_warning(peers.clocks({1: 0.1, 2: 2.0}, facts(), 3), "node2 +2.0 s")
+    is_warning(peers.clocks({1: 0.1}, facts(), 3), "node2 did not tell the time")
+    assert peers.clocks({1: 0.1, 2: -0.2}, facts(), 3).status == OK
 
 
 def test_a_host_that_cannot_be_reached_is_named() -> None:
@@ -587,6 +768,56 @@ def test_a_host_that_cannot_be_reached_is_named() -> None:
     is_failure(peers.reach(others, 0), 69, f"node2 (127.0.0.1:{port}): Connection refused")
 
 
+def test_hosts_that_drop_packets_are_tried_at_the_same_time() -> None:
+    with socket.socket() as full, contextlib.ExitStack() as stack, mock.patch.object(peers, "REACH_SECONDS", 0.5):
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        for _ in range(4):  # from then on the kernel drops what comes
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(full.getsockname())
+        everybody = {number: {"host": f"node{number}", "address": "127.0.0.1", "port": full.getsockname()[1]}
+                     for number in range(41)}  # fmt: skip
+        began = time.monotonic()
+        finding = peers.reach(everybody, 0)
+        assert time.monotonic() - began < 40 * 0.5 / 4
+    is_failure(finding, 69, "node1 (127.0.0.1", "timed out", "node40 (127.0.0.1")
+
+
+def test_all_clocks_are_asked_at_the_same_time() -> None:
+    """Four hosts say nothing, one is there."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    there = peers.Peers(dist.TCPStore("127.0.0.1", store.port, is_master=False), 5, 6, 0)
+    answering = threading.Thread(target=there.answer_clock, args=(30.0,))
+    answering.start()
+    began = time.monotonic()
+    offsets = peers.Peers(store, 0, 6, 0).offsets([1, 2, 3, 4, 5], 1.0)
+    assert 1.0 <= time.monotonic() - began < 3.0
+    assert list(offsets) == [5] and abs(offsets[5]) < 0.5
+    answering.join()
+
+
+@pytest.mark.parametrize("size", [3, 512])
+def test_other_hosts_wait_longer_for_host_0_than_it_waits_for_them(size: int) -> None:
+    few = World(0, size, 0, 1)
+    limits = probes.patience(config(), size, several=True)
+    waits = examination.FACTS_SECONDS + examination.CLOCK_SECONDS + probes.longest(limits) + max(limits.values())
+    assert examination.longest(config(), few) > waits
+
+
+def test_host_0_speaks_although_the_other_host_is_silent(tmp_path: Path) -> None:
+    """It says nothing of what it could not compare."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    leader, run_dir = peers.Peers(store, 0, 2, 0), tmp_path / "run"
+    alone = dataclasses.replace(config(), run_dir=str(run_dir))
+    with mock.patch.object(examination, "FACTS_SECONDS", 0.5):
+        assert examination._lead(leader, World(0, 2, 0, 1), [], alone, ROOT) == 69
+    found = {finding["check"]: Finding(**finding) for finding in read(run_dir, "doctor.json")["findings"]}
+    is_failure(found["hosts"], 69, "host 1 of 2 did not answer")
+    for check in ("clocks", "config", "versions", "same data", "exchange"):
+        assert found[check].status == SKIPPED, found[check]
+
+
 def stopped_peer(port: int) -> None:
     """Host 1 of 2: it says where it is, and is stopped before it can be asked for the time."""
     peer = peers.Peers(dist.TCPStore("127.0.0.1", port, is_master=False), 1, 2, 0)
@@ -597,7 +828,8 @@ def stopped_peer(port: int) -> None:
 def test_a_doctor_that_is_stopped_is_not_waited_for() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     leader = peers.Peers(store, 0, 2, 0)
-    other = _SERVER.Process(target=stopped_peer, args=(store.port,))
+    # Forked: the tests' fork server would import torch for this one process alone.
+    other = multiprocessing.get_context("fork").Process(target=stopped_peer, args=(store.port,))
     other.start()
     try:
         assert set(leader.gather("facts", {"host": "node0"}, 30.0)) == {0, 1}
@@ -615,59 +847,84 @@ def test_a_doctor_that_is_stopped_is_not_waited_for() -> None:
         other.join()
 
 
-@on_linux_as_root
-@pytest.mark.slow
-def test_two_hosts_that_are_well(tmp_path: Path) -> None:
-    """Each is started by our own launcher, which hands the exit code on."""
-    words = [*DOCTOR, "launch.nnodes=2", "launch.rdzv_endpoint=node0:29400", "launch.nproc_per_node=1"]
-    with NetLab(2) as lab:
-        command = [*LAUNCH, *words, f"run_dir={tmp_path}/run"]
-        started = [one.popen(command, ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-                   for one in lab.hosts]  # fmt: skip
-        said = [process.communicate(timeout=120)[0].decode() for process in started]
-        assert [process.returncode for process in started] == [0, 0], "\n".join(said)
-    report = read(tmp_path / "run", "doctor.json")
-    assert sorted(report["hosts"]) == ["node0", "node1"] and report["counts"][FAILURE] == 0
-    status = {(finding["check"], finding["host"]): finding["status"] for finding in report["findings"]}
-    for check in ("hosts", "clocks", "config", "versions", "same data", "exchange"):
-        assert status[check, ""] == OK
-    for name in report["hosts"]:
-        assert status["connections", name] == status["shared run_dir", name] == OK
-    assert sum("doctor.json" in text for text in said) == 1, "one table"
-    assert list((tmp_path / "run").glob(".doctor*")) == []
+@dataclasses.dataclass
+class Examined:
+    """What the doctors of node0, node1 and node2 said: their output, and host 0's report."""
+
+    said: list[str]
+    codes: list[int]
+    last_words: str
+    run_dir: Path
+    found: list[Finding]
+
+    def of(self, host: str) -> dict[str, Finding]:
+        """By their checks: what one host found, and all of them together."""
+        return {finding.check: finding for finding in self.found if finding.host in ("", host)}
 
 
-@on_linux_as_root
-@pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("tc"), reason="needs tc")
-def test_what_is_wrong_between_three_hosts_is_found_at_once(shim: str, tmp_path: Path) -> None:
-    """A run directory that is not shared; on the last host a thin cable, a clock that is wrong, other words.
+@pytest.fixture(scope="module")
+def three_hosts(shim: str, tmp_path_factory: pytest.TempPathFactory) -> Examined:
+    """node0 and node1 are well. node2 has a disk of its own, a thin cable, a clock that is wrong, other words.
 
     Without torchrun's agents, which would leave that host out: in the environment that they give their workers.
     """
+    folder = tmp_path_factory.mktemp("hosts")
+    run_dir, last_words = folder / "run", folder / "last_words"
     with NetLab(3) as lab:
         for one in lab.hosts:  # this lab has the /sys of the machine it runs on
             assert one.popen(["mount", "-t", "sysfs", "sysfs", "/sys"], ROOT).wait() == 0
+        run_dir.mkdir()
+        own_disk = ["mount", "-t", "tmpfs", "-o", "size=2g", "tmpfs", str(run_dir)]
         thin = ["tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", "400mbit", "burst", "64k", "latency", "1s"]
-        assert lab.hosts[2].popen(thin, ROOT).wait() == 0
+        for command in (own_disk, thin):
+            assert lab.hosts[2].popen(command, ROOT).wait() == 0
         started = []
         for number, one in enumerate(lab.hosts):
             env = environment({
                 "RANK": str(number), "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
                 "GROUP_RANK": str(number), "GROUP_WORLD_SIZE": "3", "TORCHELASTIC_RUN_ID": "one",
-                "MASTER_ADDR": "node0", "MASTER_PORT": "29400",
-            })  # fmt: skip
+                "TORCHELASTIC_RESTART_COUNT": "0", "MASTER_ADDR": "node0", "MASTER_PORT": "29400",
+            } | ({LAST_WORDS: str(last_words)} if number == 1 else {}))  # fmt: skip
             odd = [f"LD_PRELOAD={shim}", "CLOCK_OFFSET=40"] if number == 2 else []
-            words = ["env", *odd, *LAUNCH, *DOCTOR, "run_dir=/dev/shm/run", f"seed={7 if number == 2 else 0}"]
+            words = ["env", *odd, *LAUNCH, *DOCTOR, f"run_dir={run_dir}", f"seed={7 if number == 2 else 0}"]
             started.append(one.popen(words, ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
         said = [process.communicate(timeout=120)[0].decode() for process in started]
-        assert [process.returncode for process in started] == [69, 69, 69], "\n".join(said)
-        report = json.loads(lab.hosts[0].popen(["cat", "/dev/shm/run/doctor.json"], ROOT,
-                                               stdout=subprocess.PIPE).communicate()[0])  # fmt: skip
-    found = {finding["check"]: Finding(**finding) for finding in report["findings"] if finding["host"] in ("", "node2")}
+    report = read(run_dir, "doctor.json")
+    found = [Finding(**finding) for finding in report["findings"]]
+    return Examined(said, [process.returncode for process in started], last_words.read_text(), run_dir, found)
+
+
+@on_linux_as_root
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("tc"), reason="needs tc")
+def test_what_is_wrong_between_three_hosts_is_found_at_once(three_hosts: Examined) -> None:
+    found = three_hosts.of("node2")
     is_failure(found["shared run_dir"], 69, "which host 0 wrote, is not seen here")
     is_failure(found["clocks"], 69, "node2 +40.0 s")
     is_failure(found["config"], 2, "seed=0 on rank 0 (node0), seed=7 on rank 2 (node2)")
     is_warning(found["all-reduce"], "of 1.25 GB/s (eth0, 10 Gbit/s)")
-    assert found["connections"].status == found["versions"].status == found["exchange"].status == OK, found
+
+
+@on_linux_as_root
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("tc"), reason="needs tc")
+def test_what_is_well_between_three_hosts_is_left_in_peace(three_hosts: Examined) -> None:
+    for name in ("node0", "node1"):
+        found = three_hosts.of(name)
+        assert found["same data"].status == SKIPPED, "made in memory"
+        for check in ("hosts", "versions", "exchange", "connections", "shared run_dir", "run_dir", "torch"):
+            assert found[check].status == OK, found[check]
+
+
+@on_linux_as_root
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("tc"), reason="needs tc")
+def test_host_0_speaks_for_three_hosts(three_hosts: Examined) -> None:
+    """One table, and the same exit code on all; the launcher outside of torchrun hears that it was told."""
+    said = three_hosts.said
+    assert three_hosts.codes == [69, 69, 69], "\n".join(said)
     assert "on node2; others alike" not in said[0] and "node0, node1, node2" in said[0]
+    shown = [f"report {three_hosts.run_dir}/doctor.json" in text.replace("\n", "") for text in said]
+    assert shown == [True, False, False]
+    assert [path.name for path in three_hosts.run_dir.iterdir()] == ["doctor.json"], "what it wrote to try is gone"
+    assert three_hosts.last_words.splitlines() == ["0 told", "0 69"]

@@ -78,6 +78,11 @@ def _processes(asked: Config, config: Config, machine: Machine, world: World | N
     problems, launch, wanted = [], asked.launch, int(config.launch.nproc_per_node)
     if config.device == "cuda" and not machine.gpus:
         problems.append("device=cuda: no GPU is visible on this host; use device=cpu")
+    elif config.device == "cuda" and machine.lost and config.mode != "doctor":  # which examines them
+        problems.append(
+            f"device=cuda: the driver cannot reach {', '.join(machine.lost)}; reset it or reboot (see `dmesg | "
+            "grep -i xid`), or leave it out with CUDA_VISIBLE_DEVICES"
+        )
     elif config.device == "cuda" and wanted > machine.gpus:
         problems.append(
             f"launch.nproc_per_node={wanted}: {counted(machine.gpus, 'GPU')} visible on this host, one per "

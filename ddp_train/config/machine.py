@@ -17,7 +17,9 @@ class Machine:
     gpu_name: str = ""
     compute_capability: tuple[int, int] = (0, 0)
     gpu_bytes: int = 0
-    """Memory of the first GPU."""
+    """Memory of the first GPU that answers, whose name and compute capability the others are."""
+    lost: tuple[str, ...] = ()
+    """Visible GPUs that the driver cannot reach, and why. `gpus` counts them."""
 
 
 def this_machine(visible_devices: str | None) -> Machine:
@@ -29,21 +31,38 @@ def this_machine(visible_devices: str | None) -> Machine:
         return Machine(cpus)
     try:
         present = pynvml.nvmlDeviceGetCount()
-        gpus = present if visible_devices is None else _count_visible(visible_devices, present)
-        if not gpus:
+        visible = list(range(present)) if visible_devices is None else _visible(visible_devices, present)
+        if not visible:
             return Machine(cpus)
-        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
-        capability = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
-        memory = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
-        return Machine(cpus, gpus, pynvml.nvmlDeviceGetName(handle), capability, memory)
+        indices = [entry for entry in visible if isinstance(entry, int)]
+        found, lost = [], []
+        for index in indices or range(present):
+            try:
+                found.append(_read(index))
+            except pynvml.NVMLError as error:  # it has fallen off the bus, for example (Xid 79)
+                lost.append(f"GPU {index}: {error}")
+        name, capability, memory = found[0] if found else ("", (0, 0), 0)
+        known = bool(indices) or not found  # a GPU that is lost does not tell whether a UUID is its own
+        return Machine(cpus, len(visible), name, capability, memory, tuple(lost) if known else ())
+    except pynvml.NVMLError:  # it cannot even count them
+        return Machine(cpus)
     finally:
         pynvml.nvmlShutdown()
 
 
-def _count_visible(visible_devices: str, present: int) -> int:
-    count = 0
+def _read(index: int) -> tuple[str, tuple[int, int], int]:
+    """Name, compute capability, bytes of memory."""
+    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+    capability = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+    return pynvml.nvmlDeviceGetName(handle), capability, int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+
+
+def _visible(visible_devices: str, present: int) -> list[int | str]:
+    """Indices and UUIDs."""
+    found: list[int | str] = []
     for entry in filter(None, (entry.strip() for entry in visible_devices.split(","))):
-        if entry.lstrip("-").isdigit() and not 0 <= int(entry) < present:
+        is_index = entry.lstrip("-").isdigit()
+        if is_index and not 0 <= int(entry) < present:
             break
-        count += 1
-    return count
+        found.append(int(entry) if is_index else entry)
+    return found

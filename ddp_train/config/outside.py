@@ -178,6 +178,8 @@ def _differences(values: dict[str, tuple[Any, Any]], where: str, instead: str) -
 def _same_run(asked: Config, config: Config, machine: Machine, world: World | None) -> list[str]:
     """A run directory that is given again goes on with the run it holds: what defines that run must not change."""
     held = Path(str(config.run_dir))
+    if config.mode == "doctor":  # it goes on with no run, and finds out by itself whether that disk answers
+        return []
     if not asked.run_dir or not any((held / "checkpoints").glob("step_*")) or not (held / "config.yaml").is_file():
         return []
     if config.mode == "evaluate":

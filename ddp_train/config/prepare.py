@@ -44,7 +44,12 @@ def read_run(conf: Path, overrides: Overrides) -> tuple[Config, list[str]]:
     config, problems = read_config(conf, overrides)
     if config.mode == "evaluate" and not problems:
         config, problems = read_config(conf, overrides, adopted_sections(Path(config.checkpoint.resume)))
-    elif config.run_dir and config.checkpoint.resume != "never" and getattr(config.data, "decode", "") == "auto":
+    elif (
+        config.run_dir
+        and config.mode != "doctor"  # which finds out by itself whether that disk answers
+        and config.checkpoint.resume != "never"
+        and getattr(config.data, "decode", "") == "auto"
+    ):
         # Another machine may decode otherwise, to slightly other pixels: a run keeps to what it began with.
         then = manifest_config(Path(config.run_dir)).get("data", {})
         if then.get("name") == config.data.name:

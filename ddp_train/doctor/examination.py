@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +24,8 @@ from ddp_train.distributed.world import (
     visible_devices,
 )
 from ddp_train.doctor import gpu, probes
-from ddp_train.doctor.findings import Finding, examined, on_host, report, skipped
+from ddp_train.doctor.aside import Aside, StuckError
+from ddp_train.doctor.findings import REPORT_SECONDS, Finding, broken, examined, found_aside, on_host, report, skipped
 from ddp_train.doctor.host import data_digest, host_findings, link_bytes_per_second
 from ddp_train.errors import PeerError
 from ddp_train.hosts import addresses_of_interfaces
@@ -31,8 +34,18 @@ if TYPE_CHECKING:  # torch is imported where there are other hosts to talk to
     from ddp_train.distributed.session import Store
     from ddp_train.doctor.peers import Peers
 
-LIMIT_SECONDS = 300.0
-"""After so long a host gives up on host 0, whatever the store does: one that is cut off answers never."""
+LOOK_SECONDS = 30.0
+"""For the checks of a host before anything runs on it, which go on at the same time."""
+VERSIONS_SECONDS = 15.0
+"""For those of torch, CUDA, NCCL and this package's source."""
+FACTS_SECONDS = 90.0
+"""From the start until host 0 has heard what all hosts found at rest."""
+CLOCK_SECONDS = 10.0
+"""For the question of the time, which all are asked at once."""
+SHARED_SECONDS = 15.0
+"""For host 0 to write what the others must see, and to remove it; `seen_here` waits for 10 s."""
+MARGIN_SECONDS = 30.0
+"""By which the others wait longer for host 0 than it waits for them."""
 TOKEN = "ddp_train doctor"
 """What host 0 writes into run_dir for the others to see."""
 Facts = dict[str, Any]
@@ -64,16 +77,17 @@ def examine_together(store: Store, world: World, words: list[str], config: Confi
     from ddp_train.doctor.peers import Peers
 
     peers = Peers(store, host_number(world), hosts_started(world), world.attempt)
+    limit = longest(config, world) + MARGIN_SECONDS
     if not world.is_leader:
-        _give_up_after(LIMIT_SECONDS)
+        _give_up_after(limit)
     try:
         if not world.is_local_leader:
-            code = peers.hear("verdict", LIMIT_SECONDS)
+            code = peers.hear("verdict", limit)
         elif peers.is_leader:
             code = _lead(peers, world, words, config, import_path)
             peers.tell("verdict", code)
         else:
-            code = _follow(peers, world, words, config, import_path)
+            code = _follow(peers, world, words, config, import_path, limit)
             print(f"doctor: {socket.gethostname()} was examined; host 0 has the table (exit code {code})")
     except PeerError as error:
         print(f"FATAL {error.kind} (rank {world.rank}): {error}\n  remedy: {error.remedy}", file=sys.stderr)
@@ -84,7 +98,21 @@ def examine_together(store: Store, world: World, words: list[str], config: Confi
     return code
 
 
+def longest(config: Config, world: World) -> float:
+    """Seconds after which host 0 has spoken, however many hosts are silent: the sum of all that it waits for."""
+    limits = probes.patience(config, world.size, several=world.hosts > 1)
+    together = probes.longest(limits) + _for_reports(limits) + 3 * SHARED_SECONDS  # write, be seen, remove
+    return FACTS_SECONDS + CLOCK_SECONDS + together + REPORT_SECONDS
+
+
+def _for_reports(limits: dict[str, float]) -> float:
+    """Seconds that other hosts may take longer than this one, whose probes may have had the last word."""
+    return max(limits.values()) + SHARED_SECONDS
+
+
 def _give_up_after(seconds: float) -> None:
+    """Whatever the store does: a host that is cut off hears nothing for ever."""
+
     def leave() -> None:
         print(f"FATAL peer: host 0 has said nothing for {seconds:.0f} s", file=sys.stderr, flush=True)
         os._exit(PeerError.exit_code)
@@ -99,32 +127,31 @@ def _lead(peers: Peers, world: World, words: list[str], config: Config, import_p
     from ddp_train.doctor import peers as several
 
     began, run_dir = time.monotonic(), Path(str(config.run_dir))
-    limit = min(probes.START_SECONDS, config.launch.timeout_seconds)
-    longest = probes.START_SECONDS + 2 * probes.PATIENCE_SECONDS + several.REACH_SECONDS * peers.count
     reports: dict[int, Facts] = {}
     with several.listening() as place:
         found, facts = _facts(place, world, words, config, peers.count > 1)
-        everybody = peers.gather("facts", facts, limit)
-        offsets = peers.offsets([number for number in everybody if number], limit)
+        everybody = peers.gather("facts", facts, FACTS_SECONDS - (time.monotonic() - began))
+        offsets = peers.offsets([number for number in everybody if number], CLOCK_SECONDS)
         if len(everybody) < peers.count:
             peers.tell("everybody", None)
-            there, waited = everybody, limit
+            there = everybody
         else:
-            token = _write_token(run_dir)
+            token = _soon(_write_token, run_dir) or ""
             peers.tell("everybody", {"hosts": everybody, "token": token})
             mine = _meet(peers, everybody, token, found, world, config, import_path)
-            there = reports = peers.gather("report", mine, longest)
-            waited = longest
+            limits = probes.patience(config, world.size, several=peers.count > 1)
+            there = reports = peers.gather("report", mine, _for_reports(limits))
             if token:
-                Path(token).unlink()
+                _soon(Path(token).unlink)
+    waited = time.monotonic() - began
     here = {number: everybody[number] for number in there}
     together = [examined("hosts", several.silent, here, peers.count, waited)]
     if peers.count > 1:
         together += [
-            examined("clocks", several.clocks, offsets, everybody),
-            examined("config", several.same_words, everybody),
-            examined("versions", several.same_versions, everybody),
-            examined("same data", several.same_data, everybody),
+            examined("clocks", several.clocks, offsets, everybody, peers.count),
+            examined("config", several.same_words, everybody, peers.count),
+            examined("versions", several.same_versions, everybody, peers.count),
+            examined("same data", several.same_data, everybody, peers.count, config.data.name),
         ]
     said = [*everybody.values(), *reports.values()]
     of_hosts = [Finding(**values) for part in said for values in part["findings"]]
@@ -141,19 +168,22 @@ def _lead(peers: Peers, world: World, words: list[str], config: Config, import_p
     return report(of_hosts + together, names, run_dir, began)
 
 
-def _follow(peers: Peers, world: World, words: list[str], config: Config, import_path: Path) -> int:
-    """Every other host: examines itself, tells host 0. Returns the exit code that host 0 has found."""
+def _follow(peers: Peers, world: World, words: list[str], config: Config, import_path: Path, limit: float) -> int:
+    """Every other host: examines itself, tells host 0. Returns the exit code that host 0 has found.
+
+    limit: seconds to wait for host 0.
+    """
     from ddp_train.doctor import peers as several
 
     with several.listening() as place:
         found, facts = _facts(place, world, words, config, several=True)
         peers.gather("facts", facts, 0)
-        peers.answer_clock(LIMIT_SECONDS)
-        told = peers.hear("everybody", LIMIT_SECONDS)
+        peers.answer_clock(limit)
+        told = peers.hear("everybody", limit)
         if told:
             everybody = {int(number): facts for number, facts in told["hosts"].items()}
             peers.gather("report", _meet(peers, everybody, told["token"], found, world, config, import_path), 0)
-    return peers.hear("verdict", LIMIT_SECONDS)
+    return peers.hear("verdict", limit)
 
 
 def _facts(
@@ -162,15 +192,24 @@ def _facts(
     """What this host says of itself before it meets the others."""
     from ddp_train.distributed.preflight import versions_here
 
+    digest, began = Aside(data_digest, config), time.monotonic()
     found, findings = at_rest(config, several, under_torchrun=True)
-    versions = {**versions_here(), "processes": str(world.local_size), "driver": found.driver if found else "none"}
+    asked = Aside(versions_here)  # not earlier: it may start CUDA on the GPUs that were to be seen at rest
+    versions = {"processes": str(world.local_size), "driver": found.driver if found else "none"}
+    try:
+        versions |= asked.answer(time.monotonic() + VERSIONS_SECONDS)
+    except (StuckError, RuntimeError) as error:
+        findings.append(broken("versions", error))
+    data = None
+    with contextlib.suppress(StuckError, RuntimeError):  # the check of the data set says so
+        data = digest.answer(began + LOOK_SECONDS)
     host = socket.gethostname()
     return found, {
         **place,
         "host": host,
         "words": words,
         "versions": versions,
-        "data": data_digest(config),
+        "data": data,
         "findings": [asdict(finding) for finding in on_host(host, findings)],
     }
 
@@ -187,11 +226,13 @@ def _meet(
     """What this host finds out together with the others."""
     from ddp_train.doctor import peers as several
 
-    findings = []
+    asked = {}
     if peers.count > 1:
-        findings.append(examined("shared run_dir", several.sees_run_dir, token, TOKEN))
-        findings.append(examined("connections", several.reach, everybody, peers.number))
+        asked["shared run_dir"] = Aside(examined, "shared run_dir", several.sees_run_dir, token, TOKEN)
+        asked["connections"] = Aside(examined, "connections", several.reach, everybody, peers.number)
     answers = probes.probe_together(config, world, import_path)
+    deadline = time.monotonic() + SHARED_SECONDS
+    findings = [examined(check, found_aside, aside, deadline) for check, aside in asked.items()]
     findings.append(examined("torch", probes.torch_on, answers, config, found.cuda if found else None))
     interface = None
     if peers.count > 1:
@@ -203,6 +244,13 @@ def _meet(
         "answers": [asdict(answer) for answer in answers],
         "link": link_between(config, found, interface),
     }
+
+
+def _soon(do: Callable[..., Any], *arguments: Any) -> Any:
+    """do(*arguments) aside; None if that takes too long or fails."""
+    with contextlib.suppress(StuckError, RuntimeError):
+        return Aside(do, *arguments).answer(time.monotonic() + SHARED_SECONDS)
+    return None
 
 
 def _write_token(run_dir: Path) -> str:
@@ -219,14 +267,24 @@ def _write_token(run_dir: Path) -> str:
 def at_rest(config: Config, several: bool, under_torchrun: bool) -> tuple[gpu.Gpus | None, list[Finding]]:
     """This host before anything runs on it: its GPUs, None without a driver, and what was found."""
     wanted = int(config.launch.nproc_per_node) if config.device == "cuda" else 0
-    found = None
-    try:
-        found = gpu.read_gpus(visible_devices())
-        findings = [examined(name, look, *arguments) for name, look, arguments in gpu.gpu_findings(found, wanted)]
-    except gpu.NoDriverError as error:
-        findings = [examined("gpus", gpu.absent, error)]
+    on_gpus = Aside(_gpus_at_rest, visible_devices(), wanted)
     checks = host_findings(config, several, under_torchrun)
-    return found, findings + [examined(name, look, *arguments) for name, look, arguments in checks]
+    on_host = [(name, Aside(examined, name, look, *arguments)) for name, look, arguments in checks]
+    deadline = time.monotonic() + LOOK_SECONDS
+    try:
+        values, told = on_gpus.answer(deadline)
+        found, findings = gpu.from_values(values) if values else None, [Finding(**one) for one in told]
+    except (StuckError, RuntimeError) as error:
+        found, findings = None, [broken("gpus", error)]
+    return found, findings + [examined(name, found_aside, aside, deadline) for name, aside in on_host]
+
+
+def _gpus_at_rest(visible: str | None, wanted: int) -> tuple[gpu.Gpus | None, list[Finding]]:
+    try:
+        found = gpu.read_gpus(visible)
+    except gpu.NoDriverError as error:
+        return None, [examined("gpus", gpu.absent, error)]
+    return found, [examined(name, look, *arguments) for name, look, arguments in gpu.gpu_findings(found, wanted)]
 
 
 def of_probes(

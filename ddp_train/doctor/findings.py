@@ -13,13 +13,18 @@ from rich.table import Table
 from rich.text import Text
 
 from ddp_train.config.compose import counted
-from ddp_train.errors import LaunchError, first_line
+from ddp_train.doctor.aside import Aside, StuckError
+from ddp_train.errors import DataError, LaunchError, WriteError, first_line
 from ddp_train.health import write_json
 
 FILE = "doctor.json"
 OK, WARNING, FAILURE, SKIPPED = "ok", "warning", "failure", "skipped"
 WIDTH_OF_A_FILE = 160
 """Characters in a line, where rich would take 80."""
+REPORT_SECONDS = 10.0
+"""To write doctor.json, at most."""
+CODES = {"run_dir": WriteError.exit_code, "data set": DataError.exit_code}
+"""Of a check that gives no answer, where it is not the usual one."""
 STYLES = {OK: "green", WARNING: "yellow", FAILURE: "bold red", SKIPPED: "dim"}
 
 
@@ -65,8 +70,21 @@ def examined(check: str, look: Callable[..., Finding], *arguments: Any) -> Findi
     try:
         return look(*arguments)
     except Exception as error:  # noqa: BLE001  whatever it is, it is shown
-        said = f"{type(error).__name__}: {first_line(error)}"
-        return failure(check, f"this check itself failed: {said}", "report it, with what is special about this host")
+        return broken(check, error)
+
+
+def found_aside(aside: Aside, deadline: float) -> Finding:
+    """What a check finds that goes on aside. Raises as `Aside.answer`."""
+    return Finding(**aside.answer(deadline))
+
+
+def broken(check: str, error: Exception) -> Finding:
+    """A check without a result."""
+    if isinstance(error, StuckError):
+        remedy = "find out what it waits for: `dmesg`; a disk, a file server, a driver that does not answer?"
+        return failure(check, str(error), remedy, CODES.get(check, LaunchError.exit_code))
+    said = f"{type(error).__name__}: {first_line(error)}"
+    return failure(check, f"this check itself failed: {said}", "report it, with what is special about this host")
 
 
 def on_host(host: str, findings: Iterable[Finding]) -> list[Finding]:
@@ -99,13 +117,23 @@ def report(findings: list[Finding], hosts: list[str], run_dir: Path, began: floa
     worst = next((status for status in (FAILURE, WARNING) if counts[status]), OK)
     values = {"status": worst, "exit_code": code, "hosts": hosts, "seconds": seconds, "counts": counts}
     path = run_dir / FILE
+    writing = Aside(_write, path, values | {"findings": [asdict(finding) for finding in findings]})
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        write_json(path, values | {"findings": [asdict(finding) for finding in findings]})
-        console.print(f"report {path}", soft_wrap=True)
-    except OSError as error:
-        console.print(f"{path} could not be written: {error.strerror}", soft_wrap=True)
+        flaw = writing.answer(time.monotonic() + REPORT_SECONDS)
+    except StuckError as error:
+        flaw = str(error)
+    console.print(f"{path} could not be written: {flaw}" if flaw else f"report {path}", soft_wrap=True)
     return code
+
+
+def _write(path: Path, values: dict[str, Any]) -> str:
+    """Empty, or why it could not be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, values)
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def table(findings: list[Finding], hosts: list[str]) -> Table:

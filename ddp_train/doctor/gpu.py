@@ -75,6 +75,11 @@ class Gpus:
     gpus: tuple[Gpu, ...]
 
 
+def from_values(values: dict[str, Any]) -> Gpus:
+    """Those of `dataclasses.asdict`, also after they were JSON."""
+    return Gpus(values["driver"], tuple(values["cuda"]), tuple(Gpu(**gpu) for gpu in values["gpus"]))
+
+
 class NoDriverError(Exception):
     """NVML does not answer. `str(error)` says why."""
 
@@ -83,18 +88,18 @@ def read_gpus(visible_devices: str | None) -> Gpus:
     """visible_devices: CUDA_VISIBLE_DEVICES, indices or UUIDs. Raises NoDriverError."""
     try:
         pynvml.nvmlInit()
+        try:
+            version = pynvml.nvmlSystemGetCudaDriverVersion()
+            gpus = tuple(_read(index) for index in _visible(visible_devices, pynvml.nvmlDeviceGetCount()))
+            return Gpus(pynvml.nvmlSystemGetDriverVersion(), (version // 1000, version % 1000 // 10), gpus)
+        finally:
+            pynvml.nvmlShutdown()
     except pynvml.NVMLError as error:
         raise NoDriverError(str(error)) from None
-    try:
-        version = pynvml.nvmlSystemGetCudaDriverVersion()
-        gpus = tuple(_read(index) for index in _visible(visible_devices, pynvml.nvmlDeviceGetCount()))
-        return Gpus(pynvml.nvmlSystemGetDriverVersion(), (version // 1000, version % 1000 // 10), gpus)
-    finally:
-        pynvml.nvmlShutdown()
 
 
 def _visible(visible_devices: str | None, present: int) -> list[int]:
-    """Indices; CUDA stops at the first entry that is none."""
+    """Indices; CUDA stops at the first entry that is none. A UUID that no other GPU has is a lost one's."""
     if visible_devices is None:
         return list(range(present))
     found: list[int] = []
@@ -102,11 +107,21 @@ def _visible(visible_devices: str | None, present: int) -> list[int]:
         if entry.isdigit() and int(entry) < present:
             found.append(int(entry))
             continue
-        uuids = [_ask(pynvml.nvmlDeviceGetUUID, pynvml.nvmlDeviceGetHandleByIndex(index)) for index in range(present)]
-        if entry.isdigit() or not (same := [i for i, uuid in enumerate(uuids) if uuid and uuid.startswith(entry)]):
+        uuids = {index: _uuid(index) for index in range(present) if index not in found}
+        same = [index for index, uuid in uuids.items() if uuid and uuid.startswith(entry)]
+        same += [index for index, uuid in uuids.items() if uuid is None]
+        if entry.lstrip("-").isdigit() or not same:
             break
         found += same[:1]
     return found
+
+
+def _uuid(index: int) -> str | None:
+    """None of a GPU that does not answer."""
+    try:
+        return pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(index))
+    except pynvml.NVMLError:
+        return None
 
 
 def _read(index: int) -> Gpu:

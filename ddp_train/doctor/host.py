@@ -34,6 +34,7 @@ RESOLVER_SECONDS, SLOW_RESOLVER_SECONDS = 5.0, 1.0
 PIECE_BYTES, WRITE_BYTES, WRITE_SECONDS = 8 * MIB, 64 * MIB, 2.0
 SLOW_BYTES_PER_SECOND, SLOW_FSYNC_SECONDS = 50e6, 0.1
 FEW_FREE_BYTES = GIB
+OWN_CODE = "what a data set of your own reads is known only once it runs"
 SAMPLE_VALUES = {"digits": 64, "mnist": 784, "fashion_mnist": 784, "cifar10": 3072}
 
 
@@ -133,7 +134,7 @@ def host_name(several: bool) -> Finding:
     """gloo listens on the address of this host's name, unless GLOO_SOCKET_IFNAME names an interface."""
     check, name = "host name", socket.gethostname()
     remedy = f"give {name} its own address in /etc/hosts, or set GLOO_SOCKET_IFNAME"
-    addresses, seconds = _resolve(name)
+    addresses, seconds = resolve(name)
     if seconds >= RESOLVER_SECONDS:
         said = f"{name} is not resolved within {RESOLVER_SECONDS:g} s"
         return failure(check, said, f"repair DNS (/etc/resolv.conf), or {remedy}", PeerError.exit_code)
@@ -152,7 +153,7 @@ def host_name(several: bool) -> Finding:
     return ok(check, f"{name} is {', '.join(addresses)}")
 
 
-def _resolve(name: str) -> tuple[list[str], float]:
+def resolve(name: str) -> tuple[list[str], float]:
     """Addresses, and the seconds they took. The resolver may wait for a dead server for half a minute: we do not."""
     found: list[str] = []
 
@@ -260,7 +261,7 @@ def data_set(config: Config) -> Finding:
         said, _, remedy = problems[0].partition("; ")
         return failure(check, said, remedy or "name the folder that holds it: data.root=PATH", DataError.exit_code)
     if data.name == "custom":
-        return skipped(check, "what a data set of your own reads is known only once it runs")
+        return skipped(check, OWN_CODE)
     if getattr(data, "download", False):
         return ok(check, f"{data.name}: fetched into {data.root} if it is not there")
     where = getattr(data, "root", None)
@@ -268,7 +269,10 @@ def data_set(config: Config) -> Finding:
 
 
 def data_digest(config: Config) -> str:
-    """Of names and sizes of the files, or of the classes of an image folder: whether two hosts have the same data."""
+    """Of names and sizes of the files, or of the classes of an image folder: whether two hosts have the same data.
+
+    Empty where there are none, or their own code alone knows them.
+    """
     data, seen = config.data, []
     root = Path(getattr(data, "root", "."))
     if data.name in TORCHVISION_FILES:
@@ -277,7 +281,7 @@ def data_digest(config: Config) -> str:
     elif data.name == "image_folder":
         folders = [path for split in ("train", "val") for path in (root / split).glob("*") if path.is_dir()]
         seen = sorted(path.relative_to(root).as_posix() for path in folders)
-    return hashlib.sha256("\n".join(seen).encode()).hexdigest()[:12] if seen else "none"
+    return hashlib.sha256("\n".join(seen).encode()).hexdigest()[:12] if seen else ""
 
 
 def link_bytes_per_second(interface: str, device_folder: Path = Path("/sys/class")) -> tuple[float, str]:

@@ -6,7 +6,8 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,14 @@ from ddp_train.config.compose import counted
 from ddp_train.distributed.preflight import CLOCK_TOLERANCE_SECONDS, differing_words, seen_here
 from ddp_train.distributed.world import gloo_interface
 from ddp_train.doctor.findings import Finding, failure, ok, skipped, warning
+from ddp_train.doctor.host import OWN_CODE, resolve
 from ddp_train.errors import ConfigError, DataError, PeerError, first_line
 from ddp_train.hosts import addresses_of_interfaces
 
-REACH_SECONDS = 3.0
-"""For a connection to another host; a firewall that drops packets gives no answer at all."""
+REACH_SECONDS, REACH_AT_ONCE = 3.0, 64
+"""For a connection to another host, and how many are tried at a time; a firewall that drops packets gives no answer."""
 CLOCK_WARNING_SECONDS = 1.0
+ALONE = "one host alone answers"
 Facts = dict[str, Any]
 
 
@@ -43,8 +46,9 @@ class Peers:
         if not self.is_leader:
             return {}
         missing, deadline = set(range(self.count)), time.monotonic() + seconds
-        while missing and time.monotonic() < deadline:
-            missing = {number for number in missing if not self.store.check([f"{name}/{number}"])}
+        while missing := {number for number in missing if not self.store.check([f"{name}/{number}"])}:
+            if time.monotonic() > deadline:
+                break
             time.sleep(0.02)
         there = sorted(set(range(self.count)) - missing)
         return {number: json.loads(self.store.get(f"{name}/{number}")) for number in there}
@@ -67,18 +71,18 @@ class Peers:
     def offsets(self, others: list[int], seconds: float) -> dict[int, float]:
         """On host 0: how far the clock of each host is ahead of ours, in seconds, those that do not answer left out.
 
-        What lies within the time that question and answer took is no offset.
+        All are asked at once. What lies within the time that question and answer took is no offset.
         """
-        found = {}
+        found, missing, deadline = {}, set(others), time.monotonic() + seconds
+        asked = time.time()
         for number in others:
-            asked = time.time()
             self.store.set(f"clock/ask/{number}", "now")
-            deadline = time.monotonic() + seconds
-            while not (there := self.store.check([f"clock/{number}"])) and time.monotonic() < deadline:
-                time.sleep(0.005)
-            if there:
+        while missing and time.monotonic() < deadline:
+            for number in [number for number in missing if self.store.check([f"clock/{number}"])]:
                 said = float(self.store.get(f"clock/{number}"))
                 found[number] = said - min(max(said, asked), time.time())
+                missing.remove(number)
+            time.sleep(0.005)
         return found
 
     def answer_clock(self, seconds: float) -> None:
@@ -99,8 +103,8 @@ def listening() -> Iterator[Facts]:
     if interface:
         address = addresses_of_interfaces().get(interface.split(",")[0], "")
     else:
-        with contextlib.suppress(OSError):  # the name resolves to nothing: its own check says so
-            address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+        addresses, _ = resolve(host)  # that it resolves to nothing its own check says
+        address = addresses[0] if addresses else ""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:  # the kernel answers for us: nobody has to accept
         listener.bind(("", 0))
@@ -113,16 +117,10 @@ def reach(everybody: dict[int, Facts], number: int) -> Finding:
 
     everybody: facts of the hosts, by their number; number: this one.
     """
-    check, failed = "connections", []
+    check = "connections"
     others = [facts for other, facts in everybody.items() if other != number]
-    for facts in others:
-        where = f"{facts['host']} ({facts['address']}:{facts['port']})"
-        try:
-            if not facts["address"]:
-                raise OSError("it has no address")
-            socket.create_connection((facts["address"], facts["port"]), REACH_SECONDS).close()
-        except OSError as error:
-            failed.append(f"{where}: {error.strerror or error}")
+    with ThreadPoolExecutor(REACH_AT_ONCE) as threads:
+        failed = [flaw for flaw in threads.map(_no_way_to, others) if flaw]
     if failed:
         return failure(
             check,
@@ -132,6 +130,17 @@ def reach(everybody: dict[int, Facts], number: int) -> Finding:
             PeerError.exit_code,
         )
     return ok(check, f"{counted(len(others), 'other host')} can be reached")
+
+
+def _no_way_to(facts: Facts) -> str:
+    """Why a host cannot be reached; empty if it can."""
+    try:
+        if not facts["address"]:
+            raise OSError("it has no address")
+        socket.create_connection((facts["address"], facts["port"]), REACH_SECONDS).close()
+    except OSError as error:
+        return f"{facts['host']} ({facts['address']}:{facts['port']}): {error.strerror or error}"
+    return ""
 
 
 def sees_run_dir(token: str, content: str) -> Finding:
@@ -156,9 +165,14 @@ def silent(everybody: dict[int, Facts], count: int, seconds: float) -> Finding:
     return ok("hosts", f"all {count} answer: {there}")
 
 
-def clocks(offsets: dict[int, float], everybody: dict[int, Facts]) -> Finding:
-    """torchrun drops a host whose clock is 15 s behind, and trains without it."""
-    check = "clocks"
+def clocks(offsets: dict[int, float], everybody: dict[int, Facts], count: int) -> Finding:
+    """torchrun drops a host whose clock is 15 s behind, and trains without it.
+
+    offsets: `Peers.offsets`; everybody: facts of the hosts that answer at all, by their number; count: of all hosts.
+    """
+    check, others = "clocks", {number: facts["host"] for number, facts in everybody.items() if number}
+    if not others:
+        return skipped(check, ALONE)
     named = {everybody[number]["host"]: round(offset, 3) for number, offset in offsets.items()}
     off = {host: offset for host, offset in named.items() if abs(offset) > CLOCK_WARNING_SECONDS}
     said = ", ".join(f"{host} {offset:+.1f} s" for host, offset in off.items())
@@ -167,38 +181,59 @@ def clocks(offsets: dict[int, float], everybody: dict[int, Facts]) -> Finding:
         return failure(check, f"against host 0: {said}", remedy, PeerError.exit_code, offsets=named)
     if off:
         return warning(check, f"against host 0: {said}", "set the clocks right (chrony, ntpd)", offsets=named)
-    return ok(check, f"within {CLOCK_WARNING_SECONDS:g} s of host 0", offsets=named)
+    unknown = [host for number, host in others.items() if number not in offsets]
+    if unknown:
+        said = f"{', '.join(unknown)} did not tell the time when asked"
+        return warning(check, said, "look at that host: is its process stopped?", offsets=named)
+    return ok(check, f"{_compared(everybody, count)} within {CLOCK_WARNING_SECONDS:g} s of host 0", offsets=named)
 
 
-def same_words(everybody: dict[int, Facts]) -> Finding:
+def same_words(everybody: dict[int, Facts], count: int) -> Finding:
     """The command lines: what rank 0 composes is meant for all, but each host was told something."""
-    words = [facts["words"] for facts in everybody.values()]
+    check, words = "config", [facts["words"] for facts in everybody.values()]
+    if len(words) < 2:
+        return skipped(check, ALONE)
     if any(sorted(other) != sorted(words[0]) for other in words):
         differing = "; ".join(differing_words(words, [facts["host"] for facts in everybody.values()]))
-        return failure("config", differing, "give the same command on all hosts", ConfigError.exit_code)
-    return ok("config", "the same words on all hosts")
+        return failure(check, differing, "give the same command on all hosts", ConfigError.exit_code)
+    return ok(check, f"the same words on {_compared(everybody, count)}")
 
 
-def same_versions(everybody: dict[int, Facts]) -> Finding:
+def same_versions(everybody: dict[int, Facts], count: int) -> Finding:
     """Python, torch, CUDA, NCCL, this package's source, driver, and the number of processes."""
-    all_of = [facts["versions"] for facts in everybody.values()]
+    check, all_of = "versions", [facts["versions"] for facts in everybody.values()]
+    if len(all_of) < 2:
+        return skipped(check, ALONE)
     names = list(dict.fromkeys(name for versions in all_of for name in versions))
     differing = [name for name in names if len({versions.get(name) for versions in all_of}) > 1]
     if not differing:
-        return ok("versions", "the same on all hosts", **all_of[0])
+        return ok(check, f"the same on {_compared(everybody, count)}", **all_of[0])
     said = "; ".join(
         f"{name}: " + ", ".join(f"{facts['host']} {facts['versions'].get(name)}" for facts in everybody.values())
         for name in differing
     )
     remedy = "install the same on all hosts, and check out the same version of this code"
-    return failure("versions", said, remedy, PeerError.exit_code)
+    return failure(check, said, remedy, PeerError.exit_code)
 
 
-def same_data(everybody: dict[int, Facts]) -> Finding:
-    """Names and sizes of files, or classes of an image folder."""
-    digests = {facts["host"]: facts["data"] for facts in everybody.values()}
+def same_data(everybody: dict[int, Facts], count: int, name: str) -> Finding:
+    """Names and sizes of files, or classes of an image folder; None where they could not be read.
+
+    name: of the data set.
+    """
+    check = "same data"
+    digests = {facts["host"]: facts["data"] for facts in everybody.values() if facts["data"] is not None}
+    if len(digests) < 2:
+        return skipped(check, ALONE if len(everybody) < 2 else "what the hosts have could not be read")
+    if not any(digests.values()):
+        return skipped(check, OWN_CODE if name == "custom" else f"{name}: no files to compare")
     if len(set(digests.values())) == 1:
-        return ok("same data", "the same on all hosts" if "none" not in digests.values() else "made in memory")
-    said = ", ".join(f"{host} {digest}" for host, digest in digests.items())
+        return ok(check, f"the same on {_compared(digests, count)}")
+    said = ", ".join(f"{host} {digest or 'none'}" for host, digest in digests.items())
     remedy = "copy the data set anew from one host to the others, or name a shared data.root"
-    return failure("same data", f"files or classes differ, by their digest: {said}", remedy, DataError.exit_code)
+    return failure(check, f"files or classes differ, by their digest: {said}", remedy, DataError.exit_code)
+
+
+def _compared(everybody: Sized, count: int) -> str:
+    """Which hosts a comparison speaks for."""
+    return f"{len(everybody)} of {counted(count, 'host')}" if len(everybody) < count else f"all {count} hosts"

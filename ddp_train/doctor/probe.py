@@ -129,7 +129,10 @@ def exchange(world: World, device: str) -> dict[str, Any]:
 
 
 def measure(size: int, device: str) -> dict[str, float]:
-    """bytes, and seconds of one all-reduce of so many on the slowest process."""
+    """bytes, and seconds of one all-reduce of so many on the slowest process.
+
+    Meanwhile it says WORDS_OF_A_SIZE times that it goes on.
+    """
     tensor = torch.zeros(size // 4, device=device)
 
     def repeated(count: int) -> float:
@@ -143,7 +146,9 @@ def measure(size: int, device: str) -> dict[str, float]:
             torch.cuda.synchronize(device)
         slowest = torch.tensor((time.perf_counter() - began) / count, dtype=torch.float64, device=device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        return slowest.item()
+        seconds = slowest.item()
+        say(MEASURE)
+        return seconds
 
     repeated(1)  # the first one sets up what it needs
     once = repeated(1)  # the same number on all ranks, so that all repeat it as often

@@ -16,16 +16,31 @@ from typing import Any
 from ddp_train.config.compose import counted
 from ddp_train.config.schema import Config
 from ddp_train.distributed.world import LISTEN_SOCKET, World, probe_environment, worker_environment
+from ddp_train.doctor.aside import END_SECONDS
 from ddp_train.doctor.findings import Finding, failure, ok, skipped, warning
-from ddp_train.doctor.stages import CONNECT, DONE, EXCHANGE, IMPORT, MEET, NEIGHBOURS, STAGES, Spec
+from ddp_train.doctor.stages import (
+    COMPUTE,
+    CONNECT,
+    DONE,
+    EXCHANGE,
+    IMPORT,
+    MEASURED_SIZES,
+    MEET,
+    NEIGHBOURS,
+    STAGES,
+    WORDS_OF_A_SIZE,
+    Spec,
+)
 from ddp_train.errors import HangError, LaunchError
 from ddp_train.health import is_echo
 from ddp_train.processes import end_with_parent, state_of
 
 PATIENCE_SECONDS = 20.0
-"""The longest that probes may stand still, unless launch.timeout_seconds is less. A healthy one takes a second."""
-START_SECONDS = 60.0
-"""The longest until all of them have imported torch and met."""
+"""The longest that probes may be silent while they exchange, unless launch.timeout_seconds is less. A healthy one takes
+a second."""
+START_SECONDS, START_SECONDS_OF_A_PROCESS = 60.0, 0.5
+"""The longest to import torch and meet, to start a GPU and compute, and to connect: at first, and for each process.
+2,048 took 1,047 s to open their groups before that was improved (arXiv:2402.15627, section 3.5)."""
 ECHO_SECONDS = 3.0
 """From the end of a probe that failed to that of the others: they may say more."""
 SLOWER = {"cpu": 2.0, "cuda": 1.15}
@@ -51,15 +66,29 @@ class Answer:
     error: str = ""
     """The last line that it wrote to standard error."""
     results: dict[str, Any] = field(default_factory=dict)
+    undead: str = ""
+    """The kernel's letter for the state in which it goes on after SIGKILL: D, it waits for a device."""
 
     @property
     def who(self) -> str:
         return f"rank {self.rank} on {self.host}"
 
 
-def patience(config: Config) -> float:
-    """Seconds."""
-    return min(PATIENCE_SECONDS, config.launch.timeout_seconds)
+def patience(config: Config, size: int, several: bool) -> dict[str, float]:
+    """The seconds for which probes may be silent, by the stage in which they are.
+
+    size: of the world; several: hosts, of which one may still compute while ours wait for it in `connect`.
+    """
+    timeout, start = config.launch.timeout_seconds, START_SECONDS + START_SECONDS_OF_A_PROCESS * size
+    compute = min(start, timeout)
+    slow = {IMPORT: start, MEET: start, COMPUTE: compute, CONNECT: compute * (2 if several else 1)}
+    return dict.fromkeys(STAGES, min(PATIENCE_SECONDS, timeout)) | slow
+
+
+def longest(limits: dict[str, float]) -> float:
+    """Seconds from the start of probes to their end, at most. limits: `patience`."""
+    words = MEASURED_SIZES * WORDS_OF_A_SIZE  # one limit each, the stages have theirs
+    return sum(limits.values()) + words * limits[EXCHANGE] + ECHO_SECONDS + END_SECONDS
 
 
 def probe_alone(config: Config, import_path: Path, more: dict[str, str] | None = None) -> list[Answer]:
@@ -91,20 +120,21 @@ def _probe(
     config: Config, started: list[tuple[World, dict[str, str]]], run_id: str, descriptors: tuple[int, ...]
 ) -> list[Answer]:
     """Starts one process for each world and environment, and waits for the end of all or of our patience."""
+    size = started[0][0].size
+    limits = patience(config, size, several=size > len(started))
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        running = []
+        running: list[_Running] = []
+        stack.callback(_end, running)
         for world, env in started:
             # The probe itself waits longer than we do: it cannot say who is guilty, we can.
-            limit = START_SECONDS + PATIENCE_SECONDS
-            spec = Spec(world.device(config.device), config.launch.backend, limit, run_id)
+            spec = Spec(world.device(config.device), config.launch.backend, longest(limits), run_id)
             errors = Path(folder, f"{world.rank}")
             process = subprocess.Popen(
                 spec.words(), env=env, pass_fds=descriptors, stdout=subprocess.PIPE,
                 stderr=stack.enter_context(errors.open("wb")), preexec_fn=end_with_parent, start_new_session=True,
             )  # fmt: skip
             running.append(_Running(process, Answer(world.rank, socket.gethostname(), process.pid), errors))
-            stack.callback(running[-1].end)
-        _watch(running, patience(config))
+        _watch(running, limits)
         return [probe.answer for probe in running]
 
 
@@ -136,17 +166,29 @@ class _Running:
         self.answer.stopped = state_of(self.process.pid) in ("T", "t")
         self.answer.seconds = time.monotonic() - self.since
 
-    def end(self) -> None:
-        """SIGKILL: a stopped process obeys it too."""
-        self.process.kill()
-        self.process.wait()
+    def bury(self, deadline: float) -> None:
+        """After SIGKILL. One that does not die by then (time.monotonic) is left behind, and its answer says so."""
+        try:
+            self.process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self.answer.undead = state_of(self.process.pid)
+            return  # who listens to it cannot be stopped either, and has locked its output
         self.listener.join(1.0)
         if self.process.stdout:
             self.process.stdout.close()
 
 
-def _watch(running: list[_Running], limit: float) -> None:
-    """Returns when all have ended, one has failed, or nothing has moved for so many seconds."""
+def _end(running: list[_Running]) -> None:
+    """SIGKILL: a stopped process obeys it too."""
+    for probe in running:
+        probe.process.kill()
+    deadline = time.monotonic() + END_SECONDS
+    for probe in running:
+        probe.bury(deadline)
+
+
+def _watch(running: list[_Running], limits: dict[str, float]) -> None:
+    """Returns when all have ended, one has failed, or nobody has said anything for too long. limits: `patience`."""
     failed_at: float | None = None
     while True:
         for probe in running:
@@ -160,10 +202,9 @@ def _watch(running: list[_Running], limit: float) -> None:
             failed_at = failed_at or now
             if now - failed_at > ECHO_SECONDS:
                 return
-        starting = any(answer.stage in (IMPORT, MEET) for answer in answers)
-        stopped = [answer for answer in answers if answer.stopped and answer.seconds > limit]
-        quiet = min(answer.seconds for answer in answers)  # since anybody has moved
-        if stopped or quiet > (max(limit, START_SECONDS) if starting else limit):
+        stopped = [answer for answer in answers if answer.stopped and answer.seconds > limits[EXCHANGE]]
+        quiet = min(answer.seconds for answer in answers)  # since anybody has said anything
+        if stopped or quiet > max(limits[answer.stage] for answer in answers if answer.code is None):
             return
         time.sleep(0.05)
 
@@ -209,6 +250,14 @@ def exchanged(answers: list[Answer], backend: str, without_peer_access: list[Ans
 def _stuck(answers: list[Answer], backend: str, without_peer_access: list[Answer] | None) -> Finding:
     """Who kept the others waiting: one that is stopped, one that died, or those that are behind."""
     check = "exchange"
+    undead = [answer for answer in answers if answer.undead]
+    if undead:
+        said = " and ".join(
+            f"{answer.who} (process {answer.pid}) does not die (state {answer.undead}), in '{answer.stage}'"
+            for answer in undead
+        )
+        remedy = "it waits in the kernel: `cat /proc/PID/stack`, `dmesg`; if that is the GPU's driver, reboot the host"
+        return failure(check, said, remedy, HangError.exit_code)
     stopped = [answer for answer in answers if answer.stopped]
     if stopped:
         said = " and ".join(

@@ -11,6 +11,8 @@ IMPORT, MEET, COMPUTE, CONNECT, EXCHANGE, MEASURE, LEAVE, DONE = (
 )  # fmt: skip
 STAGES = (IMPORT, MEET, COMPUTE, CONNECT, EXCHANGE, MEASURE, LEAVE, DONE)
 """`meet` waits for all processes, `connect` opens the process group."""
+MEASURED_SIZES, WORDS_OF_A_SIZE = 3, 3
+"""Of the all-reduce, and how often a process says so while it measures one."""
 NEIGHBOURS = 8
 """Each process sends to so many that follow it, at most: with eight GPUs a host to all others there and to the next."""
 
