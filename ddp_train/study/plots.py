@@ -18,6 +18,8 @@ COLOURS = ("#3b8ede", "#e08214", "#2fa36b", "#cf4f9b", "#8f7be0", "#b0713a", "#2
 """Contrast of 2.6 and more against white and against #14171c."""
 INK = "#010203"
 """Stands for the colour of the text until the SVG is written: no data have it."""
+MANY_DECADES = 500
+"""Largest value over smallest: more than that, and labels at 1, 2, 5, 10 ... run into each other."""
 WIDTH_INCHES = 5.2
 """At 9 points of text: a figure as wide as a phone has letters of 8 pixels."""
 
@@ -67,14 +69,16 @@ def curves(curves: Sequence[Curve], x: Axis, y: Axis) -> str:
                       markersize=3.5, color=colour, linewidth=1.6, label=curve.name)  # fmt: skip
             if curve.low and curve.high:
                 axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.2, linewidth=0)
-        for axis, set_label, set_scale, ticks in (
-            (x, axes.set_xlabel, axes.set_xscale, axes.xaxis),
-            (y, axes.set_ylabel, axes.set_yscale, axes.yaxis),
+        xs, ys = ([value for curve in curves for value in getattr(curve, which)] for which in ("x", "y"))
+        for axis, values, set_label, set_scale, ticks in (
+            (x, xs, axes.set_xlabel, axes.set_xscale, axes.xaxis),
+            (y, ys, axes.set_ylabel, axes.set_yscale, axes.yaxis),
         ):
             set_label(axis.label)
             if axis.log:
                 set_scale("log")
-                ticks.set_major_locator(LogLocator(subs=(1, 2, 5)))
+                few = max(values, default=1.0) > MANY_DECADES * min(values, default=1.0)
+                ticks.set_major_locator(LogLocator(subs=(1,) if few else (1, 2, 5)))
                 ticks.set_major_formatter(lambda value, _: f"{value:,g}")
                 ticks.set_minor_formatter(lambda value, _: "")
             if axis.ticks:

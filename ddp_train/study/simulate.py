@@ -183,7 +183,9 @@ def published() -> Table:
     for check in mlperf.checks():
         seconds = (1e3 * check.point.step_seconds, 1e3 * check.predicted)
         use = "the fit" if check.fitted else "the test"
-        rows.append([check.point.gpus, check.point.batch, *seconds, 100 * check.error, use])
+        rows.append(
+            [check.point.gpus, round(check.point.batch), *seconds, None if check.fitted else 100 * check.error, use]
+        )
     note = (
         f"{mlperf.SOURCE}: throughputs of the submitter's logs. The batch of a GPU differs, so that its own step is a "
         "line through the first two points; the others are the test. No spread of steps is published: waiting for the "
@@ -230,14 +232,9 @@ def dry_plans(folder: Path, ranks: Sequence[int] = RANKS) -> Table:
 
 def _plot(step: Step, config: SimulateConfig) -> Plot:
     found = _predicted(step, config)
-    lines = [
-        Curve("predicted", config.gpus, [100 * step.seconds / one.seconds for one in found]),
-        Curve(
-            "without waiting for the slowest",
-            config.gpus,
-            [100 * step.seconds / (one.seconds - one.waiting) for one in found],
-            dashed=True,
-        ),
-    ]
+    lines = [Curve("predicted", config.gpus, [100 * step.seconds / one.seconds for one in found])]
+    if any(one.waiting for one in found):
+        alone = [100 * step.seconds / (one.seconds - one.waiting) for one in found]
+        lines.append(Curve("without waiting for the slowest", config.gpus, alone, dashed=True))
     svg = curves(lines, Axis("GPUs", log=True), Axis("efficiency, %"))
     return Plot("Efficiency", svg, "100 %: every GPU is as fast as one alone.")
