@@ -91,15 +91,21 @@ class Background:
         self.untold.extend(lines)
         if not self.is_open:
             self._open()
-        while self.untold:
-            try:
-                self._tell(self.untold[0])
-            except Exception:
-                if len(self.untold) == 1:
-                    raise
-                self._tell(self.untold[1])  # if it fails too, the tracker is out of reach; else the first was to blame
-            self.untold.popleft()
-        self.book.keep(self.tracker.name, self.entry)
+        try:
+            while self.untold:
+                self._tell_first()
+                self.untold.popleft()
+        finally:
+            self.book.keep(self.tracker.name, self.entry)
+
+    def _tell_first(self) -> None:
+        """Of those untold the first, or, if it fails and the next one does not, that: then the first was to blame."""
+        try:
+            self._tell(self.untold[0])
+        except Exception:
+            if len(self.untold) == 1:
+                raise
+            self._tell(self.untold[1])
 
     def _tell(self, line: dict[str, Any]) -> None:
         kind, step = line["kind"], line["step"]
