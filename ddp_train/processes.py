@@ -8,9 +8,11 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
@@ -21,11 +23,19 @@ def end_with_parent() -> None:
 
 
 def end_loader_with_parent(_worker: int) -> None:
-    """The `worker_init_fn` of DataLoaders: torch's own watch looks only every five seconds."""
+    """The `worker_init_fn` of DataLoaders. torch's own watch looks only every five seconds, and at the wrong process
+    where a fork server of multiprocessing stands in between, as by default from Python 3.14 on."""
     end_with_parent()
     parent = multiprocessing.parent_process()
     if parent and parent.pid and state_of(parent.pid) in ("", "Z"):  # it died before we could ask
         os._exit(1)
+    if parent and parent.pid != os.getppid():
+        threading.Thread(target=_end_after, args=[parent], daemon=True).start()
+
+
+def _end_after(parent: Any) -> None:
+    parent.join()
+    os._exit(1)
 
 
 @contextlib.contextmanager

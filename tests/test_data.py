@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gzip
+import multiprocessing
+import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +35,8 @@ from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, DataError
 from ddp_train.health import failure_from
 from ddp_train.heartbeat import Position
+from ddp_train.processes import children_of, state_of
+from tests.commands import wait_until
 from tests.jobs import config_of, job_of
 from tests.ranks import on_ranks
 
@@ -185,6 +190,27 @@ def test_a_crop_lies_inside_the_image(width: int, height: int, draws: list[float
 
 
 # --- sources --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("shape", [(3, 8, 8), (3, 5, 7), (1, 28, 28), (16,), (5,)], ids=str)
+@pytest.mark.parametrize("kind", [torch.uint8, torch.float32])
+def test_samples_are_copied_in_words_bit_for_bit(
+    shape: tuple[int, ...], kind: torch.dtype, channels_last: bool
+) -> None:
+    held = torch.randint(256, (40, *shape), generator=torch.Generator().manual_seed(0)).to(kind)
+    means = ((0.4,) * shape[0], (0.3,) * shape[0]) if kind == torch.uint8 and len(shape) == 3 else ((), ())
+    source = ArraySource(held, torch.arange(40), *means).first(39).to(torch.device("cpu"), channels_last)
+    ids = np.array([38, 0, 7, 7, 21])
+    inputs, targets = source.fetch(ids, None)
+    expected = held[ids]
+    if means[0]:
+        expected = expected.float().mul_(source.factor).add_(source.offset)
+    assert torch.equal(inputs, expected) and inputs.dtype == expected.dtype
+    assert targets.tolist() == ids.tolist()
+    if len(shape) == 3:
+        layout = torch.channels_last if channels_last else torch.contiguous_format
+        assert inputs.is_contiguous(memory_format=layout)
 
 
 def everything(source: Source) -> tuple[Tensor, Tensor]:
@@ -403,3 +429,31 @@ def test_a_part_of_a_data_set_keeps_its_classes() -> None:
     part = source.first(3)
     assert (len(part), part.outputs, len(source)) == (3, 3, 6)
     assert part.to(torch.device("cpu")).fetch(np.array([2]), None)[0].tolist() == [[2.0]]
+
+
+# --- processes of the loader ----------------------------------------------------------------------------------------
+
+
+def _hold_a_loader(pipe: Connection) -> None:
+    """Tells the process id of its loader, and waits."""
+    multiprocessing.set_start_method("forkserver", force=True)  # the default from Python 3.14 on
+    data, single = {"name": "digits", "limit": 96, "loader": "host"}, {"name": "single"}
+    config = config_of(World(), strategy=single, data=data, tuning={"num_workers": 1})
+    batches = iter(job_of(config, World()).batches)
+    next(batches)
+    (loader,) = multiprocessing.active_children()
+    pipe.send(loader.pid)
+    time.sleep(60)
+
+
+def test_a_loader_process_ends_with_its_rank_though_a_fork_server_stands_between() -> None:
+    server = multiprocessing.get_context("forkserver")
+    ours, theirs = server.Pipe(duplex=False)
+    rank = server.Process(target=_hold_a_loader, args=(theirs,))
+    rank.start()
+    try:
+        loader = ours.recv()
+        assert loader not in children_of(rank.pid or 0), "it is a child of the server"
+    finally:
+        rank.kill()
+    wait_until(lambda: state_of(loader) in ("", "Z"), "end of the loader process", 10)

@@ -144,7 +144,7 @@ class Loader:
         self.batches: Iterable[Batch | LaunchError]
         if resident:
             assert isinstance(source, ArraySource), "config.check lets no other data set be resident"
-            self.batches = _Resident(source.to(self.device), shares, self._place)
+            self.batches = _Resident(source.to(self.device, bool(tuning.channels_last)), shares, self._place)
         else:
             self.batches = self._from_host(source, shares, tuning)
 

@@ -26,6 +26,11 @@ Augmentation = Callable[[Tensor, Tensor], Tensor]
 """(images [n, c, h, w], draws [n, 3] uniform in [0, 1)) -> images."""
 
 
+PIECE = 1_024
+"""Images whose memory format is changed at a time."""
+WORD = torch.int64
+
+
 class Source(Protocol):
     """One split of a data set."""
 
@@ -72,10 +77,18 @@ class ArraySource:
         """The first samples. The number of classes stays that of all."""
         return self._with(inputs=self.inputs[:count], targets=self.targets[:count])
 
-    def to(self, device: torch.device) -> ArraySource:
-        """The same split on a device, where `fetch` then works: the same draws, the same arithmetic."""
-        held = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return self._with(**held)
+    def to(self, device: torch.device, channels_last: bool = False) -> ArraySource:
+        """The same split on a device, where `fetch` then works: the same draws, the same arithmetic. channels_last: the
+        memory format of images there, and of what is fetched."""
+        held = {
+            name: value.to(device) for name, value in vars(self).items() if name != "inputs" and torch.is_tensor(value)
+        }
+        if not channels_last or self.inputs.ndim != 4:
+            return self._with(inputs=self.inputs.to(device), **held)
+        images = torch.empty_like(self.inputs, device=device, memory_format=torch.channels_last)
+        for part, ours in zip(images.split(PIECE), self.inputs.split(PIECE), strict=True):
+            part.copy_(ours)  # in pieces: never two copies of all of them on the device
+        return self._with(inputs=images, **held)
 
     def _with(self, **changed: Tensor) -> ArraySource:
         other = copy.copy(self)
@@ -84,12 +97,26 @@ class ArraySource:
 
     def fetch(self, ids: np.ndarray, epoch: int | None) -> tuple[Tensor, Tensor]:
         index = sent(torch.from_numpy(ids), self.inputs.device)
-        inputs = self.inputs[index]
+        inputs = _rows(self.inputs, index)
         if self.factor is not None and self.offset is not None:
-            inputs = inputs.float().mul_(self.factor).add_(self.offset)
+            inputs = torch.mul(inputs, self.factor).add_(self.offset)
         if self.augmentation and epoch is not None:
             inputs = self.augmentation(inputs, uniform(mix(self.seed, "augment", epoch), index, 3))
         return inputs, self.targets[index]
+
+
+def _rows(held: Tensor, index: Tensor) -> Tensor:
+    """held[index] in the same memory format, copied in words of eight bytes where samples consist of such: torch's
+    kernels have a thread, or a turn of a loop, for each element, which for images is a byte."""
+    if not held.is_contiguous():
+        as_held = (
+            held.permute(0, 2, 3, 1) if held.ndim == 4 else held
+        )  # those that are channels_last, as `to` makes them
+        return _rows(as_held, index).permute(0, 3, 1, 2) if as_held.is_contiguous() else held[index]
+    samples = held.view(len(held), -1)
+    if samples.shape[1] * held.itemsize % WORD.itemsize:
+        return held[index]
+    return samples.view(WORD)[index].view(held.dtype).view(-1, *held.shape[1:])
 
 
 class ForeignSource:
