@@ -112,6 +112,9 @@ def verdict(split: Split, processes: int, cores: int | None) -> str:
         found.append(
             "launch-bound: the GPU waits for its host's launches; tuning.cuda_graph=true or tuning.compile=true"
         )
+    if not found and sum(share.values()) > MUCH:
+        parts = sorted((part for part in share if share[part] >= 0.01), key=lambda part: -share[part])
+        return "compute-bound; lost in small parts: " + ", ".join(f"{part} {100 * share[part]:.0f} %" for part in parts)
     return "; ".join(found) or "compute-bound: little is lost"
 
 
