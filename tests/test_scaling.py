@@ -120,7 +120,8 @@ def test_a_gpu_that_waits_for_its_host_is_told() -> None:
     split = Split(0.0, 1.0, 0.0, 0.0, 0.0, 0, 0.0, gpu_waits_for_host=0.9)
     assert verdict(split, 1, None).startswith("launch-bound")
     assert verdict(Split(0.0, 1.0, 0.01, 0.02, 0.0, 0, 0.0, 0.1), 1, None) == "compute-bound: little is lost"
-    several = Split(data=0.001, compute=0.8, exchange=0.09, waiting=0.085, host=0.02, slowest=0, slowest_share=0.5)
+    several = Split(data=0.001, compute=0.8, exchange=0.09, waiting=0.085, host=0.02, slowest=0, slowest_share=0.5,
+                    gpu_waits_for_host=None)  # fmt: skip
     assert verdict(several, 2, 2) == "compute-bound; lost in small parts: exchange 9 %, waiting 9 %, host 2 %"
 
 
