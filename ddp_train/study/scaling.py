@@ -304,5 +304,6 @@ def _plot(cells: Sequence[Cell], speeds: dict[Cell, float]) -> Plot:
         if known and known[0].processes == 1:
             values = [100 * speeds[cell] / speeds[known[0]] / cell.processes for cell in known]
             lines.append(Curve(way, [cell.processes for cell in known], values))
-    svg = curves(lines, Axis("processes"), Axis("efficiency, %")) if lines else ""
+    counts = Axis("processes", ticks=sorted({cell.processes for cell in cells}))
+    svg = curves(lines, counts, Axis("efficiency, %")) if lines else ""
     return Plot("Efficiency", svg)
