@@ -3,8 +3,8 @@
 PYTHON ?= python3
 ARGS ?=
 BIN := .venv/bin
-# Three files of tests at a time: most tests wait for processes, and two at a time left 40 % of two cores idle.
-PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile
+# Two files of tests at a time: most tests wait for processes. Three take as long, and more of them are late.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 
 help:  ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
