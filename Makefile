@@ -3,7 +3,7 @@
 PYTHON ?= python3
 ARGS ?=
 BIN := .venv/bin
-# Two files of tests at a time: most tests wait for processes. Three take as long, and more of them are late.
+# Two files of tests at a time: most tests wait for processes. Three take as long.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 
 help:  ## this list
