@@ -99,15 +99,16 @@ class ArraySource:
         index = sent(torch.from_numpy(ids), self.inputs.device)
         inputs = _rows(self.inputs, index)
         if self.factor is not None and self.offset is not None:
-            inputs = torch.mul(inputs, self.factor).add_(self.offset)
+            # Not torch.mul(inputs, factor): between two types it takes a CPU 15 times as long.
+            inputs = inputs.float().mul_(self.factor).add_(self.offset)
         if self.augmentation and epoch is not None:
             inputs = self.augmentation(inputs, uniform(mix(self.seed, "augment", epoch), index, 3))
         return inputs, self.targets[index]
 
 
 def _rows(held: Tensor, index: Tensor) -> Tensor:
-    """held[index] in the same memory format, copied in words of eight bytes where samples consist of such: torch's
-    kernels have a thread, or a turn of a loop, for each element, which for images is a byte."""
+    """held[index] in the same memory format, copied in words of eight bytes where samples consist of such, not byte by
+    byte: 640 images of MNIST in 140 us, not 409, on one core."""
     if not held.is_contiguous():
         as_held = (
             held.permute(0, 2, 3, 1) if held.ndim == 4 else held
