@@ -65,9 +65,7 @@ class ArraySource:
     ) -> None:
         """classes: how many there are, where the labels may not show it."""
         self.inputs, self.targets, self.augmentation, self.seed = inputs, targets, augmentation, seed
-        # (x / 255 - mean) / std as one multiplication and one addition
-        self.factor = (1 / (255 * torch.tensor(std))).view(-1, 1, 1) if std else None
-        self.offset = (-torch.tensor(mean) / torch.tensor(std)).view(-1, 1, 1) if std else None
+        self.mean, self.std = mean, std
         self.outputs = 1 if targets.is_floating_point() else classes or int(targets.max()) + 1
 
     def __len__(self) -> int:
@@ -80,15 +78,13 @@ class ArraySource:
     def to(self, device: torch.device, channels_last: bool = False) -> ArraySource:
         """The same split on a device, where `fetch` then works: the same draws, the same arithmetic. channels_last: the
         memory format of images there, and of what is fetched."""
-        held = {
-            name: value.to(device) for name, value in vars(self).items() if name != "inputs" and torch.is_tensor(value)
-        }
+        targets = self.targets.to(device)
         if not channels_last or self.inputs.ndim != 4:
-            return self._with(inputs=self.inputs.to(device), **held)
+            return self._with(inputs=self.inputs.to(device), targets=targets)
         images = torch.empty_like(self.inputs, device=device, memory_format=torch.channels_last)
         for part, ours in zip(images.split(PIECE), self.inputs.split(PIECE), strict=True):
             part.copy_(ours)  # in pieces: never two copies of all of them on the device
-        return self._with(inputs=images, **held)
+        return self._with(inputs=images, targets=targets)
 
     def _with(self, **changed: Tensor) -> ArraySource:
         other = copy.copy(self)
@@ -98,9 +94,8 @@ class ArraySource:
     def fetch(self, ids: np.ndarray, epoch: int | None) -> tuple[Tensor, Tensor]:
         index = sent(torch.from_numpy(ids), self.inputs.device)
         inputs = _rows(self.inputs, index)
-        if self.factor is not None and self.offset is not None:
-            # Not torch.mul(inputs, factor): between two types it takes a CPU 15 times as long.
-            inputs = inputs.float().mul_(self.factor).add_(self.offset)
+        if self.std:
+            inputs = augment.normalise(inputs, self.mean, self.std, torch.float32)
         if self.augmentation and epoch is not None:
             inputs = self.augmentation(inputs, uniform(mix(self.seed, "augment", epoch), index, 3))
         return inputs, self.targets[index]
