@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,22 @@ def test_only_what_tells_of_memory_is_not_run_again(tmp_path: Path, monkeypatch:
     runs.sizes.clear()
     batch_size.study(asked(*WORDS, "study.memory_gb=4", f"run_dir={tmp_path}"))
     assert len(runs.sizes) == 8, "with more memory all is to be tried again"
+
+
+def test_a_search_that_was_stopped_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = Runs(100)
+    request = asked(*WORDS, f"run_dir={tmp_path}")
+
+    def run_until_32(trial: Trial, script: Path, stop: Stop) -> Outcome | None:
+        if len(runs.sizes) == 2:
+            stop.received.append(signal.SIGTERM)
+            return None
+        return runs(trial, script, stop)
+
+    monkeypatch.setattr(batch_size, "run", run_until_32)
+    report, code = batch_size.study(request)
+    assert code == 143 and [row[4] for row in report.tables[0].rows] == ["fits", "fits, fastest so far"]
+    assert "did not come to its end" in report.tables[0].note
 
 
 def test_a_limit_of_memory_is_taken_back() -> None:

@@ -185,7 +185,8 @@ def _report(
         said = "fits" if outcome.completed else outcome.reason
         if outcome.reason.startswith(OUT_OF_MEMORY):
             said = "out of memory"
-        marks = ["fastest"] * (size == fastest) + ["largest"] * (found is not None and size == found.largest)
+        marks = ["fastest" if found else "fastest so far"] * (size == fastest)
+        marks += ["largest"] * (found is not None and size == found.largest)
         said = ", ".join([said, *marks])
         rate = speeds.get(size)
         step = 1e3 * _global_batch(asked, size) / rate if rate else None
@@ -194,7 +195,9 @@ def _report(
     limit = f"{config.memory_gb:g} GB of private memory a process" if config.memory_gb else "the memory of the GPUs"
     note = f"{config.steps} steps each, in fresh processes; the limit is {limit}, on whichever rank it is met first. "
     note += "The rate does not follow the batch: optimizer.lr_scaling makes it."
-    if found and not found.limited:
+    if not found:
+        note += " The search did not come to its end: the same command goes on."
+    elif not found.limited:
         note += " The search ended before memory did: at study.most, or at the size of the data set."
     words = _trial(request, config, asked, fastest or config.start).words
     plot = curves([Curve("samples/s", list(speeds), list(speeds.values()))],
