@@ -14,14 +14,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
-from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.utils.hooks import RemovableHandle
 
 from ddp_train.distributed.session import from_all_ranks
+from ddp_train.lint import biases_before_norm
 from ddp_train.loop import Job
 
 FOLDER, GRADIENTS, FACTS = "probe", "gradients.safetensors", "model.json"
-CENTRED = (_BatchNorm, _InstanceNorm)
-"""Layers that subtract a mean for each channel, and with it whatever bias was added before."""
 
 
 class GradientProbe:
@@ -34,9 +33,7 @@ class GradientProbe:
         self.job, self.folder, self.is_leader = job, run_dir / FOLDER, is_leader
         self.model = job.module.model
         self.facts: dict[str, Any] = {"batch_norm": {}, "bias_before_norm": [], "dropout": []}
-        self.outputs: dict[int, tuple[str, Tensor, int]] = {}
-        """What layers with a bias returned, and how often it had been written in place, by identity. Kept alive: an
-        identity is used again."""
+        self.handles: list[RemovableHandle] = []
 
     def __enter__(self) -> GradientProbe:
         for name, layer in self.model.named_modules():
@@ -44,9 +41,8 @@ class GradientProbe:
                 self.facts["dropout"].append(name)
                 layer.p = 0.0
         if not self.model._compiled_call_impl and not self.job.module._compiled_call_impl:
-            self.handles = list(self._watch_layers())
+            self.handles = [self.model.register_forward_pre_hook(self._look)]
         else:
-            self.handles = []
             self.facts["unwatched"] = "the model is compiled"
         stepper = self.job.stepper
         self.update = stepper.update
@@ -54,36 +50,26 @@ class GradientProbe:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for handle in self.handles:
-            handle.remove()
+        self._forget()
         del self.job.stepper.update  # that of its class again
 
-    def _watch_layers(self):
-        for name, layer in self.model.named_modules():
-            if getattr(layer, "bias", None) is not None and not isinstance(layer, CENTRED):
-                yield layer.register_forward_hook(self._returned(name))
-            if isinstance(layer, CENTRED):
-                yield layer.register_forward_pre_hook(self._received(name))
-
-    def _returned(self, name: str):
-        def note(layer: nn.Module, inputs: Any, output: Any) -> None:
-            if isinstance(output, Tensor):
-                self.outputs[id(output)] = name, output, output._version
-
-        return note
+    def _look(self, model: nn.Module, given: tuple[Any, ...]) -> None:
+        """Called before the first forward pass."""
+        self._forget()  # itself: the lint runs a copy of the model, hooks and all
+        self.facts["bias_before_norm"] = biases_before_norm(model, given[0])
+        norms = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)]
+        self.handles = [layer.register_forward_pre_hook(self._received(name)) for name, layer in norms]
 
     def _received(self, name: str):
-        def note(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
-            values = inputs[0]
-            before, output, version = self.outputs.get(id(values), ("", None, 0))
-            untouched = output is values and values._version == version
-            if untouched and f"{before}.bias" not in self.facts["bias_before_norm"]:
-                self.facts["bias_before_norm"].append(f"{before}.bias")
-            if isinstance(layer, _BatchNorm):
-                least = self.facts["batch_norm"].get(name, len(values))
-                self.facts["batch_norm"][name] = min(least, len(values))
+        def note(layer: nn.Module, given: tuple[Any, ...]) -> None:
+            least = self.facts["batch_norm"].get(name, len(given[0]))
+            self.facts["batch_norm"][name] = min(least, len(given[0]))
 
         return note
+
+    def _forget(self) -> None:
+        for handle in self.handles:
+            handle.remove()
 
     def _update(self) -> None:
         """In place of the update: the gradients are complete, exchanged and still as the backward pass left them."""
@@ -98,7 +84,6 @@ class GradientProbe:
             save_file({name: grad.cpu().contiguous() for name, grad in found.items()}, self.folder / GRADIENTS)
             (self.folder / FACTS).write_text(json.dumps(self.facts) + "\n")
         self.job.stepper.update = self.update
-        self.outputs.clear()
         self.update()
 
     def _differing(self, found: dict[str, Tensor]) -> list[str]:

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -134,6 +134,16 @@ def run(trial: Trial, script: Path, stop: Stop) -> Outcome | None:
     ended = {"exit_code": process.returncode, "seconds": round(seconds, 3)}
     write_json(trial.record, {"words": trial.words, **ended, "conditions": conditions(script)})
     return outcome_of(trial)
+
+
+def kept_or_run(
+    request: Request, trial: Trial, keep: Callable[[Outcome], bool] = lambda outcome: outcome.completed
+) -> Outcome | None:
+    """What an earlier `run` of the trial left, if it is to be kept, or else runs it. None once the study is stopped."""
+    before = outcome_of(trial)
+    if before and keep(before):
+        return before
+    return None if request.stop.received else run(trial, request.script, request.stop)
 
 
 def _wait(process: subprocess.Popen[bytes], stop: Stop) -> None:
