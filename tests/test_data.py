@@ -151,6 +151,7 @@ def augmented(world: World, workers: int, limit: int) -> dict[tuple[int, int], T
     return seen
 
 
+@pytest.mark.slow
 def test_a_sample_becomes_the_same_tensor_on_any_rank_worker_count_and_world() -> None:
     runs = []
     for ranks, workers in ((1, 0), (1, 3), (3, 0), (3, 1), (4, 2)):
@@ -330,6 +331,7 @@ class Broken:
         raise RuntimeError("broken sample 77")
 
 
+@pytest.mark.slow
 def test_an_exception_in_a_process_of_the_loader_is_told_by_its_last_line() -> None:
     ((kind, text, _, detail),) = on_ranks(1, failing, Broken(), 0, 1)
     assert (kind, detail) == ("RuntimeError", "RuntimeError: broken sample 77")
@@ -446,6 +448,7 @@ def _hold_a_loader(pipe: Connection) -> None:
     time.sleep(60)
 
 
+@pytest.mark.slow
 def test_a_loader_process_ends_with_its_rank_though_a_fork_server_stands_between() -> None:
     server = multiprocessing.get_context("forkserver")
     ours, theirs = server.Pipe(duplex=False)

@@ -93,6 +93,7 @@ def test_the_image_has_the_python_that_the_constraints_were_tested_with() -> Non
     assert tested and f"ARG BASE=python:{tested[1]}-slim" in DOCKERFILE.read_text()
 
 
+@pytest.mark.slow
 def test_the_health_check_sees_a_worker_that_was_stopped(tmp_path: Path) -> None:
     def health(pid: int) -> tuple[int, str]:
         done = subprocess.run([*HEALTH, str(pid)], capture_output=True, text=True, timeout=60)

@@ -150,6 +150,7 @@ def test_three_ranks_are_one_run_whoever_starts_them(by_three: tuple[Path, str],
     assert weights(ours) == weights(theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
@@ -171,6 +172,7 @@ def test_torchrun_is_refused_once_and_leaves_no_file(words: list[str], problem: 
 # --- resume ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_in_the_same_bytes_as_an_uninterrupted_one(by_one: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     first = run(f"run_dir={run_dir}", ONE, *TWENTY)
@@ -199,6 +201,7 @@ def test_a_resumed_run_of_three_ranks_ends_where_one_process_does(
     assert largest_difference(load(weights(run_dir)), load(weights(by_one))) < 1e-5
 
 
+@pytest.mark.slow
 def test_resume_never_starts_over_and_sets_the_old_checkpoints_aside(by_one: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     shutil.copytree(by_one, run_dir)
@@ -217,6 +220,7 @@ def test_resume_never_starts_over_and_sets_the_old_checkpoints_aside(by_one: Pat
     assert sorted(path.name for path in before.iterdir()) == checkpoints(by_one), "nothing is lost"
 
 
+@pytest.mark.slow
 def test_a_spoilt_checkpoint_is_passed_over_with_a_warning(by_one: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     shutil.copytree(by_one, run_dir)
@@ -232,6 +236,7 @@ def test_a_spoilt_checkpoint_is_passed_over_with_a_warning(by_one: Path, tmp_pat
     assert weights(run_dir) == weights(by_one)
 
 
+@pytest.mark.slow
 def test_a_spoilt_checkpoint_does_not_push_out_a_good_one(by_one: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     shutil.copytree(by_one, run_dir)
@@ -254,6 +259,7 @@ def test_a_run_with_spoilt_checkpoints_only_does_not_start_over_silently(by_one:
     assert read(run_dir, "failure.json")["exit_code"] == 65
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_model_is_refused_by_the_names_that_differ(by_one: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     words = [word for word in FORTY if not word.startswith("model=")]
@@ -266,6 +272,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_the_names_that_differ(by_on
     assert not (run_dir / "checkpoints").exists()
 
 
+@pytest.mark.slow
 def test_a_completed_run_is_not_trained_again(by_one: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     shutil.copytree(by_one, run_dir)
@@ -283,6 +290,7 @@ def test_a_completed_run_is_not_trained_again(by_one: Path, tmp_path: Path) -> N
 # --- evaluation -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [ONE, THREE])
 def test_an_evaluation_repeats_the_score_of_the_training(
     processes: str, by_three: tuple[Path, str], tmp_path: Path

@@ -209,6 +209,7 @@ def failures_of_processes(world: World, root: Path) -> list[tuple[int, str, str]
     return [until_it_fails(source_of(root, decode), evaluation_shares(20, 5, 0, 1), 1) for decode in DECODERS[:2]]
 
 
+@pytest.mark.slow
 def test_a_loader_process_names_a_spoilt_file(folder: Path, tmp_path: Path) -> None:
     root = shutil.copytree(folder, tmp_path / "spoilt")
     path = Path(source_of(root, "pil").paths[7])

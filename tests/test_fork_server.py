@@ -194,6 +194,7 @@ SPEC = WorkerSpec(
 )
 
 
+@pytest.mark.slow
 def test_what_ends_a_forked_worker_is_known(capfd: pytest.CaptureFixture[str]) -> None:
     server = ForkServer(ROOT)
     try:
@@ -239,6 +240,7 @@ def test_a_server_that_cannot_be_used_forks_nothing(tmp_path: Path, monkeypatch:
     assert forked(ForkServer(ROOT)) == 0
 
 
+@pytest.mark.slow
 def test_workers_of_which_nobody_told_are_ended(tmp_path: Path) -> None:
     """The answer is lost after the forks. They wait for their config, which is a pipe that nobody fills."""
     os.mkfifo(tmp_path / "config.yaml")

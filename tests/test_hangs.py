@@ -392,6 +392,7 @@ def rank_process(job: Any, rank: int) -> int:
     return pid
 
 
+@pytest.mark.slow
 def test_a_process_that_left_its_session_ends_with_the_run(tmp_path: Path, env: dict[str, str]) -> None:
     run_dir = tmp_path / "run"
     done = run(*words({"daemon": f"daemon of {run_dir}"}), "train.max_steps=3", f"run_dir={run_dir}", env=env)
@@ -402,6 +403,7 @@ def test_a_process_that_left_its_session_ends_with_the_run(tmp_path: Path, env: 
 # --- nobody listens, nothing can be written -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_when_nobody_reads_its_output(tmp_path: Path) -> None:
     command = [*LAUNCH, *SMALL, ONE, "train.epochs=20", f"run_dir={tmp_path}/run"]
     with subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as job:
@@ -422,6 +424,7 @@ def test_help_may_be_cut_short() -> None:
         assert job.wait(60) == 0
 
 
+@pytest.mark.slow
 def test_a_full_disk_under_the_logs_is_a_warning(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     (run_dir / "logs").mkdir(parents=True)

@@ -49,6 +49,7 @@ pytestmark = pytest.mark.timeout(300)  # several commands each, on a machine tha
 # --- one run at a time in a run directory ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_second_run_in_the_same_directory_is_refused_before_any_worker(tmp_path: Path) -> None:
     with running(tmp_path / "run", *ENDLESS, ONE) as job:
         job.wait_for_step()
@@ -65,6 +66,7 @@ def test_a_second_run_in_the_same_directory_is_refused_before_any_worker(tmp_pat
     assert third.returncode == 0, "the lock of a dead process is taken over"
 
 
+@pytest.mark.slow
 def test_whoever_lost_the_run_directory_writes_no_checkpoint(tmp_path: Path) -> None:
     words = ["model=mlp", "train.epochs=1000000", "train.evaluate_every_epochs=1000000", "checkpoint.every_steps=20"]
     with running(tmp_path / "run", *words, ONE, "checkpoint.keep=100000") as job:
@@ -162,6 +164,7 @@ def test_differing_processes_are_refused_with_a_table(
     assert remedy in advice
 
 
+@pytest.mark.slow
 def test_a_world_smaller_than_asked_for_is_refused(tmp_path: Path) -> None:
     """What torchrun does to a host whose clock is behind: it starts without it, and exits with 0."""
     lone = [torchrun()[0], "--nproc_per_node=2", "--no-python", "env", "PET_NNODES=2", *LAUNCH]

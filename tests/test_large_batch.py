@@ -382,6 +382,7 @@ def weights_after(world: World, name: str, accumulation: int) -> dict[str, Tenso
     return trained(world, config, (table(100), table(12)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["lars", "lamb"])
 def test_three_processes_end_in_the_weights_of_one(name: str) -> None:
     (alone,) = on_ranks(1, weights_after, name, 4)

@@ -130,6 +130,7 @@ def test_restarts_are_counted_between_checkpoints(tmp_path: Path) -> None:
 # --- the launcher is stopped ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_workers_do_not_outlive_a_killed_launcher(tmp_path: Path) -> None:
     with running(tmp_path / "run", *ENDLESS, THREE) as job:
         job.wait_for_step()
@@ -141,6 +142,7 @@ def test_workers_do_not_outlive_a_killed_launcher(tmp_path: Path) -> None:
         wait_until(lambda: not Path(f"/proc/{server}").exists(), "end of the fork server", seconds=10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
 def test_a_stopped_launcher_takes_its_workers_with_it(number: signal.Signals, code: int, tmp_path: Path) -> None:
     with running(tmp_path / "run", *ENDLESS, THREE) as job:
@@ -155,6 +157,7 @@ def test_a_stopped_launcher_takes_its_workers_with_it(number: signal.Signals, co
         assert weights(job.run_dir)
 
 
+@pytest.mark.slow
 def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace_time(tmp_path: Path) -> None:
     words = foreign_net(fault="deaf", delay=0.05)
     with running(tmp_path / "run", *words, "train.epochs=10000", THREE, "launch.grace_seconds=1",
@@ -186,6 +189,7 @@ def listening_addresses(pid: int) -> list[str]:
     return [row[1].partition(":")[0] for row in rows if row[3] == LISTEN and row[9] in inodes]
 
 
+@pytest.mark.slow
 def test_nothing_listens_beyond_loopback(tmp_path: Path) -> None:
     with running(tmp_path / "run", *ENDLESS, THREE) as job:
         job.wait_for_step()
@@ -195,6 +199,7 @@ def test_nothing_listens_beyond_loopback(tmp_path: Path) -> None:
         assert {address for found in addresses.values() for address in found} <= set(LOOPBACK)
 
 
+@pytest.mark.slow
 def test_two_jobs_with_the_same_words_do_not_meet(tmp_path: Path) -> None:
     def one(_: int) -> subprocess.CompletedProcess[str]:
         return run(*SMALL, "train.max_steps=6", command=LAUNCH, cwd=tmp_path)

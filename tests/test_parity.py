@@ -31,7 +31,9 @@ def ladder_run(world: World, precision: str, accumulation: int, model: str = "cn
     return trained(world, config)
 
 
-@pytest.mark.parametrize(("precision", "tolerance"), [("fp64", 1e-10), ("fp32", 1e-5)])
+@pytest.mark.parametrize(
+    ("precision", "tolerance"), [("fp64", 1e-10), pytest.param("fp32", 1e-5, marks=pytest.mark.slow)]
+)
 def test_weights_agree_on_1_2_3_and_4_ranks_with_and_without_accumulation(precision: str, tolerance: float) -> None:
     (reference,) = on_ranks(1, ladder_run, precision, 1)
     assert largest_difference(reference, ladder_run_untrained()) > 1e-3, (
@@ -60,6 +62,7 @@ def tail_run(world: World, samples: int, accumulation: int) -> dict[str, Tensor]
     return trained(world, config, sources)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("samples", [25, 26, 27, 12, 5, 2])
 def test_a_last_batch_smaller_than_the_world_is_weighted_not_padded(samples: int) -> None:
     (reference,) = on_ranks(1, tail_run, samples, 1)
@@ -75,6 +78,7 @@ def shares_of(world: World, accumulation: int) -> list[tuple[int, list[int]]]:
     return [(share.step, share.ids[: share.count].tolist()) for share in plan.shares()]
 
 
+@pytest.mark.slow
 def test_the_sequence_of_global_batches_is_the_same_for_every_world() -> None:
     sequences = []
     for ranks, accumulation in itertools.product((1, 2, 3, 4), (1, 4)):
@@ -134,6 +138,7 @@ def score_of(world: World, limit: int, batch_size: int) -> dict:
     return evaluate(job_of(config, world).evaluation).as_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("limit", "batch_size"), [(364, 50), (101, 7), (1, 200)])
 def test_evaluation_is_the_same_to_the_last_bit_on_any_number_of_ranks(limit: int, batch_size: int) -> None:
     (reference,) = on_ranks(1, score_of, limit, batch_size)

@@ -87,6 +87,7 @@ def delayed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "part", "said"),
     [

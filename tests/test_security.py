@@ -97,6 +97,7 @@ class Payload:
         return os.mkdir, (self.marker,)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_data_and_never_code(tmp_path: Path) -> None:
     run_dir, marker = tmp_path / "run", tmp_path / "executed"
     words = [*SMALL, ONE, f"run_dir={run_dir}"]
@@ -164,6 +165,7 @@ class Net(nn.Module):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fail", [False, True])
 def test_a_secret_of_the_environment_is_in_no_file_and_on_no_screen(fail: bool, tmp_path: Path) -> None:
     secret, unused = "canary-5c1d7a", "canary-00ff42"

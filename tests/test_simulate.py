@@ -126,6 +126,7 @@ def dry_plan(ranks: int) -> dict[str, dict[str, float]]:
     return {cost["what"]: cost for cost in json.loads(ran.stdout)}
 
 
+@pytest.mark.slow
 def test_a_rank_of_4096_plans_as_a_single_one_does() -> None:
     one, many = dry_plan(1), dry_plan(4096)
     shares = "shares of a step"
@@ -137,6 +138,7 @@ def test_a_rank_of_4096_plans_as_a_single_one_does() -> None:
     assert many[statistics]["bytes"] == 4096 * one[statistics]["bytes"] == 4096 * 2000 * 8, "gathered from all ranks"
 
 
+@pytest.mark.slow
 def test_the_measured_step_of_a_run(tmp_path: Path) -> None:
     ran = run(ONE, *SMALL, "train.epochs=10", "train.log_every_steps=1", "tuning=none", "tuning.precision=fp64",
               "train.evaluate_every_epochs=10", f"run_dir={tmp_path}")  # fmt: skip

@@ -373,6 +373,7 @@ def test_a_run_that_is_stopped_in_every_way_ends_where_it_would_have(slowly: Slo
     assert weights(slowly.run_dir) == weights(undisturbed)
 
 
+@pytest.mark.slow
 def test_a_stop_during_the_last_evaluation_leaves_it_to_the_next_start(slowly: Slowly) -> None:
     words = ("train.max_steps=2", "train.evaluate_batch_size=1")
     with slowly.running(*words, evaluating=1.0) as job:
@@ -389,6 +390,7 @@ def test_a_stop_during_the_last_evaluation_leaves_it_to_the_next_start(slowly: S
         assert len(slowly.steps()) == 2
 
 
+@pytest.mark.slow
 def test_a_stop_that_comes_when_the_run_completes_anyway_changes_nothing(slowly: Slowly) -> None:
     with slowly.running("train.max_steps=2", "launch.grace_seconds=8", saving=5.0) as job:  # half the grace is less
         slowly.wait_for(job, "saving")
@@ -399,6 +401,7 @@ def test_a_stop_that_comes_when_the_run_completes_anyway_changes_nothing(slowly:
         assert "stopped" not in job.output.read_text() + job.said()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whom", ["launcher", "rank 1"])
 def test_a_stop_before_the_first_step_leaves_at_once(whom: str, slowly: Slowly) -> None:
     with slowly.running(building=60.0) as job:
@@ -412,6 +415,7 @@ def test_a_stop_before_the_first_step_leaves_at_once(whom: str, slowly: Slowly) 
         assert not (job.run_dir / "failure.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_stopped_peer_is_waited_for_half_the_grace_time(rank: int, slowly: Slowly) -> None:
     """Rank 0 serves the store: the others cannot even ask."""
@@ -429,6 +433,7 @@ def test_a_stopped_peer_is_waited_for_half_the_grace_time(rank: int, slowly: Slo
         assert weights(job.run_dir), "the old checkpoint is intact"
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_it_within_two_seconds(slowly: Slowly) -> None:
     with slowly.running("train.epochs=100000", "checkpoint.every_steps=3", training=0.02) as job:
         job.wait_for_file("checkpoints/step_00000003/manifest.json")

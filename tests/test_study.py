@@ -171,6 +171,7 @@ def whole(name: str) -> tuple[Request, Study]:
         return request, plan(request)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name for name in names_of(CONF) if "kind:" not in (CONF / "study" / f"{name}.yaml").read_text()]
 )
@@ -251,6 +252,7 @@ def test_mistakes_are_told_before_anything_runs(words: list[str], message: str) 
     assert message in refused(*words)
 
 
+@pytest.mark.slow
 def test_a_study_is_no_run(tmp_path: Path) -> None:
     """Neither its words without its mode, nor its mode in a sweep, nor under torchrun's environment."""
     for words, message in (
@@ -272,6 +274,7 @@ def test_a_variant_that_does_not_fit_this_machine_keeps_its_row() -> None:
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_ladder_tells_the_gain_by_all_and_by_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     words = [

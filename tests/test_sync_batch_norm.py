@@ -169,5 +169,6 @@ def compiled(world: World) -> float:
     return abs(losses[0] - losses[1])
 
 
+@pytest.mark.slow
 def test_it_works_inside_a_compiled_model() -> None:
     assert max(on_ranks(3, compiled, timeout_seconds=100)) < 1e-5

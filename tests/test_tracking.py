@@ -179,6 +179,7 @@ def test_the_figures_of_a_run(tracked: Path) -> None:
     assert 0 < total["cpu_cores"] < 64
 
 
+@pytest.mark.slow
 def test_trackers_that_fail_are_named_once_and_training_goes_on(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir()
