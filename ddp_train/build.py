@@ -66,7 +66,7 @@ def advice(config: Config, module: ModelWithLoss, source: Source) -> list[str]:
         lambda tensor: tensor.to(dtype) if tensor.is_floating_point() or tensor.dtype == torch.uint8 else tensor,
         source.fetch(np.array([0]), None)[0],
     )
-    names = biases_before_norm(module.model, sample)
+    names = biases_before_norm(module.model, sample) or []
     some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     what = f"{counted(len(names), 'bias')} directly before a norm layer, which takes the mean away again"
     return [f"note: {what}: {some}; build such layers with bias=False"] if names else []

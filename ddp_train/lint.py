@@ -36,13 +36,13 @@ NORMS = (nn.GroupNorm, nn.modules.batchnorm._NormBase)
 log = logging.getLogger(__name__)
 
 
-def biases_before_norm(model: nn.Module, inputs: Any) -> list[str]:
+def biases_before_norm(model: nn.Module, inputs: Any) -> list[str] | None:
     """The names of the biases in a model that a norm layer subtracts again, in the order of the model's parameters.
 
     The norm layer takes the mean of each channel in training (batch norm, instance norm, group norm with a channel in
     each group), and nothing else uses what the bias is added to. inputs: a batch, of which only the shapes matter. A
     copy of the model runs, if there are norm layers, on the meta device: nothing is computed and the model stays as it
-    is. Where that fails, as in a model that looks at values, the log says so and the list is empty.
+    is. None where that fails, as in a model that looks at values: the log says why.
     """
     if not any(isinstance(module, NORMS) for module in model.modules()):
         return []
@@ -55,13 +55,13 @@ def biases_before_norm(model: nn.Module, inputs: Any) -> list[str]:
         empty_copy = copy.deepcopy(model, there).train()
         for module in empty_copy.modules():
             if _subtracts_means(module):
-                module.register_forward_pre_hook(watch.norm)
+                module.register_forward_pre_hook(watch.norm, with_kwargs=True)
         empty_copy.eval()  # no exchange in batch norms over all processes
         with torch.no_grad(), _nothing_compiled(), watch:
             results = empty_copy(map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"), inputs))
     except Exception as error:  # noqa: BLE001  a model of anyone's may raise anything, and this is only advice
         log.info("the model was not looked through for biases before norm layers: %r", error)
-        return []
+        return None
     watch.uses.update(id(tensor) for tensor in tensors(results))
     idle = Counter(bias for result, bias in watch.biased.items() if result in watch.normed and watch.uses[result] == 1)
     return [name for name, bias in empty_copy.named_parameters() if 0 < watch.uses[id(bias)] == idle[id(bias)]]
@@ -92,9 +92,9 @@ class _Watch(TorchFunctionMode):
         self.kept: list[Any] = []
         """All that was seen, so that no id comes twice."""
 
-    def norm(self, layer: nn.Module, given: tuple[Any, ...]) -> None:
+    def norm(self, layer: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
         """Called before a norm layer."""
-        self.normed.update(id(tensor) for tensor in tensors(given))
+        self.normed.update(id(tensor) for tensor in tensors([*given, *named.values()]))
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         given, result = [*args, *(kwargs or {}).values()], func(*args, **(kwargs or {}))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ddp_train.health import write_json
 from ddp_train.launcher import Stop
-from ddp_train.study import batch_size, trials
+from ddp_train.study import batch_size
 from ddp_train.study.batch_size import largest, limited_memory
 from ddp_train.study.trials import Outcome, Trial
 from ddp_train.study.trials import run as run_trial
@@ -79,7 +79,7 @@ def test_an_epoch_that_ends_within_a_run_does_not_end_the_search(
 ) -> None:
     """Of 1,433 samples: two processes have all of them in one step with 1,024 each."""
     runs = Runs(most)
-    monkeypatch.setattr(trials, "run", runs)
+    monkeypatch.setattr(batch_size, "run", runs)
     report, code = batch_size.study(asked(*WORDS, f"run_dir={tmp_path}"))
     assert code == 0 and runs.sizes[: len(sizes)] == sizes
     marked = [row for row in report.tables[0].rows if "largest" in row[4]]
@@ -89,7 +89,7 @@ def test_an_epoch_that_ends_within_a_run_does_not_end_the_search(
 
 def test_only_what_tells_of_memory_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = Runs(100)
-    monkeypatch.setattr(trials, "run", runs)
+    monkeypatch.setattr(batch_size, "run", runs)
     before, code = batch_size.study(asked(*WORDS, f"run_dir={tmp_path}"))
     assert code == 0 and runs.sizes == [8, 16, 32, 64, 128, 96, 112, 104], "104 is within a tenth of 96"
     (summary,) = tmp_path.glob("trials/32_samples*/0/summary.json")
@@ -113,7 +113,7 @@ def test_a_search_that_was_stopped_says_so(tmp_path: Path, monkeypatch: pytest.M
             return None
         return runs(trial, script, stop)
 
-    monkeypatch.setattr(trials, "run", run_until_32)
+    monkeypatch.setattr(batch_size, "run", run_until_32)
     report, code = batch_size.study(request)
     assert code == 143 and [row[4] for row in report.tables[0].rows] == ["fits", "fits, fastest so far"]
     assert "did not come to its end" in report.tables[0].note
@@ -141,7 +141,7 @@ def test_a_real_run_dies_for_want_of_memory(tmp_path: Path, monkeypatch: pytest.
     data = ["data=synthetic", "data.samples=262144", "data.image_size=2", "data.channels=1", "data.test_samples=16"]
     model = ["model=mlp", f"model.hidden={hidden}", "model.layers=1"]
     words = ["study=batch_size", "study.memory_gb=1.6", f"study.start={size // 2}", "study.resolution=0.9"]
-    monkeypatch.setattr(trials, "run", Runs(10**9, samples=262144, real=(size,)))
+    monkeypatch.setattr(batch_size, "run", Runs(10**9, samples=262144, real=(size,)))
     report, code = batch_size.study(asked(*words, *model, *data, f"run_dir={tmp_path}"))
     rows = report.tables[0].rows
     assert code == 0 and [row[0] for row in rows] == [size // 2, 3 * size // 4, size]

@@ -17,7 +17,7 @@ from torch import nn
 from ddp_train.distributed.world import World
 from ddp_train.launcher import Stop
 from ddp_train.loop import fit
-from ddp_train.study import gradients, trials
+from ddp_train.study import gradients
 from ddp_train.study.gradient_probe import GradientProbe
 from ddp_train.study.gradients import compare
 from ddp_train.study.trials import Outcome, Trial, run
@@ -36,9 +36,17 @@ class Stumbling(nn.Module):
         self.dropout, self.last, self.idle = nn.Dropout(0.5), nn.Linear(16, 10), nn.Linear(4, 4)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        hidden = self.norm(self.first(images.flatten(1)))
+        hidden = self.norm(input=self.first(images.flatten(1)))
         hidden = self.other_norm(torch.relu_(self.second(hidden)))
         return self.last(self.dropout(hidden))
+
+
+class LooksAtValues(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(64, 16), nn.BatchNorm1d(16), nn.Linear(16, 10))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return super().forward(images) * (2 if images.isfinite().all() else 1)
 
 
 def probed(world: World, folder: str, model: dict[str, Any], strategy: dict[str, Any], spoil: bool = False) -> None:
@@ -60,6 +68,7 @@ def probed(world: World, folder: str, model: dict[str, Any], strategy: dict[str,
     with GradientProbe(job, Path(folder), world.is_leader):
         fit(job)
     assert job.step == 1 and "update" not in vars(job.stepper)
+    assert not any(layer._forward_pre_hooks for layer in job.module.model.modules())
 
 
 def found(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
@@ -69,7 +78,11 @@ def found(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
 
 CNN = {"name": "cnn", "channels": 8, "norm": "group"}
 SINGLE, DDP = {"name": "single"}, {"name": "ddp"}
-ONE = {"group": (CNN, SINGLE), "batch": (CNN | {"norm": "batch"}, SINGLE)}
+ONE = {
+    "group": (CNN, SINGLE),
+    "batch": (CNN | {"norm": "batch"}, SINGLE),
+    "values": ({"name": "custom", "target": "tests.test_gradients.LooksAtValues"}, SINGLE),
+}
 """Name: model and strategy."""
 THREE = {
     "group": (CNN, DDP),
@@ -133,6 +146,14 @@ def test_what_a_model_may_stumble_over_is_named(probes: Path) -> None:
     assert facts["ranks_differ"] == []
 
 
+def test_what_could_not_be_looked_at_is_named(probes: Path) -> None:
+    facts = found(probes / "1" / "values")[1]
+    assert facts["bias_before_norm"] == [] and facts["batch_norm"] == {"2": 23}
+    assert facts["unseen"] == ["biases before norm layers: the model does not run without values"]
+    assert facts["unseen"] in gradients._stumbles(probes / "1" / "values", 1).values()
+    assert found(probes / "1" / "batch")[1]["unseen"] == []
+
+
 def test_small_gradients_are_measured_by_the_large_ones() -> None:
     one = {"large": np.array([1.0, -2.0]), "zero": np.array([1e-17])}
     other = {"large": np.array([1.0, -2.0]), "zero": np.array([-1e-17])}
@@ -162,7 +183,7 @@ def test_a_real_run_of_three_processes_agrees_with_one(
     probes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr(trials, "run", runs_of(probes, "group", real="3"))
+    monkeypatch.setattr(gradients, "run", runs_of(probes, "group", real="3"))
     report, code = gradients.study(asked(*WORDS, "tuning.precision=fp64", f"run_dir={tmp_path}"))
     (row,) = report.tables[0].rows
     assert code == 0 and row[0] == "fp64" and 0 < row[3] < 1e-9 and row[5] == "agree", row
@@ -172,7 +193,7 @@ def test_a_study_fails_where_gradients_differ_and_says_why(
     probes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr(trials, "run", runs_of(probes, "batch"))
+    monkeypatch.setattr(gradients, "run", runs_of(probes, "batch"))
     report, code = gradients.study(asked(*WORDS, "model.norm=batch", f"run_dir={tmp_path}"))
     summary, *_, stumbles = report.tables
     assert code == 70 and [row[0] for row in summary.rows] == ["fp64", "fp32"]

@@ -21,7 +21,8 @@ from ddp_train import lock
 from ddp_train.config.compose import read_overrides
 from ddp_train.errors import ConfigError
 from ddp_train.health import write_json
-from ddp_train.study import main, results, tables
+from ddp_train.launcher import Stop
+from ddp_train.study import main, results, tables, trials
 from ddp_train.study.facts import conditions, source_digest
 from ddp_train.study.plots import Axis, Bar, Curve, bars, curves
 from ddp_train.study.report import Plot, Report, Table, as_csv, as_json, as_markdown, as_page, cells, show, write
@@ -269,6 +270,14 @@ def test_a_variant_that_does_not_fit_this_machine_keeps_its_row() -> None:
     study = planned("study=strategies", "study.variants.many=[strategy=ddp,launch.nproc_per_node=5]", *TINY[:2],
                     "study.only=[single,ddp,many]")  # fmt: skip
     assert study.named("many").reason.startswith("cannot run here: train.global_batch_size=24: cannot be split over 5")
+
+
+def test_nothing_is_begun_once_a_study_is_stopped(tmp_path: Path) -> None:
+    trial, stop = Trial(["train.epochs=1"], tmp_path / "trial"), Stop()
+    stop.received.append(signal.SIGTERM)
+    trial.run_dir.mkdir()
+    assert trials.run(trial, ROOT / "launch.py", stop) is None
+    assert trial.run_dir.exists() and not trial.output.exists()
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from ddp_train.study.plots import Axis, Curve, curves
 from ddp_train.study.report import Plot, Report, Table
 from ddp_train.study.request import Request, command_of, settings_as
 from ddp_train.study.scaling import QUIET, resolved, speed
-from ddp_train.study.trials import Outcome, Trial, at_work, kept_or_run
+from ddp_train.study.trials import Outcome, Trial, at_work, outcome_of, run
 
 OUT_OF_MEMORY = "oom:"
 """How the reason of such a run begins: a kind of failure.json."""
@@ -93,7 +93,9 @@ def study(request: Request) -> tuple[Report, int]:
 
     def fits(size: int) -> bool | None:
         trial = _trial(request, config, asked, size)
-        outcome = kept_or_run(request, trial, tells_of_memory)  # what failed for another reason may do better now
+        outcome = outcome_of(trial)
+        if not (outcome and tells_of_memory(outcome)):  # what failed for another reason may do better now
+            outcome = run(trial, request.script, request.stop)
         if outcome is None:
             raise _StoppedError
         made[size] = outcome

@@ -32,7 +32,7 @@ class GradientProbe:
     def __init__(self, job: Job, run_dir: Path, is_leader: bool) -> None:
         self.job, self.folder, self.is_leader = job, run_dir / FOLDER, is_leader
         self.model = job.module.model
-        self.facts: dict[str, Any] = {"batch_norm": {}, "bias_before_norm": [], "dropout": []}
+        self.facts: dict[str, Any] = {"batch_norm": {}, "bias_before_norm": [], "dropout": [], "unseen": []}
         self.handles: list[RemovableHandle] = []
 
     def __enter__(self) -> GradientProbe:
@@ -43,7 +43,7 @@ class GradientProbe:
         if not self.model._compiled_call_impl and not self.job.module._compiled_call_impl:
             self.handles = [self.model.register_forward_pre_hook(self._look)]
         else:
-            self.facts["unwatched"] = "the model is compiled"
+            self.facts["unseen"].append("the layers of a compiled model")
         stepper = self.job.stepper
         self.update = stepper.update
         stepper.update = self._update
@@ -56,14 +56,19 @@ class GradientProbe:
     def _look(self, model: nn.Module, given: tuple[Any, ...]) -> None:
         """Called before the first forward pass."""
         self._forget()  # itself: the lint runs a copy of the model, hooks and all
-        self.facts["bias_before_norm"] = biases_before_norm(model, given[0])
+        biases = biases_before_norm(model, given[0])
+        if biases is None:
+            self.facts["unseen"].append("biases before norm layers: the model does not run without values")
+        self.facts["bias_before_norm"] = biases or []
         norms = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)]
-        self.handles = [layer.register_forward_pre_hook(self._received(name)) for name, layer in norms]
+        self.handles = [
+            layer.register_forward_pre_hook(self._received(name), with_kwargs=True) for name, layer in norms
+        ]
 
     def _received(self, name: str):
-        def note(layer: nn.Module, given: tuple[Any, ...]) -> None:
-            least = self.facts["batch_norm"].get(name, len(given[0]))
-            self.facts["batch_norm"][name] = min(least, len(given[0]))
+        def note(layer: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+            samples = len(next(iter((*given, *named.values()))))
+            self.facts["batch_norm"][name] = min(self.facts["batch_norm"].get(name, samples), samples)
 
         return note
 

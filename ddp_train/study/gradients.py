@@ -19,7 +19,7 @@ from ddp_train.study.facts import facts
 from ddp_train.study.report import Plot, Report, Table
 from ddp_train.study.request import Request, key_of, settings_as
 from ddp_train.study.scaling import resolved
-from ddp_train.study.trials import Outcome, Trial, at_work, kept_or_run
+from ddp_train.study.trials import Outcome, Trial, at_work, completed, run
 
 TOLERANCES = {"fp64": 1e-9, "fp32": 1e-3, "tf32": 1e-2, "fp16": 5e-2, "bf16": 1e-1}
 """Largest difference, relative, that rounding explains where sums have another order: a dozen times the precision of
@@ -101,7 +101,7 @@ def study(request: Request) -> tuple[Report, int]:
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     with at_work(request):
-        made = {which: kept_or_run(request, trial) for which, trial in trials.items()}
+        made = {which: completed(trial) or run(trial, request.script, request.stop) for which, trial in trials.items()}
     found = [Comparison(p, _tolerance(asked, p), made[p, 1], made[p, processes]) for p in wanted]
     report, agree = _report(request, asked, processes, found)
     return report, request.stop.exit_code(UNSAVED) if request.stop.received else 0 if agree else LaunchError.exit_code
@@ -215,6 +215,8 @@ def _stumbles(run_dir: Path, processes: int) -> dict[str, list[str]]:
         found["bias that the normalisation after it subtracts again: bias=False"] = known["bias_before_norm"]
     if known["dropout"]:
         found["dropout, off in this test: its draws are keyed by process"] = known["dropout"]
+    if known["unseen"]:
+        found["not looked at"] = known["unseen"]
     return found
 
 

@@ -17,7 +17,7 @@ from ddp_train.study.facts import load_average
 from ddp_train.study.report import Report, show, write
 from ddp_train.study.request import Request, read_request
 from ddp_train.study.results import METRICS, middle
-from ddp_train.study.trials import Trial, at_work, outcome_of, run
+from ddp_train.study.trials import Trial, at_work, completed, run
 from ddp_train.study.variants import Study, Variant, merged, plan, trials_folder
 
 
@@ -70,7 +70,7 @@ def _run_all(request: Request, asked: Study, outcomes: tables.Outcomes) -> None:
     runnable = [variant for variant in asked.variants if not variant.reason]
     console, metric = Console(highlight=False), METRICS[asked.config.metric]
     kept = {
-        (variant.name, repeat): outcome_of(trial_of(request, asked, variant, repeat))
+        (variant.name, repeat): completed(trial_of(request, asked, variant, repeat))
         for variant in runnable
         for repeat in range(asked.config.repeats)
     }  # all of them first: trials of other settings are told before anything runs
@@ -84,9 +84,7 @@ def _run_all(request: Request, asked: Study, outcomes: tables.Outcomes) -> None:
             name = f"trial {number}/{total}  {variant.name}, repeat {repeat + 1}"
             console.print(name, end="  ", markup=False, soft_wrap=True)
             before = kept[variant.name, repeat]
-            outcome = before if before and before.completed else None
-            if outcome is None:
-                outcome = run(trial_of(request, asked, variant, repeat), request.script, request.stop)
+            outcome = before or run(trial_of(request, asked, variant, repeat), request.script, request.stop)
             if outcome is None:
                 console.print(f"stopped; go on with {request.command}", markup=False, soft_wrap=True)
                 return

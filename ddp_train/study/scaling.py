@@ -23,7 +23,7 @@ from ddp_train.study.facts import facts, load_average
 from ddp_train.study.plots import Axis, Curve, curves
 from ddp_train.study.report import Plot, Report, Table
 from ddp_train.study.request import Request, command_of, key_of, settings_as
-from ddp_train.study.trials import Outcome, Trial, at_work, kept_or_run
+from ddp_train.study.trials import Outcome, Trial, at_work, completed, run
 
 PARTS = ("data", "compute", "exposed", "host")
 """As `step_times` writes them."""
@@ -163,11 +163,12 @@ def study(request: Request) -> tuple[Report, int]:
 
 
 def _made(request: Request, trial: Trial) -> Outcome | None:
-    """As `kept_or_run`, and says so."""
-    if request.stop.received:
-        return kept_or_run(request, trial)
+    """What the trial left: earlier, if it was completed, or now. None once the study is stopped."""
+    before = completed(trial)
+    if before or request.stop.received:
+        return before
     print(f"trial {trial.run_dir.parent.name}/{trial.run_dir.name}", end="  ", flush=True)
-    outcome = kept_or_run(request, trial)
+    outcome = run(trial, request.script, request.stop)
     print("stopped" if outcome is None else outcome.reason or f"{speed(outcome):,.0f} samples/s", flush=True)
     return outcome
 

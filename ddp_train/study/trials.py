@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -103,10 +103,13 @@ def hold(request: Request) -> None:
 
 
 def run(trial: Trial, script: Path, stop: Stop) -> Outcome | None:
-    """Runs a trial anew, in a session of its own that ends with this process. None if it was ended for `stop`.
+    """Runs a trial anew, in a session of its own that ends with this process. None if `stop` was asked for, before or
+    meanwhile.
 
     Must be called inside `at_work`.
     """
+    if stop.received:
+        return None
     shutil.rmtree(trial.run_dir, ignore_errors=True)  # of a trial that was cut short: going on would spoil its times
     trial.record.unlink(missing_ok=True)  # it would tell of a run whose folder is gone, should this one be cut short
     trial.run_dir.parent.mkdir(parents=True, exist_ok=True)
@@ -136,16 +139,6 @@ def run(trial: Trial, script: Path, stop: Stop) -> Outcome | None:
     return outcome_of(trial)
 
 
-def kept_or_run(
-    request: Request, trial: Trial, keep: Callable[[Outcome], bool] = lambda outcome: outcome.completed
-) -> Outcome | None:
-    """What an earlier `run` of the trial left, if it is to be kept, or else runs it. None once the study is stopped."""
-    before = outcome_of(trial)
-    if before and keep(before):
-        return before
-    return None if request.stop.received else run(trial, request.script, request.stop)
-
-
 def _wait(process: subprocess.Popen[bytes], stop: Stop) -> None:
     """Until it ends; after a request to stop, for so long as a run needs to stop by itself."""
     deadline = None
@@ -172,6 +165,12 @@ def outcome_of(trial: Trial) -> Outcome | None:
         rule = f"holds a trial with other settings ({differ})"
         raise ConfigError([f"run_dir={trial.run_dir}: {rule}; name another run_dir"])
     return outcome(trial.run_dir, record["exit_code"], record["seconds"], trial.output)
+
+
+def completed(trial: Trial) -> Outcome | None:
+    """What an earlier `run` of this trial left, if it was completed. Raises as `outcome_of` does."""
+    before = outcome_of(trial)
+    return before if before and before.completed else None
 
 
 def outcome(run_dir: Path, exit_code: int, seconds: float, output: Path | None = None) -> Outcome:
