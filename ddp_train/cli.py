@@ -83,7 +83,7 @@ def through_hydra(
     try:
         hydra.main(config_path=str(conf), config_name="config", version_base="1.3")(trials.run)()
     except BaseException:
-        if trials.elsewhere:  # what became of the others is known all the same
+        if trials.sweep_dir != Path():  # what became of the trials so far is known all the same
             trials.finish()
         raise
     return trials.finish()

@@ -31,6 +31,9 @@ from ddp_train.distributed.world import environment, preload_environment, set_en
 from ddp_train.heartbeat import START_SECONDS
 from ddp_train.processes import children_of, end_children, end_with_parent, set_title
 
+MODULE = ("-P", "-m")
+"""How Python runs one. -P: nothing is imported from the folder that the user stands in, as launch.py itself imports
+nothing from there."""
 WORKER = "ddp_train.worker"
 PROBED_WORKER = "ddp_train.study.worker"
 """In its place, where a study measures inside a run (`probe`). Started, never imported."""
@@ -56,7 +59,7 @@ class WorkerSpec:
     module: str = WORKER
 
     def command(self) -> list[str]:
-        return [sys.executable, "-m", self.module, *self.arguments]
+        return [sys.executable, *MODULE, self.module, *self.arguments]
 
 
 class ForkedWorker:
@@ -93,7 +96,7 @@ class ForkServer:
         self._began_in = _surroundings()
         self._process: subprocess.Popen[bytes] | None = None
         self._socket, theirs = socket.socketpair()
-        command = [sys.executable, "-m", __name__, str(theirs.fileno()), str(os.getpid()), " " * TITLE_BYTES]
+        command = [sys.executable, *MODULE, __name__, str(theirs.fileno()), str(os.getpid()), " " * TITLE_BYTES]
         try:
             if sys.platform == "linux":
                 self._process = subprocess.Popen(
@@ -193,7 +196,7 @@ def main() -> NoReturn:
     """`python -m ddp_train.fork_server SOCKET LAUNCHER ROOM`: imports, then forks as often as it is asked."""
     end_with_parent()
     if os.getppid() == int(sys.argv[2]):  # else it died before we could ask
-        set_title([sys.executable, "-m", "ddp_train.fork_server"])
+        set_title([sys.executable, *MODULE, "ddp_train.fork_server"])
         _serve(socket.socket(fileno=int(sys.argv[1])))
     os._exit(0)  # no finalizers of libraries: there is nothing to save
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import signal
 import socket
@@ -174,10 +175,18 @@ def append(log_file: Path, lines: Sequence[str]) -> None:
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
-    """Whole or not at all."""
+    """Whole or not at all. Numbers that are not finite become null: JSON has none."""
     part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(values, indent=1) + "\n")
+    part.write_text(json.dumps(_finite(values), indent=1) + "\n")
     part.replace(path)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def headline(failure: Failure) -> str:

@@ -82,6 +82,7 @@ def command(config: Config, place: Place, script: Path, words: list[str]) -> lis
         rendezvous.append(f"is_host={int(place.is_head)}")
     return [
         sys.executable,
+        "-P",  # nothing is imported from the folder that the user stands in
         "-m",
         AGENT,
         f"--nnodes={launch.nnodes}",

@@ -84,7 +84,9 @@ def launch(config: Config, import_path: Path, stop: Stop | None = None, server: 
                 if sys.stdout.isatty():
                     sys.stdout.write("\x1b[?25h")  # rank 0 hid the cursor behind its progress bar
                 by = f" by {signal.Signals(stop.received[0]).name}" if stop.received else ""
-                print(f"stopped{by}; run_dir={config.run_dir} goes on from its last checkpoint", file=sys.stderr)
+                saved = any(Path(str(config.run_dir)).glob("checkpoints/step_*"))
+                rest = f"stopped{by}; run_dir={config.run_dir} goes on from its last checkpoint"
+                print(rest if saved else f"stopped{by}; nothing was saved", file=sys.stderr)
             if code in (SAVED, UNSAVED):
                 return stop.exit_code(code)
             if code in (0, *FINAL) or stop.received:

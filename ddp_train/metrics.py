@@ -128,6 +128,8 @@ class Scorer:
         labelled = int(total(self.labelled).item()) > 0
         if not counts[:, 1].all():
             return None
+        if not math.isfinite(loss):
+            log.warning("the test loss is %s: outputs of the model are not finite, or too large", loss)
         correct, samples = counts.sum(0).tolist()
         return Score(loss / samples, correct / samples if labelled else None, correct if labelled else None, samples)
 

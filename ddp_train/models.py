@@ -73,6 +73,14 @@ def gelu(values: Tensor) -> Tensor:
     return values * 0.5 * (1.0 + torch.erf(values / 1.41421))
 
 
+def _custom(model: Any) -> nn.Module:
+    made = call("model", model)
+    if not isinstance(made, nn.Module):
+        kind = type(made).__name__
+        raise ConfigError([f"model._target_={model.target}: made an object of {kind}, which is no torch.nn.Module"])
+    return made
+
+
 class _Gelu(nn.Module):
     def __init__(self, fused: bool) -> None:
         super().__init__()
@@ -133,5 +141,5 @@ _BUILDERS: dict[str, Callable[[Any, tuple[int, ...], int], nn.Module]] = {
     "linear_regression": _linear_regression,
     "gelu_mlp": _gelu_mlp,
     "torchvision": _torchvision,
-    "custom": lambda model, shape, outputs: call("model", model),
+    "custom": lambda model, shape, outputs: _custom(model),
 }

@@ -23,12 +23,17 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 def cross_entropy(classes: int, label_smoothing: float) -> Loss:
-    """The loss of a classification. It raises DataError if a model has fewer outputs than there are classes."""
+    """The loss of a classification. It raises DataError if a model has fewer outputs than there are classes, and on
+    CPUs for a label that no output stands for. classes: 0 if the data set does not say.
+    """
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
         if outputs.shape[-1] < classes:  # a GPU would only say that an assertion failed
             _refuse(outputs, f"the data have {classes} classes")
-        return nn.functional.cross_entropy(outputs, targets, reduction="sum", label_smoothing=label_smoothing)
+        try:
+            return nn.functional.cross_entropy(outputs, targets, reduction="sum", label_smoothing=label_smoothing)
+        except IndexError:
+            _refuse(outputs, f"the labels go from {int(targets.min())} to {int(targets.max())}")
 
     return loss
 
@@ -45,8 +50,18 @@ def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def _refuse(outputs: Tensor, wanted: str) -> NoReturn:
     raise DataError(
-        f"the model's outputs are of shape {list(outputs.shape)}, {wanted}", "correct the model's last layer"
+        f"the model's outputs are of shape {list(outputs.shape)}, {wanted}",
+        "correct the model's last layer, or the labels: those that are no integers make it a regression",
     )
+
+
+def _one_tensor(outputs: Any) -> Tensor:
+    """Raises DataError if it is something else."""
+    if not isinstance(outputs, Tensor):
+        raise DataError(
+            f"the model returns a {type(outputs).__name__}", "return one tensor, [n, ...], in training and in eval"
+        )
+    return outputs
 
 
 class ModelWithLoss(nn.Module):
@@ -67,16 +82,16 @@ class ModelWithLoss(nn.Module):
 
     def forward(self, inputs: Any, targets: Tensor) -> Tensor:
         if self.autocast is None:
-            loss = self.loss(self.model(inputs), targets)
+            loss = self.loss(_one_tensor(self.model(inputs)), targets)
         else:
             with torch.autocast(self.device_type, self.autocast):
-                loss = self.loss(self.model(inputs), targets)
+                loss = self.loss(_one_tensor(self.model(inputs)), targets)
         return loss.view(1) if self.gathered else loss
 
     def score(self, inputs: Any, targets: Tensor) -> tuple[Tensor, Tensor | None]:
         """The sum of the sample losses and, for class labels, the number of right predictions (int64)."""
         with torch.autocast(self.device_type, self.autocast or torch.bfloat16, enabled=self.autocast is not None):
-            outputs = self.model(inputs)
+            outputs = _one_tensor(self.model(inputs))
             loss = self.loss(outputs, targets)
         correct = None if targets.is_floating_point() else (outputs.argmax(-1) == targets).sum()
         return loss, correct

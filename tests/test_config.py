@@ -513,6 +513,19 @@ def test_another_option_of_a_group_is_one_mistake(tmp_path: Path) -> None:
     assert problem == "model.channels=8: the run in run_dir=run has model.channels=32; use that, or another run_dir"
 
 
+def test_a_run_that_goes_on_otherwise_says_so(tmp_path: Path) -> None:
+    words = ["model=mlp", "optimizer.lr=0.3", "schedule=constant", f"run_dir={tmp_path}/run"]
+    checkpoint_of(tmp_path / "run", *words)
+    same = prepare(CONF, words, None)
+    assert not any("goes on with" in notice for notice in same.notices)
+    assert same.lock
+    same.lock.release()
+    other = prepare(CONF, ["model=mlp", "train.epochs=3", words[-1]], None)
+    (notice,) = (notice for notice in other.notices if "goes on with" in notice)
+    for change in ("train.epochs=3 and not 30", "optimizer.lr=0.05 and not 0.3", "schedule=cosine and not constant"):
+        assert change in notice
+
+
 def test_a_run_goes_on_wherever_its_data_are_held(tmp_path: Path) -> None:
     checkpoint_of(tmp_path / "run", "model=mlp")
     machine = Machine(cpus=2)
@@ -792,7 +805,7 @@ def test_no_value_is_too_odd_to_be_refused(key: str, value: Any, option: int) ->
         values = {section: {name: value}}
     config, problems = bind(values)
     machine = Machine(cpus=2, gpus=option % 2)
-    problems += check(config, resolve(config, machine, None), machine, None)
+    problems += check_rules(config) or check(config, resolve(config, machine, None), machine, None)
     for problem in problems:
         assert problem.split("=")[0] in {*all_keys(), *OPTIONS, *SECTIONS} | {f"{s}._target_" for s in OPTIONS}
     if isinstance(value, float) and not math.isfinite(value) and problems == []:

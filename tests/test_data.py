@@ -5,8 +5,10 @@ from __future__ import annotations
 import gzip
 import multiprocessing
 import time
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
 from ddp_train.config import outside
 from ddp_train.config.machine import Machine
@@ -212,6 +215,25 @@ def test_samples_are_copied_in_words_bit_for_bit(
     if len(shape) == 3:
         layout = torch.channels_last if channels_last else torch.contiguous_format
         assert inputs.is_contiguous(memory_format=layout)
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+        yield torch.zeros(3), 0
+
+
+@pytest.mark.parametrize(("dataset", "message"), [
+    ([], "list has no samples"),
+    (Stream(), "Stream has no length"),
+    ([{"image": torch.zeros(3), "label": 0}], "sample 0 of list is a dict"),
+    ([(torch.zeros(3), 0, 1)], "sample 0 of list is a tuple of 3"),
+    ([torch.zeros(())], r"sample 0 of list is a Tensor"),
+    ([(Image.new("L", (2, 2)), 0)], "samples of list make no batch: default_collate: batch must contain tensors"),
+    ([(torch.zeros(3), 0), (torch.zeros(2), 0)], "samples of list make no batch: stack expects each tensor to be"),
+], ids=["empty", "iterable", "dict", "triple", "tensor", "PIL", "shapes"])  # fmt: skip
+def test_what_is_no_data_set_is_told(dataset: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        ForeignSource(dataset, 0).fetch(np.arange(len(dataset)), None)
 
 
 def everything(source: Source) -> tuple[Tensor, Tensor]:

@@ -306,6 +306,13 @@ def test_an_evaluation_repeats_the_score_of_the_training(
     assert not (run_dir / "checkpoints").exists()
 
 
+def test_nothing_is_imported_from_where_the_user_stands(tmp_path: Path) -> None:
+    (tmp_path / "random.py").write_text("raise RuntimeError('this is the wrong file')\n")
+    done = run(*SMALL, "train.epochs=1", ONE, "run_dir=here", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "here/summary.json").exists()
+
+
 # --- sweeps ---------------------------------------------------------------------------------------------------------
 
 

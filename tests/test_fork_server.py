@@ -79,8 +79,8 @@ class Net(nn.Module):
             "handlers": [str(signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE)],
             "open": collections.Counter(kind(entry) for entry in open_files),
             "leads its session": os.getsid(0) == os.getpid(),
-            "command line": Path("/proc/self/cmdline").read_bytes().rstrip(b"\\0").split(b"\\0")[1:4] == [
-                b"-m", b"ddp_train.worker", sys.argv[1].encode()],
+            "command line": Path("/proc/self/cmdline").read_bytes().rstrip(b"\\0").split(b"\\0")[1:5] == [
+                b"-P", b"-m", b"ddp_train.worker", sys.argv[1].encode()],
             "logging": [type(handler).__name__ for handler in logging.root.handlers],
             "random": torch.initial_seed(),
         }

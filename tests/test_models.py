@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 
-from ddp_train.config.schema import TorchvisionConfig
+from ddp_train.config.schema import CustomConfig, TorchvisionConfig
 from ddp_train.errors import ConfigError, DataError
 from ddp_train.models import build_model
-from ddp_train.strategy import cross_entropy, squared_error
+from ddp_train.strategy import ModelWithLoss, cross_entropy, squared_error
 
 
 @pytest.mark.parametrize(
@@ -41,3 +44,31 @@ def test_a_model_with_too_few_outputs_is_refused_in_words() -> None:
         cross_entropy(10, 0.0)(torch.zeros(4, 2), torch.zeros(4, dtype=torch.int64))
     with pytest.raises(DataError, match=r"outputs are of shape \[4, 2\], the targets are of shape \[4\]"):
         squared_error(torch.zeros(4, 2), torch.zeros(4))
+
+
+@pytest.mark.parametrize("label", [-1, 3])
+def test_a_label_that_no_output_stands_for_is_told(label: int) -> None:
+    loss = cross_entropy(0, 0.0)  # a data set that does not say how many classes it has
+    with pytest.raises(DataError, match=rf"outputs are of shape \[2, 3\], the labels go from .*{label}"):
+        loss(torch.zeros(2, 3), torch.tensor([1, label]))
+
+
+class Pair(nn.Linear):
+    """Two tensors in evaluation, as detection models and those with auxiliary outputs have them in training."""
+
+    def forward(self, input: torch.Tensor) -> Any:
+        return super().forward(input) if self.training else (super().forward(input), input)
+
+
+def test_a_model_with_two_outputs_is_told() -> None:
+    module = ModelWithLoss(Pair(4, 3), cross_entropy(3, 0.0), "cpu", None)
+    images, labels = torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64)
+    module(images, labels)
+    with pytest.raises(DataError, match="the model returns a tuple"):
+        module.eval().score(images, labels)
+
+
+def test_what_is_no_model_is_told() -> None:
+    target = CustomConfig(target="collections.OrderedDict")
+    with pytest.raises(ConfigError, match="an object of OrderedDict, which is no"):
+        build_model(target, (), 0)

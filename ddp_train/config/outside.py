@@ -186,11 +186,8 @@ def _same_run(asked: Config, config: Config, machine: Machine, world: World | No
         return [
             f"run_dir={config.run_dir}: holds a training run; leave run_dir out, or name another for the evaluation"
         ]
-    if config.checkpoint.resume == "never":
-        return []
-    try:
-        before, _ = bind(yaml.safe_load((held / "config.yaml").read_text()))
-    except (OSError, ValueError, AttributeError, yaml.YAMLError):
+    before = held_run(config)
+    if before is None:
         return []
     values = {"seed": (before.seed, config.seed), **_of_the_state(before, config)}
     for name in ("reduction", "virtual_shards"):
@@ -201,6 +198,31 @@ def _same_run(asked: Config, config: Config, machine: Machine, world: World | No
             key = section if name == "name" else f"{section}.{name}"
             values[key] = (one.get(name), other.get(name))
     return _differences(values, f"run_dir={config.run_dir}", "another run_dir")
+
+
+def held_run(config: Config) -> Config | None:
+    """The config of the run in the run directory, if this one will go on with it."""
+    held = Path(str(config.run_dir))
+    goes_on = config.mode == "train" and config.checkpoint.resume != "never"
+    if not goes_on or not any((held / "checkpoints").glob("step_*")):
+        return None
+    try:
+        return bind(yaml.safe_load((held / "config.yaml").read_text()))[0]
+    except (OSError, ValueError, AttributeError, yaml.YAMLError):
+        return None
+
+
+def changed(before: Config, config: Config) -> list[str]:
+    """What a run that goes on does otherwise than before, of what it may: `optimizer.lr=0.05 and not 0.3`."""
+    found = []
+    for section in ("train", "optimizer", "schedule"):
+        one, other = (vars(getattr(c, section)) for c in (before, config))
+        for name in dict.fromkeys((*one, *other)):
+            if one.get(name) != other.get(name) and name in other:
+                key = section if name == "name" else f"{section}.{name}"
+                was = f" and not {shown(one[name])}" if name in one else ""
+                found.append(f"{key}={shown(other[name])}{was}")
+    return found
 
 
 def _same_words(section: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from ddp_train.config.check import check, check_rules, notices
 from ddp_train.config.compose import Overrides, read_config, read_overrides
 from ddp_train.config.freeze import freeze, to_text
 from ddp_train.config.machine import this_machine
-from ddp_train.config.outside import manifest_config, unwritable
+from ddp_train.config.outside import changed, held_run, manifest_config, unwritable
 from ddp_train.config.resolve import resolve
 from ddp_train.config.schema import Config
 from ddp_train.distributed.world import World, visible_devices
@@ -78,6 +78,9 @@ def settle(config: Config, problems: list[str], world: World | None) -> Prepared
     if resolved.mode == "doctor":  # it may look on while a run is in that directory, and leaves that run's files alone
         return Prepared(resolved, to_text(resolved), told)
     held = lock_run_dir(resolved, world)
+    before = held_run(resolved)
+    if before and (other := changed(before, resolved)):
+        told.append(f"run_dir={resolved.run_dir} goes on with {', '.join(other)}")
     if resolved.mode == "train" and resolved.checkpoint.resume == "never" and not (world and world.attempt):
         told += set_aside(Path(str(resolved.run_dir)))
     return Prepared(resolved, freeze(resolved), told, held)

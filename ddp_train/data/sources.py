@@ -19,7 +19,7 @@ from ddp_train.data import augment
 from ddp_train.data.copies import sent
 from ddp_train.data.folder import FolderSource
 from ddp_train.data.keyed import mix, uniform
-from ddp_train.errors import ConfigError, DataError
+from ddp_train.errors import ConfigError, DataError, first_line
 from ddp_train.nested import tensors
 
 Augmentation = Callable[[Tensor, Tensor], Tensor]
@@ -119,7 +119,12 @@ class ForeignSource:
     """Anyone's own map-style dataset. Its random draws (torch's and Python's) are keyed by seed, epoch and sample."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
-        self.dataset, self.seed = dataset, seed
+        """Raises DataError if it is none, or empty."""
+        self.dataset, self.seed, self.name = dataset, seed, type(dataset).__name__
+        if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+            raise DataError(f"data._target_: {self.name} has no length", "use a map-style dataset, not an iterable one")
+        if not len(dataset):
+            raise DataError(f"data._target_: {self.name} has no samples", "see what it was given")
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -129,8 +134,9 @@ class ForeignSource:
         if torch.as_tensor(self.dataset[0][1]).is_floating_point():
             return 1
         if not hasattr(self.dataset, "classes"):
-            name = type(self.dataset).__name__
-            raise ConfigError([f"data._target_: {name} needs an attribute `classes`, the list of the classes' names"])
+            raise ConfigError(
+                [f"data._target_: {self.name} needs an attribute `classes`, the list of the classes' names"]
+            )
         return len(self.dataset.classes)
 
     def fetch(self, ids: np.ndarray, epoch: int | None) -> tuple[Any, Tensor]:
@@ -142,9 +148,19 @@ class ForeignSource:
                 key = mix(self.seed, "augment", -1 if epoch is None else epoch, number)
                 torch.manual_seed(key)
                 random.seed(key)
-                samples.append(self.dataset[number])
+                sample = self.dataset[number]
+                if not isinstance(sample, tuple | list) or len(sample) != 2:
+                    what = type(sample).__name__ + (f" of {len(sample)}" if isinstance(sample, tuple | list) else "")
+                    raise DataError(f"sample {number} of {self.name} is a {what}", "return (input, label)")
+                samples.append(sample)
         random.setstate(state)
-        return default_collate(samples)
+        try:
+            return default_collate(samples)
+        except (TypeError, RuntimeError) as error:
+            raise DataError(
+                f"samples of {self.name} make no batch: {first_line(error)}",
+                "return tensors, arrays or numbers, of the same shape in each sample",
+            ) from error
 
 
 class LimitedSource:

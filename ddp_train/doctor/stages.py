@@ -31,4 +31,4 @@ class Spec:
 
     def words(self) -> list[str]:
         """The command line."""
-        return [sys.executable, "-m", "ddp_train.doctor.probe", json.dumps(asdict(self))]
+        return [sys.executable, "-P", "-m", "ddp_train.doctor.probe", json.dumps(asdict(self))]

@@ -10,6 +10,7 @@ from typing import Any, Union
 
 import numpy as np
 
+from ddp_train.config.compose import counted
 from ddp_train.config.machine import this_machine
 from ddp_train.config.schema import Config, key
 from ddp_train.distributed.world import visible_devices
@@ -101,10 +102,21 @@ def study(request: Request) -> tuple[Report, int]:
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     with at_work(request):
-        made = {which: completed(trial) or run(trial, request.script, request.stop) for which, trial in trials.items()}
+        made = {which: _made(request, trial, *which) for which, trial in trials.items()}
     found = [Comparison(p, _tolerance(asked, p), made[p, 1], made[p, processes]) for p in wanted]
     report, agree = _report(request, asked, processes, found)
     return report, request.stop.exit_code(UNSAVED) if request.stop.received else 0 if agree else LaunchError.exit_code
+
+
+def _made(request: Request, trial: Trial, precision: str, processes: int) -> Outcome | None:
+    """What the trial left: earlier, if it was completed, or now. None once the study is stopped."""
+    outcome = completed(trial)
+    if outcome or request.stop.received:
+        return outcome
+    print(f"{precision}, {counted(processes, 'process')}", end="  ", flush=True)
+    outcome = run(trial, request.script, request.stop)
+    print("stopped" if outcome is None else outcome.reason or f"took {outcome.seconds:.0f} s", flush=True)
+    return outcome
 
 
 def _trial(request: Request, asked: Config, precision: str, processes: int) -> Trial:

@@ -1,0 +1,34 @@
+"""Numbers that are none: what is counted, warned of and written."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from ddp_train.health import write_json
+from ddp_train.metrics import Scorer
+
+
+@pytest.mark.parametrize("loss", [math.inf, math.nan])
+def test_a_test_loss_that_is_no_number_is_warned_of(loss: float, caplog: pytest.LogCaptureFixture) -> None:
+    scorer = Scorer(2, "cpu")
+    scorer.add(0, torch.tensor(loss), torch.tensor(1), 2)
+    scorer.add(1, torch.tensor(3.0), torch.tensor(2), 2)
+    score = scorer.result()
+    assert score and not math.isfinite(score.loss) and (score.correct, score.samples) == (3, 4)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and f"the test loss is {loss}" in record.getMessage()
+
+
+def test_files_hold_no_number_that_json_has_not(tmp_path: Path) -> None:
+    write_json(tmp_path / "a.json", {"test": {"loss": math.nan, "of": [1.5, math.inf]}, "steps": 3})
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    written = json.loads((tmp_path / "a.json").read_text(), parse_constant=refuse)
+    assert written == {"test": {"loss": None, "of": [1.5, None]}, "steps": 3}
