@@ -87,7 +87,8 @@ def failure_from(error: BaseException, rank: int, position: Position, log_file: 
         detail = f"sys.exit({error.code!r}) was called"
     elif is_echo(error):
         kind, remedy = "peer", "the cause is in the log of the rank that left first"
-        detail = f"another process is gone: {first_line(error)}"
+        said = first_line(error).partition(" This is typically caused by")[0]  # gloo's guesses, and good wishes
+        detail = f"another process is gone: {said}"
     elif is_out_of_memory(error):
         kind, remedy, detail = "oom", _LESS_MEMORY, f"{detail}; held at the time: {sizes}"
     elif text.startswith("DataLoader worker (pid") or _lost_a_batch(error):

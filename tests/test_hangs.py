@@ -234,13 +234,15 @@ def test_a_roll_call_that_all_answer_names_the_last_in_line() -> None:
 
 def test_a_store_that_is_gone_points_at_the_host_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "node0")
-    error = RuntimeError("Connection closed by peer [10.0.0.1]:1234")
+    wishes = "This is typically caused by a remote worker crashing. Check the logs of the remote worker. GLHF!"
+    error = RuntimeError(f"Connection closed by peer [10.0.0.1]:1234. {wishes}")
     failure = failure_from(error, 1, Position(step=3, phase="backward"), Path("logs/rank_1.log"), "")
     store = mock.Mock(**{"get.side_effect": dist.DistNetworkError("gone"), "set.side_effect": dist.DistStoreError("x")})
     assert not roll_call.answer(store, World(1, 2, 0, 1), Position())
     failure = roll_call.blame(failure, error, store, World(1, 2, 0, 1))
     assert (failure.kind, failure.exit_code, failure.rank, failure.host) == ("peer", 70, 0, "node0")
     assert "gives no answer" in failure.detail and "closed by peer" in failure.detail
+    assert "GLHF" not in failure.detail
 
 
 # --- a rank is slow -------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import functools
+import io
 import itertools
 import json
 import os
@@ -118,11 +119,25 @@ def test_numbers_of_a_column_have_the_decimals_of_its_middle() -> None:
 
 
 @pytest.mark.parametrize("width", [40, 200])
-def test_the_terminal_shows_every_number_however_narrow_it_is(width: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_has_every_number_however_long_its_lines_are(width: int, capsys: pytest.CaptureFixture[str]) -> None:
     table = Table("Wide", [f"column {n}" for n in range(12)], [[123456.0 + n for n in range(12)]])
     show(Report("", "", [table]), Console(width=width))
     out = capsys.readouterr().out.replace("\n", "")
     assert all(f"{123456 + n:,}" in out for n in range(12))
+
+
+@pytest.mark.parametrize("width", [40, 80, 400])
+def test_a_terminal_has_the_columns_that_fit_and_names_the_others(width: int) -> None:
+    columns = ["variant", "result", *[f"figure {number}" for number in range(9)]]
+    written = io.StringIO()
+    table = Table("Variants", columns, [["none", "completed", *[1000.5 + number for number in range(9)]]])
+    show(Report("", "", [table]), Console(width=width, force_terminal=True, file=written, color_system=None))
+    lines = written.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    told = " ".join(" ".join(lines).split())
+    left_out = [name for name in columns if name in told.partition("In the report, or a wider terminal:")[2]]
+    assert bool(left_out) == (width < 400) and all(name in told for name in ("variant", "result"))
+    assert told.count("1,00") == 9 - len(left_out)
 
 
 def test_without_matplotlib_a_report_has_its_tables_and_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.segment import Segment
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -98,21 +99,38 @@ def write(report: Report, directory: Path) -> Path:
 
 
 def show(report: Report, console: Console | None = None) -> None:
-    """The tables, in the terminal."""
+    """The tables. In a terminal that is too narrow only the columns that fit; the report has all."""
     console = console or Console()
     for table in report.tables:
-        shown = RichTable(title=Text(table.title, "bold"), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-        rows, numeric = cells(table), _numeric(table)
-        for place, (name, right) in enumerate(zip(table.columns, numeric, strict=True)):
-            longest = max((len(row[place]) for row in rows), default=0)
-            longest_word = max(map(len, name.split()), default=0)
-            least = max(longest if right else min(longest, TEXT_WIDTH), longest_word)  # words are folded, numbers not
-            shown.add_column(Text(name), justify="right" if right else "left", min_width=least, overflow="fold")
-        for row in rows:
-            shown.add_row(*map(Text, row))
-        console.print(shown, crop=False)  # on a terminal too narrow for it, lines wrap: no number is lost
+        count = len(table.columns)
+        drawn = _drawn(table, count)
+        while console.is_terminal and count > 2 and _width(drawn, console) > console.width:
+            count -= 1
+            drawn = _drawn(table, count)
+        console.print(drawn, crop=False)  # in a file lines are as long as they are
         if table.note:
             console.print(Text(table.note, "dim"))
+        if left_out := table.columns[count:]:
+            console.print(Text(f"In the report, or a wider terminal: {', '.join(left_out)}.", "dim"))
+
+
+def _width(drawn: RichTable, console: Console) -> int:
+    """Of its longest line: what cannot be folded makes it wider than the console."""
+    return max(map(Segment.get_line_length, Segment.split_lines(console.render(drawn))))
+
+
+def _drawn(table: Table, count: int) -> RichTable:
+    """The first columns of a table."""
+    drawn = RichTable(title=Text(table.title, "bold"), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    rows, numeric = cells(table), _numeric(table)
+    for place, (name, right) in enumerate(zip(table.columns[:count], numeric, strict=False)):
+        longest = max((len(row[place]) for row in rows), default=0)
+        longest_word = max(map(len, name.split()), default=0)
+        least = max(longest if right else min(longest, TEXT_WIDTH), longest_word)  # words are folded, numbers not
+        drawn.add_column(Text(name), justify="right" if right else "left", min_width=least, overflow="fold")
+    for row in rows:
+        drawn.add_row(*map(Text, row[:count]))
+    return drawn
 
 
 # --- cells ------------------------------------------------------------------------------------------------------------
