@@ -141,9 +141,15 @@ def test_a_run_goes_on_from_a_checkpoint_in_the_same_bytes(graph: bool) -> None:
     assert largest_difference(whole, state_of(again)) == 0
 
 
-@pytest.mark.parametrize("augment", [False, True])
-def test_data_on_the_device_are_those_of_the_host(augment: bool) -> None:
-    source, _ = build_sources(DigitsConfig(augment=augment), 0)
+def pixels() -> ArraySource:
+    """uint8, three channels, each with a mean and a deviation of its own."""
+    images = torch.randint(0, 256, (1433, 3, 24, 24), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    return ArraySource(images, torch.arange(1433) % 10, (0.49, 0.46, 0.41), (0.23, 0.22, 0.24))
+
+
+@pytest.mark.parametrize("name", ["digits", "digits, augmented", "pixels"])
+def test_data_on_the_device_are_those_of_the_host(name: str) -> None:
+    source = pixels() if name == "pixels" else build_sources(DigitsConfig(augment="augmented" in name), 0)[0]
     plan = Plan(samples=len(source), global_batch_size=96, accumulation_steps=1, steps=40, seed=0)
     tuning = TuningConfig(num_workers=0, pin_memory=False, non_blocking=False, channels_last=True, precision="fp32")
     made = [Loader(source, list(plan.shares()), tuning, "cuda:0", Position(), resident=r) for r in (False, True)]
