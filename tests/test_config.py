@@ -169,6 +169,7 @@ BAD: dict[str, list[str]] = {
     "train._target_=a.b": ["train._target_=a.b", "no such key"],
     # options that do not exist
     "optimizer=admw": [REFUSED, "did you mean adamw?"],
+    "model=my_pkg.Net": [REFUSED, "your own: model._target_=my_pkg.Net"],
     "model=resnet51": [REFUSED, "did you mean resnet50?"],
     "data=mnst": [REFUSED, "did you mean mnist?"],
     "schedule=cosin": [REFUSED, "did you mean cosine?"],

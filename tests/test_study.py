@@ -287,6 +287,15 @@ def test_a_variant_that_does_not_fit_this_machine_keeps_its_row() -> None:
     assert study.named("many").reason.startswith("cannot run here: train.global_batch_size=24: cannot be split over 5")
 
 
+def test_help_shows_what_there_is_and_the_keys_of_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.study(ROOT / "launch.py", CONF, ["mode=study", "--help"], None) == 0
+    out = capsys.readouterr().out
+    assert all(f"study={name} " in out for name in names_of(CONF))
+    assert main.study(ROOT / "launch.py", CONF, ["mode=study", "study=scaling", "-h"], None) == 0
+    out = capsys.readouterr().out
+    assert "study.KEY=VALUE" in out and (CONF / "study/scaling.yaml").read_text().strip() in out
+
+
 def test_nothing_is_begun_once_a_study_is_stopped(tmp_path: Path) -> None:
     trial, stop = Trial(["train.epochs=1"], tmp_path / "trial"), Stop()
     stop.received.append(signal.SIGTERM)

@@ -124,7 +124,8 @@ def _read_override(conf: Path, override: Override, sweep: bool, read: Overrides)
             read.words.append(word)
             read.choices[name] = str(option)
         else:
-            guess = did_you_mean(str(wrong[0]), options)
+            own = "." in str(wrong[0]) and (conf / name / "custom.yaml").exists()
+            guess = f"; your own: {name}._target_={wrong[0]}" if own else did_you_mean(str(wrong[0]), options)
             read.problems.append(f"{name}={shown(option)}: must be one of {', '.join(options)}{guess}")
     elif name.endswith(".name") and (conf / name[:-5]).is_dir():
         read.problems.append(f"{word}: an option is chosen by {name[:-5]}={shown(override.value())}")

@@ -15,7 +15,7 @@ from ddp_train.stopping import UNSAVED
 from ddp_train.study import tables
 from ddp_train.study.facts import load_average
 from ddp_train.study.report import Report, show, write
-from ddp_train.study.request import Request, read_request
+from ddp_train.study.request import Request, names_of, read_request
 from ddp_train.study.results import METRICS, middle
 from ddp_train.study.trials import Trial, at_work, completed, run
 from ddp_train.study.variants import Study, Variant, merged, plan, trials_folder
@@ -34,6 +34,9 @@ def study(script: Path, conf: Path, words: list[str], world: World | None) -> in
     """Makes the study that the words ask for. Returns the exit code. Raises ConfigError before anything runs."""
     if world:
         raise ConfigError(["mode=study: starts its own processes; use python launch.py, not torchrun"])
+    if {"-h", "--help"} & set(words):
+        print(help_text(conf, words))
+        return 0
     request = read_request(script, conf, words)
     kind = str(request.settings.get("kind", "variants"))
     make = _study_variants if kind == "variants" else importlib.import_module(f"ddp_train.study.{kind}").study
@@ -46,6 +49,16 @@ def study(script: Path, conf: Path, words: list[str], world: World | None) -> in
     show(report, Console(highlight=False))
     print(f"report {page}")
     return code
+
+
+def help_text(conf: Path, words: list[str]) -> str:
+    """The file of the study that is named, whose comments say what its keys mean; else what each study is."""
+    files = {name: (conf / "study" / f"{name}.yaml").read_text().strip() for name in names_of(conf)}
+    for name, text in files.items():
+        if f"study={name}" in words:
+            return f"study={name} is conf/study/{name}.yaml; each KEY in it is study.KEY=VALUE here.\n\n{text}"
+    lines = [f"study={name:<12} {text.splitlines()[0].lstrip('# ')}" for name, text in files.items()]
+    return "\n".join([*lines, "", "mode=study study=NAME --help shows the keys of one."])
 
 
 def _study_variants(request: Request) -> tuple[Report, int]:
