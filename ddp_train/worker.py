@@ -41,6 +41,7 @@ from ddp_train.distributed.world import (
     board_descriptor,
     launcher_pid,
     say_last_word,
+    tell_agent,
     visible_devices,
     world_from_environment,
 )
@@ -147,6 +148,7 @@ def run(config: Config, world: World, get_store: Callable[[], Store], attendant:
             failure = roll_call.blame(failure, error, store, world)
         if health.report(run_dir, failure, described(config), None if echo else error, terminal):
             say_last_word(TOLD)
+            tell_agent(health.headline(failure).removeprefix("FATAL "))
         return failure.exit_code
 
 

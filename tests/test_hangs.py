@@ -14,11 +14,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from ddp_train import watch
 from ddp_train.distributed import roll_call
-from ddp_train.distributed.world import World
-from ddp_train.health import failure_from, failure_from_exit, is_echo
+from ddp_train.distributed.world import World, tell_agent
+from ddp_train.errors import DataError
+from ddp_train.health import failure_from, failure_from_exit, headline, is_echo
 from ddp_train.heartbeat import Board, Position
 from ddp_train.watch import Watch
 from tests.commands import (
@@ -243,6 +245,15 @@ def test_a_store_that_is_gone_points_at_the_host_of_rank_0(monkeypatch: pytest.M
     assert (failure.kind, failure.exit_code, failure.rank, failure.host) == ("peer", 70, 0, "node0")
     assert "gives no answer" in failure.detail and "closed by peer" in failure.detail
     assert "GLHF" not in failure.detail
+
+
+def test_torchruns_last_page_shows_the_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    failure = failure_from(DataError("sample 7 is spoilt", "repair it"), 1, Position(step=3), Path("r1.log"), "")
+    tell_agent(headline(failure).removeprefix("FATAL "))
+    page = str(ChildFailedError("launch.py", {1: ProcessFailure(1, 123, 65, str(file))}))
+    assert "sample 7 is spoilt" in page and "repair it" in page and "FATAL" not in page
 
 
 # --- a rank is slow -------------------------------------------------------------------------------------------------

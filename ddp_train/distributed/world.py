@@ -5,6 +5,8 @@ Torch-free, so that the entry can ask before it imports torch. The variables are
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
 import socket
@@ -153,6 +155,15 @@ def say_last_word(word: object) -> None:
     if path:
         with Path(path).open("a") as file:  # one short line is written whole
             file.write(f"{os.environ['TORCHELASTIC_RESTART_COUNT']} {word}\n")
+
+
+def tell_agent(failure: str) -> None:
+    """torchrun ends with a page of its own, on which it shows what it finds in a file of each process."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        more = {"py_callstack": failure, "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError):  # the user has been told already
+            Path(path).write_text(json.dumps({"message": {"message": failure, "extraInfo": more}}))
 
 
 def gloo_interface() -> str | None:
