@@ -195,7 +195,8 @@ SPEC = WorkerSpec(
 
 
 @pytest.mark.slow
-def test_what_ends_a_forked_worker_is_known(capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_ends_a_forked_worker_is_known(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "config.yaml")  # whose reader waits for good
     server = ForkServer(ROOT)
     try:
         with adopting_orphans():
@@ -208,7 +209,8 @@ def test_what_ends_a_forked_worker_is_known(capfd: pytest.CaptureFixture[str]) -
             os.close(reading)
             error = capfd.readouterr().err
             assert error.count("Traceback") == error.count("FileNotFoundError: ") == 3
-            (worker,) = server.fork([SPEC], given_up=lambda: False)
+            waiting = WorkerSpec([str(tmp_path)], SPEC.environment, {})
+            (worker,) = server.fork([waiting], given_up=lambda: False)
             worker.send_signal(signal.SIGKILL)
             assert worker.wait() == worker.poll() == -signal.SIGKILL
             worker.send_signal(signal.SIGKILL)  # to nobody: its number may be another's by now
