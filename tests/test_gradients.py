@@ -17,7 +17,7 @@ from torch import nn
 from ddp_train.distributed.world import World
 from ddp_train.launcher import Stop
 from ddp_train.loop import fit
-from ddp_train.study import gradients
+from ddp_train.study import gradients, trials
 from ddp_train.study.gradient_probe import GradientProbe
 from ddp_train.study.gradients import compare
 from ddp_train.study.trials import Outcome, Trial, run
@@ -183,7 +183,7 @@ def test_a_real_run_of_three_processes_agrees_with_one(
     probes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr(gradients, "run", runs_of(probes, "group", real="3"))
+    monkeypatch.setattr(trials, "run", runs_of(probes, "group", real="3"))
     report, code = gradients.study(asked(*WORDS, "tuning.precision=fp64", f"run_dir={tmp_path}"))
     (row,) = report.tables[0].rows
     assert code == 0 and row[0] == "fp64" and 0 < row[3] < 1e-9 and row[5] == "agree", row
@@ -193,7 +193,7 @@ def test_a_study_fails_where_gradients_differ_and_says_why(
     probes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr(gradients, "run", runs_of(probes, "batch"))
+    monkeypatch.setattr(trials, "run", runs_of(probes, "batch"))
     report, code = gradients.study(asked(*WORDS, "model.norm=batch", f"run_dir={tmp_path}"))
     summary, *_, stumbles = report.tables
     assert code == 70 and [row[0] for row in summary.rows] == ["fp64", "fp32"]

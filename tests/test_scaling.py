@@ -18,7 +18,7 @@ from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
 from ddp_train.launcher import Stop
 from ddp_train.loop import fit
-from ddp_train.study import scaling
+from ddp_train.study import scaling, trials
 from ddp_train.study.scaling import Cell, Split, _efficiency, split_of, verdict
 from ddp_train.study.step_times import StepTimes
 from ddp_train.study.trials import Outcome, Trial
@@ -163,7 +163,7 @@ def some_runs(trial: Trial, script: Path, stop: Stop) -> Outcome | None:
 @pytest.mark.slow
 def test_a_study_runs_both_ways_and_splits_the_steps_of_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr(scaling, "run", some_runs)
+    monkeypatch.setattr(trials, "run", some_runs)
     report, code = scaling.study(asked(*WORDS, f"run_dir={tmp_path}"))
     weak, strong, where = (table.rows for table in report.tables)
     assert code == 0, where

@@ -20,7 +20,7 @@ from ddp_train.study.facts import facts
 from ddp_train.study.report import Plot, Report, Table
 from ddp_train.study.request import Request, key_of, settings_as
 from ddp_train.study.scaling import resolved
-from ddp_train.study.trials import Outcome, Trial, at_work, completed, run
+from ddp_train.study.trials import Outcome, Trial, at_work, made
 
 TOLERANCES = {"fp64": 1e-9, "fp32": 1e-3, "tf32": 1e-2, "fp16": 5e-2, "bf16": 1e-1}
 """Largest difference, relative, that rounding explains where sums have another order: a dozen times the precision of
@@ -102,21 +102,15 @@ def study(request: Request) -> tuple[Report, int]:
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     with at_work(request):
-        made = {which: _made(request, trial, *which) for which, trial in trials.items()}
-    found = [Comparison(p, _tolerance(asked, p), made[p, 1], made[p, processes]) for p in wanted]
+        outcomes = {
+            (p, n): made(
+                request, trial, f"{p}, {counted(n, 'process')}", lambda outcome: f"took {outcome.seconds:.0f} s"
+            )
+            for (p, n), trial in trials.items()
+        }
+    found = [Comparison(p, _tolerance(asked, p), outcomes[p, 1], outcomes[p, processes]) for p in wanted]
     report, agree = _report(request, asked, processes, found)
     return report, request.stop.exit_code(UNSAVED) if request.stop.received else 0 if agree else LaunchError.exit_code
-
-
-def _made(request: Request, trial: Trial, precision: str, processes: int) -> Outcome | None:
-    """What the trial left: earlier, if it was completed, or now. None once the study is stopped."""
-    outcome = completed(trial)
-    if outcome or request.stop.received:
-        return outcome
-    print(f"{precision}, {counted(processes, 'process')}", end="  ", flush=True)
-    outcome = run(trial, request.script, request.stop)
-    print("stopped" if outcome is None else outcome.reason or f"took {outcome.seconds:.0f} s", flush=True)
-    return outcome
 
 
 def _trial(request: Request, asked: Config, precision: str, processes: int) -> Trial:

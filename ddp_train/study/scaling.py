@@ -23,7 +23,7 @@ from ddp_train.study.facts import facts, load_average
 from ddp_train.study.plots import Axis, Curve, curves
 from ddp_train.study.report import Plot, Report, Table
 from ddp_train.study.request import Request, command_of, key_of, settings_as
-from ddp_train.study.trials import Outcome, Trial, at_work, completed, run
+from ddp_train.study.trials import Outcome, Trial, at_work, made
 
 PARTS = ("data", "compute", "exposed", "host")
 """As `step_times` writes them."""
@@ -163,14 +163,8 @@ def study(request: Request) -> tuple[Report, int]:
 
 
 def _made(request: Request, trial: Trial) -> Outcome | None:
-    """What the trial left: earlier, if it was completed, or now. None once the study is stopped."""
-    before = completed(trial)
-    if before or request.stop.received:
-        return before
-    print(f"trial {trial.run_dir.parent.name}/{trial.run_dir.name}", end="  ", flush=True)
-    outcome = run(trial, request.script, request.stop)
-    print("stopped" if outcome is None else outcome.reason or f"{speed(outcome):,.0f} samples/s", flush=True)
-    return outcome
+    name = f"trial {trial.run_dir.parent.name}/{trial.run_dir.name}"
+    return made(request, trial, name, lambda outcome: f"{speed(outcome):,.0f} samples/s")
 
 
 def _most(config: ScalingConfig, machine: Machine) -> int:

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -171,6 +171,20 @@ def completed(trial: Trial) -> Outcome | None:
     """What an earlier `run` of this trial left, if it was completed. Raises as `outcome_of` does."""
     before = outcome_of(trial)
     return before if before and before.completed else None
+
+
+def made(request: Request, trial: Trial, name: str, tell: Callable[[Outcome], str]) -> Outcome | None:
+    """What the trial left: earlier, if it was completed, or now. None if it was to be run and the study is stopped.
+
+    name, tell: what is printed before and after it is run.
+    """
+    before = completed(trial)
+    if before or request.stop.received:
+        return before
+    print(name, end="  ", flush=True)
+    now = run(trial, request.script, request.stop)
+    print("stopped" if now is None else now.reason or tell(now), flush=True)
+    return now
 
 
 def outcome(run_dir: Path, exit_code: int, seconds: float, output: Path | None = None) -> Outcome:
