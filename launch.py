@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddp_train import output
-from ddp_train.distributed.world import World, world_from_environment
+from ddp_train.distributed.world import World, tell_agent, world_from_environment
 from ddp_train.errors import ConfigError
 from ddp_train.fork_server import ForkServer
 from ddp_train.stopping import INTERRUPTED
@@ -69,8 +69,7 @@ def lead(world: World | None, words: list[str], server: ForkServer | None) -> in
             return through_hydra(__doc__ or "", SCRIPT, CONF, words, world, server, report)
         prepared = prepare(CONF, words, world)
     except ConfigError as error:
-        print(error, file=sys.stderr)
-        return refuse(world)
+        return refuse(world, error)
     for notice in prepared.notices:
         print(f"note: {notice}", file=sys.stderr)
     if world:
@@ -111,8 +110,10 @@ def doctor(store: Store, world: World, words: list[str], config: Config) -> int:
     return examine_together(store, world, words, config, SCRIPT.parent)
 
 
-def refuse(world: World | None) -> int:
-    """Exit code 2. The ranks of this host are ended by torchrun; those of other hosts must be told."""
+def refuse(world: World | None, error: ConfigError) -> int:
+    """Says why. Returns exit code 2. torchrun ends the ranks of this host; those of other hosts must be told."""
+    print(error, file=sys.stderr)
+    tell_agent(str(error))
     if world and world.hosts > 1:
         from ddp_train.worker import join
 

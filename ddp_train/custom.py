@@ -33,12 +33,16 @@ def call(section: str, custom: CustomConfig, *args: Any, **more: Any) -> Any:
         raise ConfigError([f"{found}: neither a class of {', '.join(TRUSTED_MODULES)} nor a model of torchvision"])
     values = from_environment(custom.arguments, section)
     try:
-        inspect.signature(target).bind(*args, **values, **more)
+        signature = inspect.signature(target)
+    except ValueError:  # written in C, without a signature: the call itself will tell
+        return target(*args, **values, **more)
+    try:
+        signature.bind(*args, **values, **more)
     except TypeError as error:  # with the arguments as they were written: a value of the environment may be a secret
         arguments = ", ".join(f"{key}={value!r}" for key, value in {**custom.arguments, **more}.items())
-        raise ConfigError([f"{found}: cannot be called with {arguments}: {error}"]) from error
-    except ValueError:  # written in C, without a signature: the call itself will tell
-        pass
+        known = list(signature.parameters)
+        guesses = "".join(did_you_mean(key, known) for key in custom.arguments if key not in known)
+        raise ConfigError([f"{found}: cannot be called with {arguments}: {error}{guesses}"]) from error
     return target(*args, **values, **more)
 
 

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddp_train import __version__
-from ddp_train.cli import Trials, _outcome
+from ddp_train.cli import folded
 from ddp_train.config.check import check, check_rules
 from ddp_train.config.compose import all_keys, bind, read_config, read_overrides, shown
 from ddp_train.config.freeze import FILE, freeze, thaw
@@ -30,6 +30,7 @@ from ddp_train.config.prepare import prepare, read_run
 from ddp_train.config.resolve import resolve
 from ddp_train.config.schema import OPTIONS, SECTIONS, Config, CustomConfig, schema_of
 from ddp_train.errors import ConfigError
+from ddp_train.sweep import Trials, _outcome
 
 ROOT = Path(__file__).resolve().parent.parent
 CONF = ROOT / "conf"
@@ -212,8 +213,8 @@ BAD: dict[str, list[str]] = {
     "optimizer.lr=true": ["must be a number"],
     "seed=abc": ["must be a whole number"],
     "name=null": ["must be text"],
-    "trusted_modules=foo": ["must be a list"],
-    "strategy.bucket_cap_mb_list=3": ["must be a list or null"],
+    "trusted_modules=foo": ["must be a list, [one,another]"],
+    "strategy.bucket_cap_mb_list=3": ["must be a list, [one,another] or null"],
     "train=3": ["holds keys of its own, for example train.global_batch_size"],
     "launch=null": ["holds keys of its own, for example launch.nproc_per_node"],
     # numbers out of range, words out of choice
@@ -466,6 +467,8 @@ def test_arguments_are_judged_by_the_signature_and_errors_inside_come_through(
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigError, match=r"cannot be called with size=1, width=3: .*'width'"):
         call("model", CustomConfig(target="mine_broken.Thing", arguments={"size": 1, "width": 3}))
+    with pytest.raises(ConfigError, match=r"cannot be called with siez=1: .*'size'; did you mean size\?"):
+        call("model", CustomConfig(target="mine_broken.Thing", arguments={"siez": 1}))
     with pytest.raises(TypeError, match="object of type 'int' has no len"):
         call("model", CustomConfig(target="mine_broken.Thing", arguments={"size": 3}))
     with pytest.raises(ModuleNotFoundError, match="nosuch"):
@@ -695,6 +698,18 @@ def test_help_names_choices_and_what_works() -> None:
         "(train, evaluate, study, doctor)", "MNIST to 99 %", "Small, slow and loud",
     ):  # fmt: skip
         assert expected in told
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_help_fits_a_terminal_and_loses_no_word(width: int) -> None:
+    text = launch("--help").stdout
+    seen = folded(text, width)
+    assert max(map(len, seen.splitlines())) <= width < max(map(len, text.splitlines()))
+    assert seen.split() == text.split()
+    if width == 80:
+        at = seen.index("launch.grace_seconds=30.0")
+        first, second = seen[at:].splitlines()[:2]
+        assert second.startswith(" " * (first.index("from the request") + 2)), "below the meaning of the key"
 
 
 def test_help_into_a_pipe_that_closes_ends_quietly() -> None:

@@ -246,7 +246,7 @@ def test_a_later_word_takes_the_place_of_an_earlier_one() -> None:
     [
         ([], "mode=study: which one? add study="),
         (["study=strategy"], "study=strategy: must be one of"),
-        (["study=tips", "-m"], "-m: mode=study takes no flags"),
+        (["study=tips", "-m"], "-m: mode=study takes no flag but --help; leave it out"),
         (["study=tips", "study.repeat=3"], "study.repeat=3: no such key; did you mean study.repeats?"),
         (["study=tips", "study.repeats=0"], "study.repeats=0: must be at least 1"),
         (["study=tips", "study.only=[none]", "optimizer.lrr=1"], "did you mean optimizer.lr? (study.variants: none)"),
@@ -405,6 +405,16 @@ def enter(request: Request) -> None:
     """As a study does before its first run."""
     with request.held, at_work(request):
         pass
+
+
+def test_other_work_on_the_machine_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for load in (0.0, (os.cpu_count() or 1) / 2):
+        monkeypatch.setattr(trials, "load_average", lambda load=load: load)
+        words = ["mode=study", "study=strategies", f"run_dir={tmp_path / str(load)}"]
+        enter(read_request(ROOT / "launch.py", CONF, words))
+        assert (f"note: load average {load:.1f}: other work" in capsys.readouterr().err) == (load > 0)
 
 
 @pytest.mark.parametrize(

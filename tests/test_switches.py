@@ -29,7 +29,7 @@ import yaml
 from PIL import Image
 from torch import nn
 
-from ddp_train import cli, hosts, launcher, tracking, tuning, worker
+from ddp_train import hosts, launcher, sweep, tracking, tuning, worker
 from ddp_train.build import advice, build_evaluation, build_job, build_module, build_plan, tuning_rows
 from ddp_train.config.check import check
 from ddp_train.config.compose import all_keys, bind, read_overrides
@@ -418,7 +418,7 @@ def objective(case: Case) -> Any:
     run_dir = Path(str(case.config.run_dir))
     run_dir.mkdir(parents=True)
     (run_dir / "summary.json").write_text(json.dumps(numbers))
-    return cli._outcome(case.config)["objective"]
+    return sweep._outcome(case.config)["objective"]
 
 
 def worker_environments(case: Case) -> Any:

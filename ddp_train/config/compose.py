@@ -31,6 +31,7 @@ MAY_BE_SEVERAL = ("tracker",)
 STUDY = "study"
 """A mode and its files, which are no part of a run's config."""
 _TYPE_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+_LIST = "a list, [one,another]"
 
 
 @dataclasses.dataclass
@@ -303,10 +304,10 @@ def bind_fields(schema: type, prefix: str, content: dict[str, Any], problems: li
 
 def _expected(schema: type, name: str, hint: Any) -> str:
     if typing.get_origin(hint) is list:
-        return "a list"
+        return _LIST
     words = next(f.metadata.get("words", ()) for f in dataclasses.fields(schema) if f.name == name)
     kinds = [kind for kind in typing.get_args(hint) if not (kind is str and words)] or [hint]
-    return " or ".join([_TYPE_WORDS.get(kind, "a list") for kind in kinds] + list(words))
+    return " or ".join([_TYPE_WORDS.get(kind, _LIST) for kind in kinds] + list(words))
 
 
 def _unknown_key(prefix: str, name: str, value: Any, schema: type) -> str:

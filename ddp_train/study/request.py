@@ -58,7 +58,7 @@ def key_of(word: str) -> str:
 def read_request(script: Path, conf: Path, words: list[str]) -> Request:
     """Raises ConfigError for what can be seen without composing a run."""
     names = names_of(conf)
-    flags = [f"{word}: mode=study takes no flags; leave it out" for word in words if word.startswith("-")]
+    flags = [f"{word}: mode=study takes no flag but --help; leave it out" for word in words if word.startswith("-")]
     given: dict[str, str] = {key_of(word): word.partition("=")[2] for word in words if not word.startswith("-")}
     name = given.get("study", "")
     if not name:
