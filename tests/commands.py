@@ -199,8 +199,16 @@ def processes_of(run_dir: Path) -> dict[int, int | None]:
 
 
 def server_of(launcher: int) -> int:
-    """The process id of a launcher's fork server."""
-    (pid,) = [pid for pid in children_of(launcher) if b"fork_server" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    """The process id of a launcher's fork server. Its command line is there a little later than the process."""
+    found: list[int] = []
+
+    def is_there() -> bool:
+        commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children_of(launcher)}
+        found[:] = [pid for pid, command in commands.items() if b"fork_server" in command]
+        return bool(found)
+
+    wait_until(is_there, "fork server", seconds=5)
+    (pid,) = found
     return pid
 
 
