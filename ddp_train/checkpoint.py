@@ -15,6 +15,7 @@ import logging
 import os
 import shutil
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 
 from ddp_train import lock
 from ddp_train.errors import DataError, TakenError, WriteError
+from ddp_train.heartbeat import Position
 from ddp_train.nested import map_tensors, tensors
 
 MODEL, TRAINING, MANIFEST = "model.safetensors", "training.pt", "manifest.json"
@@ -55,7 +57,9 @@ def copy_of(tensor: Tensor) -> Tensor:
 class Writer:
     """Writes checkpoints into `run_dir` in a thread of its own, one at a time. For one process only, rank 0."""
 
-    def __init__(self, run_dir: Path, keep: int, keep_best: bool = False) -> None:
+    def __init__(self, run_dir: Path, keep: int, keep_best: bool = False, position: Position | None = None) -> None:
+        """position: where it is told that a checkpoint is being written."""
+        self.position = position or Position()
         self.run_dir, self.keep, self.keep_best = run_dir, keep, keep_best
         self.thread: threading.Thread | None = None
         self.error: Exception | None = None
@@ -63,11 +67,16 @@ class Writer:
         for part in run_dir.glob("checkpoints/step_*.part-*"):  # a process was killed while it wrote or removed it
             shutil.rmtree(part)
 
-    def submit(self, snapshot: Snapshot) -> None:
-        """Begins to write; waits first until the one before is written."""
+    def submit(self, take: Callable[[], Snapshot]) -> None:
+        """Waits until the one before is written, takes a snapshot and begins to write it."""
         self._join()
-        self.thread = threading.Thread(target=self._write, args=(snapshot,), name="checkpoint")
-        self.thread.start()
+        self.position.saving = 1
+        try:
+            self.thread = threading.Thread(target=self._write, args=(take(),), name="checkpoint")
+            self.thread.start()
+        except BaseException:
+            self.position.saving = 0
+            raise
 
     def finish(self) -> None:
         """Waits until all is written. Raises WriteError if the last one could not be."""
@@ -89,6 +98,8 @@ class Writer:
         except Exception as error:  # noqa: BLE001  `submit` and `finish` raise it in the training thread
             self.error = error  # a WriteError counts if it is the last word: until then training goes on
             log.warning("%s; training goes on, the next checkpoint will be tried", error)
+        finally:
+            self.position.saving = 0
 
 
 def write(run_dir: Path, snapshot: Snapshot, owner: dict[str, str] | None = None) -> Path:

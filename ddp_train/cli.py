@@ -93,12 +93,12 @@ def help_text(usage: str, conf: Path) -> str:
 
 
 def folded(text: str, width: int) -> str:
-    """Long lines go on below the column in which their last part begins: after two spaces or more."""
+    """Long lines go on where their last part begins, after two spaces or more, or where 22 columns are left."""
     lines = []
     for line in text.splitlines():
         parts = re.match(r".*  (?=\S)", line.rstrip())
-        margin = " " * min(len(parts[0]) if parts else 0, width - 30)
-        wrapper = textwrap.TextWrapper(width, subsequent_indent=margin, break_long_words=False, break_on_hyphens=False)
+        margin = " " * min(len(parts[0]) if parts else 0, width - 22)
+        wrapper = textwrap.TextWrapper(width, subsequent_indent=margin, break_long_words=False)
         lines += wrapper.wrap(line) or [""]
     return "\n".join(lines)
 

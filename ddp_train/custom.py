@@ -31,18 +31,19 @@ def call(section: str, custom: CustomConfig, *args: Any, **more: Any) -> Any:
     target = getattr(module, name)
     if is_trusted(custom.target, []) and not _is_harmless(target):
         raise ConfigError([f"{found}: neither a class of {', '.join(TRUSTED_MODULES)} nor a model of torchvision"])
+    if not callable(target):
+        raise ConfigError([f"{found}: is of type {type(target).__name__}, which cannot be called"])
     values = from_environment(custom.arguments, section)
     try:
-        signature = inspect.signature(target)
-    except ValueError:  # written in C, without a signature: the call itself will tell
-        return target(*args, **values, **more)
-    try:
-        signature.bind(*args, **values, **more)
+        inspect.signature(target).bind(*args, **values, **more)
     except TypeError as error:  # with the arguments as they were written: a value of the environment may be a secret
         arguments = ", ".join(f"{key}={value!r}" for key, value in {**custom.arguments, **more}.items())
-        known = list(signature.parameters)
-        guesses = "".join(did_you_mean(key, known) for key in custom.arguments if key not in known)
-        raise ConfigError([f"{found}: cannot be called with {arguments}: {error}{guesses}"]) from error
+        theirs = [key for key in list(inspect.signature(target).parameters)[len(args) :] if key not in more]
+        unknown = next((key for key in custom.arguments if key not in theirs), "")  # which Python names, too
+        guess = did_you_mean(unknown, theirs)
+        raise ConfigError([f"{found}: cannot be called with {arguments}: {error}{guess}"]) from error
+    except ValueError:  # written in C, without a signature: the call itself will tell
+        pass
     return target(*args, **values, **more)
 
 

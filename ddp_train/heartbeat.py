@@ -13,13 +13,15 @@ import mmap
 import os
 import signal
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ddp_train.processes import resident_bytes
 
 BEAT_SECONDS = 0.2
+SAVED_POLL_SECONDS = 0.02
 START_SECONDS = 120.0
 """Where launch.timeout_seconds is less, this holds until the first batch is done: torch is imported from a cold disk,
 processes find each other, models are compiled."""
@@ -56,13 +58,17 @@ class Row(NamedTuple):
 class Position(ctypes.Structure):
     """Where a process is. Those who wait or work say so, the loop does not. `phase` is one of PHASES."""
 
-    _fields_ = tuple((name, ctypes.c_int64) for name in ("beats", "step", "batches", "resident_bytes", "_phase"))
+    _fields_ = tuple(
+        (name, ctypes.c_int64) for name in ("beats", "step", "batches", "resident_bytes", "saving", "_phase")
+    )
     step: int
     batches: int
     """That were fetched, in training and evaluation: a long evaluation moves on too."""
     beats: int
     resident_bytes: int
     """The memory of the process at its last beat."""
+    saving: int
+    """1 while a checkpoint is being written, beside whatever the phase says."""
     fetching: Sequence[Any] = ()
     """The shares that loader processes are working on, the next one first. Not shared with the launcher."""
 
@@ -76,6 +82,12 @@ class Position(ctypes.Structure):
 
     def row(self) -> Row:
         return Row(self.beats, self.step, self.batches, self.phase)
+
+    def wait_until_saved(self, seconds: float, given_up: Callable[[], bool] = lambda: False) -> None:
+        """A checkpoint that is being written is a copy, whole whatever happened since: lets it come to its end."""
+        deadline = time.monotonic() + seconds
+        while self.saving and time.monotonic() < deadline and not given_up():
+            time.sleep(SAVED_POLL_SECONDS)
 
     def beat(self) -> None:
         self.resident_bytes = resident_bytes()

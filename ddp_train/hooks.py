@@ -160,16 +160,16 @@ class Save:
         self.last_save = time.monotonic()
         with job.strategy.averaged(job.module) as buffers:
             if self.writer:
-                score = self.record.score and self.record.score.as_dict()
-                training = job.stepper.state() | {"buffers": buffers, "record": self.record.state()}
-                self.writer.submit(
-                    Snapshot(
-                        step=job.step,
-                        model=map_tensors(copy_of, job.module.model.state_dict()),
-                        training=map_tensors(copy_of, training),
-                        manifest={**self.manifest, "test": score},
-                    )
-                )
+                self.writer.submit(lambda: self._snapshot(job, buffers))
+
+    def _snapshot(self, job: Job, buffers: torch.Tensor) -> Snapshot:
+        training = job.stepper.state() | {"buffers": buffers, "record": self.record.state()}
+        return Snapshot(
+            step=job.step,
+            model=map_tensors(copy_of, job.module.model.state_dict()),
+            training=map_tensors(copy_of, training),
+            manifest={**self.manifest, "test": self.record.score and self.record.score.as_dict()},
+        )
 
 
 def _next_multiple(period: int, step: int) -> int:

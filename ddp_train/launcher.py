@@ -119,7 +119,10 @@ def _attempt(config: Config, import_path: Path, attempt: int, stop: Stop, server
             early = [rank for rank, code in enumerate(codes) if code == 0 and board.positions[rank].phase != END]
             failed = early + [rank for rank, code in enumerate(codes) if code not in (None, 0, SAVED)]
             if failed:
-                return _blame(config, run_dir, workers, failed, board, oom_kills() > oom_kills_before)
+                code = _blame(config, run_dir, workers, failed, board, oom_kills() > oom_kills_before)
+                patience = min(config.launch.grace_seconds, deadline - time.monotonic())
+                board.positions[0].wait_until_saved(patience, lambda: workers[0].poll() is not None or stop.insists)
+                return code
             if None not in codes:
                 return SAVED if SAVED in codes else 0
             if deadline == math.inf and (stop.received or SAVED in codes):

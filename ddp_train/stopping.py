@@ -84,12 +84,14 @@ class Brake:
             signal.signal(number, lambda *_: None)  # without a handler the interpreter does not note the number
         for work in (lambda: self._listen(numbers), lambda: self.agree(position, world, store)):
             threading.Thread(target=work, daemon=True).start()
-        afterwards = signal.SIG_DFL
+        completed = False
         try:
             yield
-            afterwards = signal.SIG_IGN  # all is done and saved: a late request has nothing to stop
+            completed = True
         finally:
             self.released.set()
+            # A late request has nothing to stop where all is done, or where a failed process only writes what it has.
+            afterwards = signal.SIG_IGN if completed or position.saving else signal.SIG_DFL
             for number in listened:
                 signal.signal(number, afterwards)
             signal.set_wakeup_fd(-1)

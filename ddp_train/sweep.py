@@ -51,7 +51,7 @@ class Trials:
         self.swept: set[str] = set()
         self.objective = ""
         self.total = 0
-        """How many trials there will be; 0 if that is not known."""
+        """How many trials the words make; 0 if they do not say."""
         self.rows: list[dict[str, Any]] = []
         self.elsewhere = ""
         """The launcher of Hydra that takes the trials to other processes or hosts; empty where they run here."""
@@ -89,8 +89,7 @@ class Trials:
         if not sweep:
             return ready
         self.swept, self.objective = set(read.swept), config.objective
-        if not any(_key(word) == "hydra/sweeper" for word in read.words):  # another one decides as it goes
-            self.total = math.prod(map(len, read.swept.values()))
+        self.total = math.prod(map(len, read.swept.values()))
         self.sweep_dir = Path(config.run_dir or f"runs/{config.name}/sweep_{new_run_id(None)}")
         if self.elsewhere:
             results = self.sweep_dir / RESULTS
@@ -104,7 +103,8 @@ class Trials:
         words, run_dir = list(job.overrides.task), str(job.runtime.output_dir)
         asked = [word.lstrip("+") for word in words if _key(word) in self.swept]
         row: dict[str, Any] = {"trial": job.job.num, "overrides": asked, "status": "failed", "exit_code": 2}
-        of_all = f" ({job.job.num + 1} of {self.total})" if self.total else ""
+        grid = job.sweeper._target_.endswith(".BasicSweeper") and not job.sweeper.get("params")
+        of_all = f" ({job.job.num + 1} of {self.total})" if self.total and grid else ""
         print(f"trial {job.job.num}{of_all}: {' '.join(asked)}", flush=True)
         stop = launcher.Stop()
         try:

@@ -150,6 +150,8 @@ def run(config: Config, world: World, get_store: Callable[[], Store], attendant:
             say_last_word(TOLD)
             tell_agent(health.headline(failure).removeprefix("FATAL "))
         return failure.exit_code
+    finally:
+        position.wait_until_saved(config.launch.grace_seconds)
 
 
 def _watched_timeout(config: Config) -> float:
@@ -233,7 +235,7 @@ def _train(
         job.stepper.load_state(training)
         record.load_state(training["record"])
     job.stepper.continue_from(job.step)
-    writer = Writer(run_dir, config.checkpoint.keep, config.checkpoint.best) if world.is_leader else None
+    writer = Writer(run_dir, config.checkpoint.keep, config.checkpoint.best, position) if world.is_leader else None
     facts = {"config": to_values(config), "world_size": world.size, "torch": torch.__version__}
     save = Save(writer, record, {**facts, "data_digests": data_digests}, config.checkpoint, position)
     tracking.start(job.step, metrics.kept)

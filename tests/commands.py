@@ -46,10 +46,13 @@ RANK = int(os.environ["RANK"])
 
 
 class Net(nn.Module):
-    """A small net. `fault` happens on one rank, in its given training call; `delay` seconds pass in each."""
+    """A small net. `fault` happens on one rank, in its given training call; `delay` seconds pass in each. `ballast`:
+    numbers that only make a checkpoint larger."""
 
-    def __init__(self, fault="", rank=1, call=1, delay=0.0, marker=""):
+    def __init__(self, fault="", rank=1, call=1, delay=0.0, marker="", ballast=0):
         super().__init__()
+        if ballast:
+            self.ballast = nn.Parameter(torch.zeros(ballast), requires_grad=False)
         self.layers = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10))
         self.fault, self.rank, self.call, self.delay, self.marker = fault, rank, call, delay, marker
         self.calls = 0
@@ -67,6 +70,8 @@ class Net(nn.Module):
                 raise ValueError("boom")
             if self.fault == "nan":
                 return outputs * float("nan")
+            if self.fault == "vanish":
+                os._exit(13)
             if self.fault == "vanish once" and not Path(self.marker).exists():
                 Path(self.marker).touch()
                 os._exit(13)
@@ -203,11 +208,13 @@ def server_of(launcher: int) -> int:
     found: list[int] = []
 
     def is_there() -> bool:
-        commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children_of(launcher)}
-        found[:] = [pid for pid, command in commands.items() if b"fork_server" in command]
+        found.clear()
+        for pid in children_of(launcher):
+            with contextlib.suppress(OSError):  # it ended in between
+                found.extend([pid] if b"fork_server" in Path(f"/proc/{pid}/cmdline").read_bytes() else [])
         return bool(found)
 
-    wait_until(is_there, "fork server", seconds=5)
+    wait_until(is_there, "fork server")
     (pid,) = found
     return pid
 

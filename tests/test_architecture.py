@@ -136,7 +136,7 @@ def test_the_main_path_can_be_read_in_an_hour() -> None:
     watched = sum(code_lines(path_of(module)) for module in WHAT_IS_WATCHED)
     all_of_it = sum(code_lines(path_of(module)) for module in LAYERS) + code_lines(ROOT / "launch.py")
     assert wrong <= 1250 and watched <= 490 and asked <= 1080
-    assert all_of_it - wrong - watched - asked <= 4550
+    assert all_of_it - wrong - watched - asked <= 4560
 
 
 @pytest.mark.parametrize(("wing", "limit"), [("doctor", 1540), ("study", 2800)])

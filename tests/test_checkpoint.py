@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,19 +91,19 @@ def test_leftovers_of_a_torn_save_are_never_taken_and_are_removed(tmp_path: Path
 def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     writer = Writer(tmp_path, keep=2, keep_best=True)
     for step, accuracy in enumerate([0.5, 0.9, 0.7, 0.9, 0.8, 0.6], start=1):
-        writer.submit(snapshot(step, test={"loss": 1.0, "accuracy": accuracy}))
+        writer.submit(partial(snapshot, step, test={"loss": 1.0, "accuracy": accuracy}))
     writer.finish()
     assert names(tmp_path) == ["step_00000002", "step_00000005", "step_00000006"]
     regression = Writer(tmp_path / "other", keep=1, keep_best=True)
     for step, loss in enumerate([3.0, 1.0, 2.0], start=1):
-        regression.submit(snapshot(step, test={"loss": loss, "accuracy": None}))
+        regression.submit(partial(snapshot, step, test={"loss": loss, "accuracy": None}))
     regression.finish()
     assert names(tmp_path / "other") == ["step_00000002", "step_00000003"]
 
 
 def test_a_newer_one_is_verified_before_an_older_one_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = Writer(tmp_path, keep=1)
-    writer.submit(snapshot(1))
+    writer.submit(lambda: snapshot(1))
     writer.finish()
     whole = checkpoint.write
 
@@ -112,7 +113,7 @@ def test_a_newer_one_is_verified_before_an_older_one_goes(tmp_path: Path, monkey
         return path
 
     monkeypatch.setattr(checkpoint, "write", spoiling)
-    writer.submit(snapshot(2))
+    writer.submit(lambda: snapshot(2))
     with pytest.raises(WriteError, match="spoilt as soon as it is written"):
         writer.finish()
     assert find("auto", tmp_path) == tmp_path / "checkpoints/step_00000001"
@@ -128,7 +129,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypa
     monkeypatch.setattr(checkpoint, "write", slow)
     state = {"weight": torch.zeros(3)}
     writer = Writer(tmp_path, keep=2)
-    writer.submit(Snapshot(1, map_tensors(copy_of, state), {}, {}))
+    writer.submit(lambda: Snapshot(1, map_tensors(copy_of, state), {}, {}))
     state["weight"] += 1  # the next step, while the disk is busy
     held.set()
     writer.finish()
@@ -140,9 +141,9 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypa
 
 def test_what_is_no_matter_of_the_disk_is_raised_at_once(tmp_path: Path) -> None:
     writer = Writer(tmp_path, keep=2)
-    writer.submit(snapshot(1, unwritable={1, 2}))
+    writer.submit(lambda: snapshot(1, unwritable={1, 2}))
     with pytest.raises(TypeError):
-        writer.submit(snapshot(2))
+        writer.submit(lambda: snapshot(2))
 
 
 @contextlib.contextmanager
@@ -162,16 +163,16 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_is_tried_again(
 ) -> None:
     with small_disk(tmp_path / "disk", "size=400k") as disk:
         writer = Writer(disk, keep=1)
-        writer.submit(snapshot(1))
+        writer.submit(lambda: snapshot(1))
         writer.finish()
         big = Snapshot(2, {"weight": torch.zeros(200_000)}, {}, {})
-        writer.submit(big)
+        writer.submit(lambda: big)
         with pytest.raises(WriteError, match=r"step 2 cannot be written .*bytes free, some 800,000 needed"):
             writer.finish()
         assert names(disk) == ["step_00000001"], "nothing half written is left"
         assert find("auto", disk) == disk / "checkpoints/step_00000001"
         assert "training goes on" in caplog.text
-        writer.submit(snapshot(3))
+        writer.submit(lambda: snapshot(3))
         writer.finish()
         assert names(disk) == ["step_00000003"]
 

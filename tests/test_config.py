@@ -3,12 +3,14 @@ than reading its message: no worker, no import of torch, no file."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import itertools
 import json
 import math
 import os
+import pty
 import subprocess
 import sys
 import time
@@ -213,8 +215,8 @@ BAD: dict[str, list[str]] = {
     "optimizer.lr=true": ["must be a number"],
     "seed=abc": ["must be a whole number"],
     "name=null": ["must be text"],
-    "trusted_modules=foo": ["must be a list, [one,another]"],
-    "strategy.bucket_cap_mb_list=3": ["must be a list, [one,another] or null"],
+    "trusted_modules=foo": ["must be a list like [a,b]"],
+    "strategy.bucket_cap_mb_list=3": ["must be a list like [a,b] or null"],
     "train=3": ["holds keys of its own, for example train.global_batch_size"],
     "launch=null": ["holds keys of its own, for example launch.nproc_per_node"],
     # numbers out of range, words out of choice
@@ -462,13 +464,20 @@ def test_arguments_are_judged_by_the_signature_and_errors_inside_come_through(
 ) -> None:
     from ddp_train.custom import call
 
-    (tmp_path / "mine_broken.py").write_text("class Thing:\n    def __init__(self, size):\n        len(size)\n")
+    (tmp_path / "mine_broken.py").write_text(
+        "Dict, SIZE = dict, 3\nclass Thing:\n    def __init__(self, size):\n        len(size)\n"
+    )
     (tmp_path / "mine_lacking.py").write_text("import nosuch\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigError, match=r"cannot be called with size=1, width=3: .*'width'"):
         call("model", CustomConfig(target="mine_broken.Thing", arguments={"size": 1, "width": 3}))
     with pytest.raises(ConfigError, match=r"cannot be called with siez=1: .*'size'; did you mean size\?"):
         call("model", CustomConfig(target="mine_broken.Thing", arguments={"siez": 1}))
+    with pytest.raises(ConfigError, match=r"model._target_=mine_broken.SIZE: is of type int, which cannot be called"):
+        call("model", CustomConfig(target="mine_broken.SIZE"))
+    with pytest.raises(TypeError, match="not iterable") as raised:  # dict has no signature
+        call("model", CustomConfig(target="mine_broken.Dict"), 3)
+    assert not raised.value.__context__
     with pytest.raises(TypeError, match="object of type 'int' has no len"):
         call("model", CustomConfig(target="mine_broken.Thing", arguments={"size": 3}))
     with pytest.raises(ModuleNotFoundError, match="nosuch"):
@@ -705,11 +714,24 @@ def test_help_fits_a_terminal_and_loses_no_word(width: int) -> None:
     text = launch("--help").stdout
     seen = folded(text, width)
     assert max(map(len, seen.splitlines())) <= width < max(map(len, text.splitlines()))
-    assert seen.split() == text.split()
+    assert "".join(seen.split()) == "".join(text.split())
     if width == 80:
         at = seen.index("launch.grace_seconds=30.0")
         first, second = seen[at:].splitlines()[:2]
         assert second.startswith(" " * (first.index("from the request") + 2)), "below the meaning of the key"
+
+
+def test_help_in_a_terminal_is_folded() -> None:
+    leader, follower = pty.openpty()
+    command = [sys.executable, ROOT / "launch.py", "--help"]
+    with subprocess.Popen(command, stdout=follower, env=os.environ | {"COLUMNS": "60"}):
+        os.close(follower)
+        seen = b""
+        with contextlib.suppress(OSError):  # Linux tells so that the other end is closed
+            while part := os.read(leader, 65536):
+                seen += part
+    os.close(leader)
+    assert max(map(len, seen.decode().splitlines())) == 60
 
 
 def test_help_into_a_pipe_that_closes_ends_quietly() -> None:
@@ -774,9 +796,9 @@ def test_completion_installs_itself() -> None:
 
 def test_only_combinations_of_a_sweep_are_checked_not_the_defaults() -> None:
     """The default batch, 96, cannot be split over 5 processes, and nobody asked for it."""
-    Trials(ROOT / "launch.py", CONF, None).check(
-        ["-m", "launch.nproc_per_node=5", "train.global_batch_size=50,100"], True
-    )
+    trials = Trials(ROOT / "launch.py", CONF, None)
+    trials.check(["-m", "launch.nproc_per_node=5", "train.global_batch_size=50,100", "seed=1,2,3"], True)
+    assert trials.total == 6
     with pytest.raises(ConfigError) as caught:
         Trials(ROOT / "launch.py", CONF, None).check(
             ["-m", "launch.nproc_per_node=1,5", "train.global_batch_size=96"], True

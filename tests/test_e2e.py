@@ -164,7 +164,9 @@ def test_three_ranks_are_one_run_whoever_starts_them(by_three: tuple[Path, str],
 def test_torchrun_is_refused_and_leaves_no_file(words: list[str], problem: str, tmp_path: Path) -> None:
     done = run(*words, command=torchrun(), cwd=tmp_path)
     assert done.returncode != 0
-    for told in (done.stdout + done.stderr).split("launch.py FAILED"):  # at once, and on torchrun's last page
+    parts = (done.stdout + done.stderr).split("launch.py FAILED")
+    assert len(parts) == 2
+    for told in parts:  # at once, and on torchrun's last page
         assert told.count(problem) == told.count("1 problem in the configuration") == 1
     assert list(tmp_path.iterdir()) == []
 
@@ -378,6 +380,7 @@ def test_optuna_draws_the_trials_of_a_sweep(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (tmp_path / "sweep/results.jsonl").read_text().splitlines()]
     assert [row["status"] for row in rows] == ["completed"] * 3
+    assert "trial 0: optimizer.lr=" in done.stdout, "nobody knows of how many"
     assert len({row["overrides"][0] for row in rows}) == 3
 
 
@@ -437,6 +440,27 @@ def test_an_exception_on_one_rank_is_told_once_by_that_rank(tmp_path: Path) -> N
     assert failure["log"] == str(run_dir / "logs/rank_1.log")
     assert "ValueError: boom" in Path(failure["log"]).read_text()
     assert read(run_dir, "summary.json")["status"] == "failed"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "rank", "under_torchrun"),
+    [("nan", 1, False), ("raise", 0, False), ("vanish", 2, False), ("raise", 1, True)],
+)
+def test_a_checkpoint_that_is_being_written_survives_the_failure(
+    fault: str, rank: int, under_torchrun: bool, tmp_path: Path
+) -> None:
+    """80 MB take much longer to write than the step that fails, the one after."""
+    run_dir, env = tmp_path / "run", foreign_code(tmp_path)
+    words = [*foreign_net(fault=fault, rank=rank, call=5, ballast=20_000_000), "checkpoint.every_steps=4"]
+    if under_torchrun:
+        done = run(*words, f"run_dir={run_dir}", env=env, command=torchrun())
+    else:
+        done = run(*words, f"run_dir={run_dir}", THREE, env=env)
+    assert done.returncode == (1 if under_torchrun else 70), done.stderr
+    assert checkpoints(run_dir) == ["step_00000004"]
+    assert weights(run_dir)
+    assert processes_of(run_dir) == {}
 
 
 def test_nan_on_one_rank_stops_all_before_the_step_and_names_it(tmp_path: Path) -> None:

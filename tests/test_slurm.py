@@ -181,7 +181,7 @@ def test_the_trials_of_a_sweep_are_jobs_and_one_that_is_stopped_goes_on(slurm: S
     assert sorted((row["trial"], row["status"]) for row in rows) == [(trial, "completed") for trial in range(4)]
     assert [read(sweep / str(trial), "summary.json")["steps"] for trial in range(4)] == [40] * 4
     lines = out.splitlines()
-    assert [line.split()[1] for line in lines if "completed" in line] == ["0", "1", "2", "3"], out
+    assert [line.split()[0] for line in lines if "completed" in line] == ["0", "1", "2", "3"], out
     assert any(line.startswith("best trial ") for line in lines)
 
 

@@ -24,7 +24,7 @@ from ddp_train.errors import ConfigError
 from ddp_train.health import write_json
 from ddp_train.launcher import Stop
 from ddp_train.study import main, results, tables, trials
-from ddp_train.study.facts import conditions, source_digest
+from ddp_train.study.facts import conditions, load_at_start, source_digest
 from ddp_train.study.plots import Axis, Bar, Curve, bars, curves
 from ddp_train.study.report import Plot, Report, Table, as_csv, as_json, as_markdown, as_page, cells, show, write
 from ddp_train.study.request import Request, names_of, read_request
@@ -407,14 +407,37 @@ def enter(request: Request) -> None:
         pass
 
 
-def test_other_work_on_the_machine_is_told(
+def test_a_trial_is_run_once_and_none_after_a_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for load in (0.0, (os.cpu_count() or 1) / 2):
-        monkeypatch.setattr(trials, "load_average", lambda load=load: load)
-        words = ["mode=study", "study=strategies", f"run_dir={tmp_path / str(load)}"]
-        enter(read_request(ROOT / "launch.py", CONF, words))
-        assert (f"note: load average {load:.1f}: other work" in capsys.readouterr().err) == (load > 0)
+    request = read_request(ROOT / "launch.py", CONF, ["mode=study", "study=scaling", f"run_dir={tmp_path}"])
+    one, other = (Trial([f"seed={seed}"], tmp_path / "trials" / str(seed)) for seed in range(2))
+    began: list[Trial] = []
+
+    def begin(trial: Trial, script: Path, _: Stop) -> Outcome | None:
+        began.append(trial)
+        return leave(trial, script, [])
+
+    def ask(trial: Trial) -> Outcome | None:
+        return trials.made(request, trial, "the trial", lambda outcome: f"{outcome.seconds:.0f} s")
+
+    monkeypatch.setattr(trials, "run", begin)
+    assert (first := ask(one)) and ask(one) == first
+    request.stop.received.append(signal.SIGTERM)
+    assert ask(one) == first and ask(other) is None
+    assert began == [one] and capsys.readouterr().out == "the trial  1 s\n"
+
+
+@pytest.mark.parametrize(
+    ("cores", "load", "told"), [(2, 0.9, False), (2, 1.0, True), (32, 7.9, False), (32, 8.0, True)]
+)
+def test_other_work_on_the_machine_is_told(
+    cores: int, load: float, told: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    assert load_at_start() == load
+    assert (f"note: load average {load:.1f} at the start" in capsys.readouterr().err) == told
 
 
 @pytest.mark.parametrize(

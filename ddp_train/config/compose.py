@@ -31,7 +31,7 @@ MAY_BE_SEVERAL = ("tracker",)
 STUDY = "study"
 """A mode and its files, which are no part of a run's config."""
 _TYPE_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
-_LIST = "a list, [one,another]"
+_LIST = "a list like [a,b]"
 
 
 @dataclasses.dataclass

@@ -36,7 +36,9 @@ class LaunchConfig:
     join_timeout_seconds: int = key(
         600, "how long hosts and processes wait for each other before the first step", at_least=1, at_most=10**6
     )
-    grace_seconds: float = key(30.0, "from the request to stop (SIGTERM) to SIGKILL", at_least=0, at_most=1e6)
+    grace_seconds: float = key(
+        30.0, "from a request to stop, or a failure while a checkpoint is written, to SIGKILL", at_least=0, at_most=1e6
+    )
     threads_per_process: Union[int, str] = key(
         "auto", "CPU threads of torch; auto: cores / processes, at most 4 with GPUs", at_least=1, words=("auto",)
     )

@@ -13,7 +13,7 @@ from ddp_train.config.schema import Config, key
 from ddp_train.distributed.world import visible_devices
 from ddp_train.errors import ConfigError, LaunchError
 from ddp_train.stopping import UNSAVED
-from ddp_train.study.facts import facts, load_average
+from ddp_train.study.facts import facts, load_at_start
 from ddp_train.study.plots import Axis, Curve, curves
 from ddp_train.study.report import Plot, Report, Table
 from ddp_train.study.request import Request, command_of, settings_as
@@ -87,7 +87,7 @@ def epoch_is_one_step(outcome: Outcome) -> bool:
 def study(request: Request) -> tuple[Report, int]:
     """Raises ConfigError before anything runs."""
     config: BatchSizeConfig = settings_as(BatchSizeConfig, request.settings)
-    machine, load = this_machine(visible_devices()), load_average()
+    machine, load = this_machine(visible_devices()), load_at_start()
     asked = _check(request, config, machine)
     made: dict[int, Outcome] = {}
 

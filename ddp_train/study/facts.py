@@ -8,6 +8,7 @@ import hashlib
 import importlib.metadata
 import os
 import platform
+import sys
 from pathlib import Path
 
 from ddp_train.config.machine import this_machine
@@ -21,6 +22,14 @@ ATTENDANTS = ("study/worker.py", "study/step_times.py", "study/gradient_probe.py
 def load_average() -> float:
     """How busy this machine is: processes that run or want to, over the last minute."""
     return os.getloadavg()[0]
+
+
+def load_at_start() -> float:
+    """The load average before anything is run. Says so where it is high."""
+    load = load_average()
+    if load >= max(1.0, (os.cpu_count() or 1) / 4):
+        print(f"note: load average {load:.1f} at the start: with other work beside it times vary", file=sys.stderr)
+    return load
 
 
 def facts(load_before: float | None = None) -> dict[str, str]:

@@ -13,7 +13,7 @@ from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, LaunchError
 from ddp_train.stopping import UNSAVED
 from ddp_train.study import tables
-from ddp_train.study.facts import load_average
+from ddp_train.study.facts import load_at_start
 from ddp_train.study.report import Report, show, write
 from ddp_train.study.request import Request, names_of, read_request
 from ddp_train.study.results import METRICS, middle
@@ -63,7 +63,7 @@ def help_text(conf: Path, words: list[str]) -> str:
 
 def _study_variants(request: Request) -> tuple[Report, int]:
     """Runs every trial that is still to be run."""
-    asked, load = plan(request), load_average()
+    asked, load = plan(request), load_at_start()
     outcomes: tables.Outcomes = {}
     with at_work(request):
         _run_all(request, asked, outcomes)

@@ -19,7 +19,7 @@ from ddp_train.config.schema import Config, key
 from ddp_train.distributed.world import visible_devices
 from ddp_train.errors import ConfigError, LaunchError
 from ddp_train.stopping import UNSAVED
-from ddp_train.study.facts import facts, load_average
+from ddp_train.study.facts import facts, load_at_start
 from ddp_train.study.plots import Axis, Curve, curves
 from ddp_train.study.report import Plot, Report, Table
 from ddp_train.study.request import Request, command_of, key_of, settings_as
@@ -142,7 +142,7 @@ class Cell:
 def study(request: Request) -> tuple[Report, int]:
     """Raises ConfigError before anything runs."""
     config: ScalingConfig = settings_as(ScalingConfig, request.settings)
-    machine, load = this_machine(visible_devices()), load_average()
+    machine, load = this_machine(visible_devices()), load_at_start()
     cells = _cells(request, config, machine)
     done: dict[Cell, list[Outcome]] = {}
     splits: dict[Cell, Outcome] = {}

@@ -168,7 +168,7 @@ def _agreement(study: Study, outcomes: Outcomes) -> Table:
         rows,
         "Over the whole training, at every step that both logged; the weights are those at its end. 0 means the same "
         "bits. Rounding grows with the number of steps, and by leaps where it turns a maximum or a ReLU over; with "
-        "tuning.precision=fp64 it is 1e-13 or less. Batch norm over each process's own samples is another computation: "
+        "tuning.precision=fp64 it is below 1e-12. Batch norm over each process's own samples is another computation: "
         "it must differ in any precision.",
     )
 

@@ -24,7 +24,7 @@ from ddp_train.health import FILE as FAILURE
 from ddp_train.health import SUMMARY, write_json
 from ddp_train.launcher import Stop
 from ddp_train.processes import adopting_orphans, end_with_parent
-from ddp_train.study.facts import conditions, load_average
+from ddp_train.study.facts import conditions
 from ddp_train.study.request import Request
 
 POLL_SECONDS = 0.05
@@ -88,8 +88,6 @@ def at_work(request: Request) -> Iterator[None]:
             if before != now:
                 rule = f"holds trials of other conditions, {name} {before} and not {now}"
                 raise ConfigError([f"run_dir={request.run_dir}: {rule}; name another run_dir"])
-    if (load := load_average()) > (os.cpu_count() or 1) / 4:
-        print(f"note: load average {load:.1f}: other work on this machine makes times vary", file=sys.stderr)
     with request.stop.listening():
         yield
 
