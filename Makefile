@@ -3,8 +3,8 @@
 PYTHON ?= python3
 ARGS ?=
 BIN := .venv/bin
-# Two files of tests at a time: most tests wait for processes. Three take as long. tests/conftest.py puts long files first.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Three files of tests at a time, on two cores: tests wait for processes. tests/conftest.py puts long files first.
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 help:  ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10

@@ -718,7 +718,7 @@ def test_help_fits_a_terminal_and_loses_no_word(width: int) -> None:
     if width == 80:
         at = seen.index("launch.grace_seconds=30.0")
         first, second = seen[at:].splitlines()[:2]
-        assert second.startswith(" " * (first.index("from the request") + 2)), "below the meaning of the key"
+        assert second.startswith(" " * (first.index("from a request") + 2)), "below the meaning of the key"
 
 
 def test_help_in_a_terminal_is_folded() -> None:

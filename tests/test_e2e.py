@@ -444,8 +444,7 @@ def test_an_exception_on_one_rank_is_told_once_by_that_rank(tmp_path: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("fault", "rank", "under_torchrun"),
-    [("nan", 1, False), ("raise", 0, False), ("vanish", 2, False), ("raise", 1, True)],
+    ("fault", "rank", "under_torchrun"), [("raise", 0, False), ("vanish", 2, False), ("raise", 1, True)]
 )
 def test_a_checkpoint_that_is_being_written_survives_the_failure(
     fault: str, rank: int, under_torchrun: bool, tmp_path: Path
