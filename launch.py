@@ -16,15 +16,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddp_train import output
-from ddp_train.distributed.world import World, tell_agent, world_from_environment
+from ddp_train import stdio
+from ddp_train.distributed.environment import tell_agent, world_from_environment
+from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
-from ddp_train.fork_server import ForkServer
-from ddp_train.stopping import INTERRUPTED
+from ddp_train.launcher.fork_server import ForkServer
+from ddp_train.resilience.preemption import INTERRUPTED
 
 if TYPE_CHECKING:
     from ddp_train.config.schema import Config
-    from ddp_train.distributed.session import Store
+    from ddp_train.distributed.process_group import Store
 
 SCRIPT = Path(__file__).resolve()
 CONF = SCRIPT.parent / "conf"
@@ -54,8 +55,8 @@ def starts_workers(words: list[str]) -> bool:
 
 def lead(world: World | None, words: list[str], server: ForkServer | None) -> int:
     """Composes, validates, hands over. Hydra is imported here: while a server, which came first, imports torch."""
-    from ddp_train import hosts, launcher
     from ddp_train.config.prepare import prepare
+    from ddp_train.launcher import local, multihost
 
     try:
         if STUDY in words:
@@ -63,7 +64,7 @@ def lead(world: World | None, words: list[str], server: ForkServer | None) -> in
 
             return study(SCRIPT, CONF, words, world)
         if any(word.startswith("-") for word in words):
-            from ddp_train.cli import through_hydra
+            from ddp_train.launcher.cli import through_hydra
 
             report = partial(report_sweep, words)
             return through_hydra(__doc__ or "", SCRIPT, CONF, words, world, server, report)
@@ -73,18 +74,18 @@ def lead(world: World | None, words: list[str], server: ForkServer | None) -> in
     for notice in prepared.notices:
         print(f"note: {notice}", file=sys.stderr)
     if world:
-        from ddp_train.worker import join
+        from ddp_train.training.worker import join
 
         join(world, words, prepared.text, doctor)
     if prepared.config.launch.nnodes > 1:
         if server:
             server.close()  # torchrun starts the workers
-        return hosts.join_hosts(prepared.config, SCRIPT, words)
+        return multihost.join_hosts(prepared.config, SCRIPT, words)
     if prepared.config.mode == "doctor":
         from ddp_train.doctor.examination import examine_here
 
         return examine_here(prepared.config, SCRIPT.parent)
-    return launcher.launch(prepared.config, SCRIPT.parent, server=server)
+    return local.launch(prepared.config, SCRIPT.parent, server=server)
 
 
 def report_sweep(words: list[str], sweep_dir: Path, rows: list[dict[str, Any]], objective: str) -> Path:
@@ -98,7 +99,7 @@ def follow(world: World, words: list[str]) -> int:
     """Every other rank of torchrun: nothing is composed here, the frozen config comes from rank 0."""
     if any(word.startswith("-") for word in words):
         return 0
-    from ddp_train.worker import join
+    from ddp_train.training.worker import join
 
     return join(world, words, None, doctor)
 
@@ -115,14 +116,14 @@ def refuse(world: World | None, error: ConfigError) -> int:
     print(error, file=sys.stderr)
     tell_agent(str(error))
     if world and world.hosts > 1:
-        from ddp_train.worker import join
+        from ddp_train.training.worker import join
 
         join(world, [], "")
     return ConfigError.exit_code
 
 
 if __name__ == "__main__":
-    output.survive_closing()
+    stdio.survive_closing()
     try:
         sys.exit(main(sys.argv[1:]))
     except KeyboardInterrupt:  # before anything was started

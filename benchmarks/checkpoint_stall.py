@@ -22,19 +22,19 @@ from page import conditions, publish
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from ddp_train.build import build_job, build_module
-from ddp_train.checkpoint import Writer
-from ddp_train.config.compose import bind
-from ddp_train.config.machine import Machine
-from ddp_train.config.resolve import resolve
+from ddp_train.config.auto import resolve
+from ddp_train.config.bind import bind
+from ddp_train.config.hardware import Machine
 from ddp_train.config.schema import CheckpointConfig
-from ddp_train.data.sources import build_sources
+from ddp_train.data.datasets import build_sources
 from ddp_train.distributed.world import World
-from ddp_train.heartbeat import Position
-from ddp_train.hooks import Record, Save
-from ddp_train.loop import Job, fit
-from ddp_train.metrics import MetricsFile
-from ddp_train.progress import Display
+from ddp_train.resilience.heartbeat import Position
+from ddp_train.telemetry.console import Display
+from ddp_train.telemetry.metrics_log import MetricsFile
+from ddp_train.training.checkpoint import Writer
+from ddp_train.training.hooks import Record, Save
+from ddp_train.training.loop import Job, fit
+from ddp_train.training.setup import build_job, build_module
 
 
 class Clock:

@@ -27,9 +27,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from ddp_train.distributed.world import visible_devices
-from ddp_train.figures import GIB, OF_GPUS, Figures, Gpus
-from ddp_train.heartbeat import Position
+from ddp_train.distributed.environment import visible_devices
+from ddp_train.resilience.heartbeat import Position
+from ddp_train.telemetry.hardware_monitor import GIB, OF_GPUS, Figures, Gpus
 
 ROOT = Path(__file__).resolve().parent.parent
 REQUIRED = ("gpu_utilisation", "gpu_memory_gib", "power_watts", "temperature_celsius", "energy_wh", "torch_memory_gib")

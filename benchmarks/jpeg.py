@@ -30,19 +30,20 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from ddp_train import tuning
-from ddp_train.build import build_job, build_module
-from ddp_train.config.compose import bind
-from ddp_train.config.machine import this_machine
-from ddp_train.config.resolve import resolve
+from ddp_train.config.auto import resolve
+from ddp_train.config.bind import bind
+from ddp_train.config.hardware import this_machine
 from ddp_train.config.schema import Config
 from ddp_train.data.crop import resized_together, window
-from ddp_train.data.folder import FolderSource, decoded_on
+from ddp_train.data.datasets import build_sources
+from ddp_train.data.image_folder import FolderSource, decoded_on
 from ddp_train.data.loader import Batch, Loader
-from ddp_train.data.sources import build_sources
-from ddp_train.distributed.world import World, visible_devices
-from ddp_train.heartbeat import Position
-from ddp_train.loop import Job, train
+from ddp_train.distributed.environment import visible_devices
+from ddp_train.distributed.world import World
+from ddp_train.performance import switches
+from ddp_train.resilience.heartbeat import Position
+from ddp_train.training.loop import Job, train
+from ddp_train.training.setup import build_job, build_module
 
 DIFFERENT, CLASSES, WARM_UP = 64, 8, 8
 
@@ -194,7 +195,7 @@ def main() -> None:
 
 def measure(arguments: argparse.Namespace, root: Path, file_size: float) -> list[str]:
     config = config_for(arguments, root)
-    tuning.set_process_flags(config)
+    switches.set_process_flags(config)
     device = World().device(config.device)
     gpu, cores = device.startswith("cuda"), this_machine(None).cpus
     sources = build_sources(config.data, config.seed)

@@ -29,7 +29,7 @@ from torchvision.models import resnet50
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from ddp_train.config.schema import AdamWConfig, LambConfig, LarsConfig, SgdConfig
-from ddp_train.optim import build_optimizer
+from ddp_train.optim.optimizers import build_optimizer
 
 LIMIT = 1e-4
 RATES = [0.1, 0.3, 0.2, 0.4, 0.05, 0.01]

@@ -59,17 +59,20 @@ from torch.utils.data import DataLoader, TensorDataset
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from ddp_train.config.schema import OPTIONS, CheckpointConfig, DdpConfig, TuningConfig
-from ddp_train.data.keyed import StepSeed
+from ddp_train.data.batch_plan import Plan, evaluation_shares
+from ddp_train.data.datasets import ArraySource, build_sources
 from ddp_train.data.loader import Batch, Loader
-from ddp_train.data.plan import Plan, evaluation_shares
-from ddp_train.data.sources import ArraySource, build_sources
-from ddp_train.heartbeat import Position
-from ddp_train.hooks import Record, Save
-from ddp_train.loop import Evaluation, Job, fit
-from ddp_train.metrics import MetricsFile, Scorer
-from ddp_train.optim import Stepper, build_optimizer, build_schedule
-from ddp_train.progress import Display
-from ddp_train.strategy import ModelWithLoss, build_strategy, cross_entropy
+from ddp_train.data.rng import StepSeed
+from ddp_train.optim.optimizers import build_optimizer
+from ddp_train.optim.schedules import build_schedule
+from ddp_train.optim.stepper import Stepper
+from ddp_train.parallel.strategy import build_strategy
+from ddp_train.resilience.heartbeat import Position
+from ddp_train.task import ModelWithLoss, Scorer, cross_entropy
+from ddp_train.telemetry.console import Display
+from ddp_train.telemetry.metrics_log import MetricsFile
+from ddp_train.training.hooks import Record, Save
+from ddp_train.training.loop import Evaluation, Job, fit
 
 BATCH_SIZE, LOG_EVERY_STEPS, SEED = 32, 50, 0
 DIFFERENT_BATCHES = 40
@@ -171,7 +174,7 @@ def time_raw(scene: Scene, passes: Iterable[Iterable[tuple[Tensor, Tensor]]], dd
 def time_ours(
     scene: Scene, plan: Plan, batches: Iterable[Batch], position: Position, ddp: bool = False, bar: bool = False
 ) -> Times:
-    """`fit` over a job that is put together as ddp_train.build and ddp_train.worker do it."""
+    """`fit` over a job that is put together as ddp_train.training.setup and ddp_train.training.worker do it."""
     scene.runs += 1
     run_dir = scene.folder / f"run_{scene.runs}"
     run_dir.mkdir()

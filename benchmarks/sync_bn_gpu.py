@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from ddp_train.distributed.session import session, total
-from ddp_train.distributed.sync_batch_norm import synchronised
+from ddp_train.distributed.process_group import session, total
 from ddp_train.distributed.world import World
+from ddp_train.parallel.sync_batch_norm import synchronised
 
 LIMITS = {torch.float32: 1e-5, torch.float64: 1e-12}
 SPLIT = [5, 11]

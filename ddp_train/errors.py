@@ -4,12 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-
-def first_line(error: BaseException) -> str:
-    """What an error says, without the C++ stack that torch appends."""
-    return str(error).strip().partition("\n")[0]
-
-
 _OUT_OF_MEMORY = (
     "can't allocate memory",
     "cuda error: out of memory",

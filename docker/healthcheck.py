@@ -11,10 +11,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from ddp_train.processes import children_of, state_of
+from ddp_train.linux import children_of, state_of
 
 STOPPED = {"T": "stopped", "t": "held by a debugger"}
-TRAINS = ("launch.py", "ddp_train.worker", "torch.distributed.run", "torchrun")
+TRAINS = ("launch.py", "ddp_train.training.worker", "torch.distributed.run", "torchrun")
 """What stands on the command line of a launcher, a worker or an agent. Forked workers bear the words of a worker."""
 
 

@@ -9,15 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddp_train.build import build_job, build_module
-from ddp_train.config.compose import bind
-from ddp_train.config.machine import Machine
-from ddp_train.config.resolve import resolve
+from ddp_train.config.auto import resolve
+from ddp_train.config.bind import bind
+from ddp_train.config.hardware import Machine
 from ddp_train.config.schema import Config
-from ddp_train.data.sources import ArraySource, Source, build_sources
+from ddp_train.data.datasets import ArraySource, Source, build_sources
 from ddp_train.distributed.world import World
-from ddp_train.heartbeat import Position
-from ddp_train.loop import Job, fit
+from ddp_train.resilience.heartbeat import Position
+from ddp_train.training.loop import Job, fit
+from ddp_train.training.setup import build_job, build_module
 
 
 def config_of(world: World, machine: Machine | None = None, **sections: Any) -> Config:

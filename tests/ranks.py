@@ -19,11 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_train.distributed.session import session
+from ddp_train.distributed.process_group import session
 from ddp_train.distributed.world import World
 
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["torch", "torch._dynamo", "ddp_train.worker", "tests.ranks"])
+_SERVER.set_forkserver_preload(["torch", "torch._dynamo", "ddp_train.training.worker", "tests.ranks"])
 
 
 def on_ranks(

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ddp_train.processes import end_with_parent
+from ddp_train.linux import end_with_parent
 
 INIT = 26  # linux/fuse.h, as all that follows
 IN_HEADER, OUT_HEADER, INIT_OUT = "IIQQIIII", "IiQ", "IIIIHHIIHHI28x"

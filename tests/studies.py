@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ddp_train.health import FILE as FAILURE
-from ddp_train.health import SUMMARY, write_json
+from ddp_train.resilience.failure_report import FILE as FAILURE
+from ddp_train.resilience.failure_report import SUMMARY, write_json
 from ddp_train.study.facts import conditions
 from ddp_train.study.request import Request, read_request
 from ddp_train.study.trials import Outcome, Trial, outcome_of

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_train.health import write_json
-from ddp_train.launcher import Stop
+from ddp_train.launcher.local import Stop
+from ddp_train.resilience.failure_report import write_json
 from ddp_train.study import batch_size
 from ddp_train.study.batch_size import largest, limited_memory
 from ddp_train.study.trials import Outcome, Trial

@@ -18,10 +18,10 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_train import checkpoint
-from ddp_train.checkpoint import Snapshot, Writer, copy_of, find, load_model, load_training, write
 from ddp_train.errors import DataError, WriteError
-from ddp_train.nested import map_tensors
+from ddp_train.tensor_tree import map_tensors
+from ddp_train.training import checkpoint
+from ddp_train.training.checkpoint import Snapshot, Writer, copy_of, find, load_model, load_training, write
 
 
 def snapshot(step: int, **manifest: Any) -> Snapshot:

@@ -23,16 +23,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddp_train import __version__
-from ddp_train.cli import folded
-from ddp_train.config.check import check, check_rules
-from ddp_train.config.compose import all_keys, bind, read_config, read_overrides, shown
+from ddp_train.config.auto import resolve
+from ddp_train.config.bind import all_keys, bind
 from ddp_train.config.freeze import FILE, freeze, thaw
-from ddp_train.config.machine import Machine
+from ddp_train.config.hardware import Machine
+from ddp_train.config.overrides import read_config, read_overrides
 from ddp_train.config.prepare import prepare, read_run
-from ddp_train.config.resolve import resolve
 from ddp_train.config.schema import OPTIONS, SECTIONS, Config, CustomConfig, schema_of
+from ddp_train.config.validate import check, check_rules
 from ddp_train.errors import ConfigError
-from ddp_train.sweep import Trials, _outcome
+from ddp_train.launcher.cli import folded
+from ddp_train.launcher.sweep import Trials, _outcome
+from ddp_train.text import shown
 
 ROOT = Path(__file__).resolve().parent.parent
 CONF = ROOT / "conf"
@@ -446,7 +448,7 @@ def test_the_command_refuses_quickly_and_once(line: str, tmp_path: Path) -> None
 
 
 def test_trusted_code_is_imported_when_it_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ddp_train.custom import call
+    from ddp_train.config.user_code import call
 
     (tmp_path / "mine_alone.py").write_text("from pathlib import Path\nPath('imported').touch()\nThing = dict\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -462,7 +464,7 @@ def test_trusted_code_is_imported_when_it_is_called(tmp_path: Path, monkeypatch:
 def test_arguments_are_judged_by_the_signature_and_errors_inside_come_through(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ddp_train.custom import call
+    from ddp_train.config.user_code import call
 
     (tmp_path / "mine_broken.py").write_text(
         "Dict, SIZE = dict, 3\nclass Thing:\n    def __init__(self, size):\n        len(size)\n"

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from ddp_train.config.schema import TuningConfig
-from ddp_train.data.copies import BATCHES_AHEAD
+from ddp_train.data.batch_plan import Plan
+from ddp_train.data.copy_stream import BATCHES_AHEAD
 from ddp_train.data.loader import Loader
-from ddp_train.data.plan import Plan
-from ddp_train.heartbeat import Position
+from ddp_train.resilience.heartbeat import Position
 from tests.jobs import table
 
 happened: list[str] = []

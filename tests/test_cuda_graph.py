@@ -13,17 +13,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddp_train.build import build_job, build_module
-from ddp_train.config.machine import Machine
-from ddp_train.config.resolve import LAYER_WISE
-from ddp_train.cuda_graph import WARM_UP_STEPS, GraphedStepper
-from ddp_train.data.sources import ArraySource
+from ddp_train.config.auto import LAYER_WISE
+from ddp_train.config.hardware import Machine
+from ddp_train.data.datasets import ArraySource
 from ddp_train.distributed.world import World
 from ddp_train.errors import LaunchError
-from ddp_train.health import failure_from
-from ddp_train.heartbeat import Position
-from ddp_train.loop import Job, train
-from ddp_train.nested import map_tensors, tensors
+from ddp_train.performance.cuda_graph import WARM_UP_STEPS, GraphedStepper
+from ddp_train.resilience.failure_report import failure_from
+from ddp_train.resilience.heartbeat import Position
+from ddp_train.tensor_tree import map_tensors, tensors
+from ddp_train.training.loop import Job, train
+from ddp_train.training.setup import build_job, build_module
 from tests.jobs import config_of, table
 
 recorded: list[int] = []
@@ -53,7 +53,7 @@ def no_gpu() -> Iterator[None]:
     recorded.clear(), replayed.clear()
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch.cuda, "Stream"))
-        for module in ("build", "cuda_graph"):
+        for module in ("training.setup", "performance.cuda_graph"):
             stack.enter_context(mock.patch(f"ddp_train.{module}.on_stream", contextlib.nullcontext))
         stack.enter_context(mock.patch.object(GraphedStepper, "_record", record))
         yield

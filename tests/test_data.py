@@ -19,8 +19,8 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from ddp_train.config import outside
-from ddp_train.config.machine import Machine
+from ddp_train.config import external_checks
+from ddp_train.config.hardware import Machine
 from ddp_train.config.schema import (
     Cifar10Config,
     DigitsConfig,
@@ -30,15 +30,15 @@ from ddp_train.config.schema import (
     SyntheticConfig,
     TuningConfig,
 )  # fmt: skip
-from ddp_train.data import augment, keyed
+from ddp_train.data import augment, rng
+from ddp_train.data.batch_plan import Plan, Share, evaluation_shares
+from ddp_train.data.datasets import ArraySource, ForeignSource, Source, build_sources
 from ddp_train.data.loader import Loader, _Resident
-from ddp_train.data.plan import Plan, Share, evaluation_shares
-from ddp_train.data.sources import ArraySource, ForeignSource, Source, build_sources
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, DataError
-from ddp_train.health import failure_from
-from ddp_train.heartbeat import Position
-from ddp_train.processes import children_of, state_of
+from ddp_train.linux import children_of, state_of
+from ddp_train.resilience.failure_report import failure_from
+from ddp_train.resilience.heartbeat import Position
 from tests.commands import wait_until
 from tests.jobs import config_of, job_of
 from tests.ranks import on_ranks
@@ -51,10 +51,10 @@ LOADER = {"pin_memory": False, "non_blocking": False, "channels_last": False}
 
 def test_a_draw_depends_on_its_key_and_number_alone() -> None:
     numbers = torch.arange(1000)
-    together = keyed.uniform(5, numbers, 3)
-    alone = torch.cat([keyed.uniform(5, number[None], 3) for number in numbers[[17, 500, 999]]])
+    together = rng.uniform(5, numbers, 3)
+    alone = torch.cat([rng.uniform(5, number[None], 3) for number in numbers[[17, 500, 999]]])
     assert torch.equal(together[[17, 500, 999]], alone)
-    assert not torch.equal(together, keyed.uniform(6, numbers, 3))
+    assert not torch.equal(together, rng.uniform(6, numbers, 3))
 
 
 def test_bits_are_splitmix64() -> None:
@@ -66,13 +66,13 @@ def test_bits_are_splitmix64() -> None:
         z = (z ^ (z >> 27)) * 0x94D049BB133111EB & mask
         return z ^ (z >> 31)
 
-    start = keyed.mix(42)
+    start = rng.mix(42)
     expected = [reference((start + n * 0x9E3779B97F4A7C15) & (1 << 64) - 1) & (1 << 63) - 1 for n in range(50)]
-    assert keyed.bits(42, torch.arange(50)).tolist() == expected
+    assert rng.bits(42, torch.arange(50)).tolist() == expected
 
 
 def test_uniform_numbers_are_uniform() -> None:
-    draws = keyed.uniform(1, torch.arange(100_000), 2)
+    draws = rng.uniform(1, torch.arange(100_000), 2)
     assert draws.min() >= 0 and draws.max() < 1
     # standard error of the mean: 0.29 / sqrt(200,000) = 0.00065
     assert abs(draws.mean() - 0.5) < 0.004 and abs(draws.var() - 1 / 12) < 0.002
@@ -80,16 +80,16 @@ def test_uniform_numbers_are_uniform() -> None:
 
 
 def test_an_order_is_a_permutation_and_each_epoch_has_its_own() -> None:
-    orders = [keyed.order(keyed.mix(0, "order", epoch), 1433) for epoch in range(3)]
+    orders = [rng.order(rng.mix(0, "order", epoch), 1433) for epoch in range(3)]
     for order in orders:
         assert torch.equal(order.sort().values, torch.arange(1433))
     assert not torch.equal(orders[0], orders[1]) and not torch.equal(orders[1], orders[2])
 
 
 def test_keys_do_not_collide_by_adding_up() -> None:
-    keys = {keyed.mix(seed, "augment", epoch) for seed in range(50) for epoch in range(50)}
+    keys = {rng.mix(seed, "augment", epoch) for seed in range(50) for epoch in range(50)}
     assert len(keys) == 2500
-    assert keyed.mix(1, 2) != keyed.mix(2, 1)
+    assert rng.mix(1, 2) != rng.mix(2, 1)
 
 
 # --- the plan -------------------------------------------------------------------------------------------------------
@@ -284,11 +284,11 @@ def test_a_truncated_mnist_file_is_named_before_anything_starts(tmp_path: Path) 
         write_idx(tmp_path / f"MNIST/raw/{split}-images-idx3-ubyte", np.zeros((count, 28, 28), np.uint8))
         write_idx(tmp_path / f"MNIST/raw/{split}-labels-idx1-ubyte", np.zeros(count, np.uint8))
     config = config_of(World(), data={"name": "mnist", "root": str(tmp_path), "download": True})
-    assert outside._data(config, config, Machine(2), None) == []
+    assert external_checks._data(config, config, Machine(2), None) == []
     images = tmp_path / "MNIST/raw/train-images-idx3-ubyte"
     for length in (1000, 10, 2):
         images.write_bytes(images.read_bytes()[:length])
-        (problem,) = outside._data(config, config, Machine(2), None)
+        (problem,) = external_checks._data(config, config, Machine(2), None)
         assert f"{images} is truncated; remove it" in problem
 
 

@@ -20,11 +20,11 @@ import pytest
 import yaml
 from kubeflow_trainer_api import models
 
-from ddp_train.config.compose import read_overrides
+from ddp_train.config.overrides import read_overrides
 from ddp_train.config.prepare import examine, read_run
 from ddp_train.config.schema import LaunchConfig
-from ddp_train.launcher import FINAL
-from ddp_train.stopping import SAVED, UNSAVED
+from ddp_train.launcher.local import FINAL
+from ddp_train.resilience.preemption import SAVED, UNSAVED
 from tests.commands import ENDLESS, ROOT, THREE, running
 
 DOCKERFILE = ROOT / "docker/Dockerfile"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ddp_train import health
 from ddp_train.errors import LaunchError
+from ddp_train.resilience import failure_report
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs/troubleshooting.md").read_text()
@@ -51,7 +51,9 @@ def test_each_message_is_one_that_the_code_can_say(message: str) -> None:
 
 
 def test_every_kind_of_failure_is_explained() -> None:
-    kinds = {cls.kind for cls in LaunchError.__subclasses__()} | kinds_in(ROOT / "ddp_train/health.py")
+    kinds = {cls.kind for cls in LaunchError.__subclasses__()} | kinds_in(
+        ROOT / "ddp_train/resilience/failure_report.py"
+    )
     assert {"hang", "oom", "died", "data_worker", "exception"} <= kinds
     explained = set(re.findall(r"[Kk]ind `(\w+)`", PAGE))
     assert kinds == explained
@@ -73,7 +75,7 @@ def kinds_in(path: Path) -> set[str]:
 
 
 def test_the_page_names_files_that_a_run_leaves() -> None:
-    assert health.FILE in PAGE and health.SUMMARY in PAGE
+    assert failure_report.FILE in PAGE and failure_report.SUMMARY in PAGE
 
 
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]

@@ -30,15 +30,16 @@ import pynvml
 import pytest
 import torch.distributed as dist
 
-from ddp_train.config.machine import Machine, this_machine
+from ddp_train.config.hardware import Machine, this_machine
 from ddp_train.config.prepare import prepare
 from ddp_train.config.schema import Config
-from ddp_train.distributed.world import LAST_WORDS, World
+from ddp_train.distributed.environment import LAST_WORDS
+from ddp_train.distributed.world import World
 from ddp_train.doctor import aside, examination, findings, gpu, host, peers, probe, probes, stages
 from ddp_train.doctor.aside import Aside, StuckError
 from ddp_train.doctor.findings import FAILURE, OK, SKIPPED, WARNING, Finding
 from ddp_train.errors import ConfigError, PeerError
-from ddp_train.processes import children_of, state_of
+from ddp_train.linux import children_of, state_of
 from tests.commands import LAUNCH, ROOT, environment, read, run, running, wait_until
 from tests.jobs import config_of
 from tests.netlab import NetLab, why_not

@@ -14,7 +14,7 @@ import yaml
 from safetensors.torch import load
 
 from ddp_train.config.freeze import thaw, to_values
-from ddp_train.distributed.session import local_leader_first
+from ddp_train.distributed.process_group import local_leader_first
 from ddp_train.distributed.world import World
 from tests.commands import (
     ONE,

@@ -13,12 +13,12 @@ import pynvml
 import pytest
 import torch
 
-from ddp_train import figures
-from ddp_train.data.plan import Plan
+from ddp_train.data.batch_plan import Plan
 from ddp_train.distributed.world import World
-from ddp_train.figures import GIB, OF_GPUS, Figures, Gpus, combined, nvml_device, summary_line
-from ddp_train.heartbeat import Position
-from ddp_train.metrics import RunningLoss
+from ddp_train.resilience.heartbeat import Position
+from ddp_train.telemetry import hardware_monitor
+from ddp_train.telemetry.hardware_monitor import GIB, OF_GPUS, Figures, Gpus, combined, nvml_device, summary_line
+from ddp_train.telemetry.metrics_log import RunningLoss
 from tests.ranks import on_ranks
 
 SECOND = "GPU-22222222-0000-0000-0000-000000000000"
@@ -94,7 +94,7 @@ class Nvml:
             monkeypatch.setattr(pynvml, name, answer)
         uuids = [name.removeprefix("GPU-") for name in self.known]
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: SimpleNamespace(uuid=uuids[number]))
-        monkeypatch.setattr(figures, "_peak_of_torch", lambda number: 2 * GIB)
+        monkeypatch.setattr(hardware_monitor, "_peak_of_torch", lambda number: 2 * GIB)
 
     def handle(self, name: str) -> int:
         if name not in self.known:

@@ -15,17 +15,17 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms.v2 import functional
 
-from ddp_train.config.machine import Machine
-from ddp_train.config.resolve import resolve
+from ddp_train.config.auto import resolve
+from ddp_train.config.hardware import Machine
 from ddp_train.config.schema import ImageFolderConfig, TuningConfig
 from ddp_train.data import crop
-from ddp_train.data.folder import IMAGENET_MEAN, IMAGENET_STD, FolderSource, require_decoder
+from ddp_train.data.batch_plan import Plan, Share, evaluation_shares
+from ddp_train.data.datasets import build_sources
+from ddp_train.data.image_folder import IMAGENET_MEAN, IMAGENET_STD, FolderSource, require_decoder
 from ddp_train.data.loader import Loader
-from ddp_train.data.plan import Plan, Share, evaluation_shares
-from ddp_train.data.sources import build_sources
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, DataError
-from ddp_train.heartbeat import Position
+from ddp_train.resilience.heartbeat import Position
 from tests.commands import THREE, read, run, weights
 from tests.jobs import config_of
 from tests.ranks import on_ranks

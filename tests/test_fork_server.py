@@ -14,8 +14,8 @@ from unittest import mock
 
 import pytest
 
-from ddp_train.fork_server import ForkServer, WorkerSpec
-from ddp_train.processes import adopting_orphans, children_of
+from ddp_train.launcher.fork_server import ForkServer, WorkerSpec
+from ddp_train.linux import adopting_orphans, children_of
 from tests.commands import (
     ENDLESS,
     LAUNCH,
@@ -80,7 +80,7 @@ class Net(nn.Module):
             "open": collections.Counter(kind(entry) for entry in open_files),
             "leads its session": os.getsid(0) == os.getpid(),
             "command line": Path("/proc/self/cmdline").read_bytes().rstrip(b"\\0").split(b"\\0")[1:5] == [
-                b"-P", b"-m", b"ddp_train.worker", sys.argv[1].encode()],
+                b"-P", b"-m", b"ddp_train.training.worker", sys.argv[1].encode()],
             "logging": [type(handler).__name__ for handler in logging.root.handlers],
             "random": torch.initial_seed(),
         }
@@ -254,7 +254,7 @@ def test_workers_of_which_nobody_told_are_ended(tmp_path: Path) -> None:
         seen.update(processes_of(tmp_path))
         raise OSError("cut off")
 
-    with adopting_orphans(), mock.patch("ddp_train.fork_server._receive", lost):
+    with adopting_orphans(), mock.patch("ddp_train.launcher.fork_server._receive", lost):
         before = set(children_of(os.getpid())) - {server_of(os.getpid())}
         assert server.fork([spec] * 3, given_up=lambda: False) == []
         assert len(seen) == 3 and processes_of(tmp_path) == {}
@@ -264,7 +264,7 @@ def test_workers_of_which_nobody_told_are_ended(tmp_path: Path) -> None:
 def test_a_process_with_cuda_or_threads_is_not_forked() -> None:
     code = (
         "import threading, torch\n"
-        "from ddp_train.fork_server import unfit\n"
+        "from ddp_train.launcher.fork_server import unfit\n"
         "said = [unfit()]\n"
         "torch.cuda.is_initialized = lambda: True\n"
         "said.append(unfit())\n"

@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 from torchvision.models import resnet50
 
-from ddp_train.config.machine import Machine
+from ddp_train.config.hardware import Machine
 from ddp_train.config.schema import DigitsConfig, TuningConfig
-from ddp_train.cuda_graph import GraphedStepper
+from ddp_train.data.batch_plan import Plan
+from ddp_train.data.datasets import ArraySource, build_sources
 from ddp_train.data.loader import Loader
-from ddp_train.data.plan import Plan
-from ddp_train.data.sources import ArraySource, build_sources
 from ddp_train.distributed.world import World
 from ddp_train.errors import NonFiniteLossError
-from ddp_train.figures import figures_on
-from ddp_train.heartbeat import Position
-from ddp_train.loop import Job, evaluate, train
-from ddp_train.recompute import recompute_blocks
+from ddp_train.performance.activation_checkpointing import recompute_blocks
+from ddp_train.performance.cuda_graph import GraphedStepper
+from ddp_train.resilience.heartbeat import Position
+from ddp_train.telemetry.hardware_monitor import figures_on
+from ddp_train.training.loop import Job, evaluate, train
 from tests.jobs import config_of, job_of, largest_difference
 from tests.ranks import on_ranks
 

@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from ddp_train import watch
-from ddp_train.distributed import roll_call
-from ddp_train.distributed.world import World, tell_agent
+from ddp_train.distributed.environment import tell_agent
+from ddp_train.distributed.world import World
 from ddp_train.errors import DataError
-from ddp_train.health import failure_from, failure_from_exit, headline, is_echo
-from ddp_train.heartbeat import Board, Position
-from ddp_train.watch import Watch
+from ddp_train.resilience import hang_detector, peer_check
+from ddp_train.resilience.failure_report import failure_from, failure_from_exit, headline, is_echo
+from ddp_train.resilience.hang_detector import Watch
+from ddp_train.resilience.heartbeat import Board, Position
 from tests.commands import (
     LAUNCH,
     ONE,
@@ -219,13 +219,13 @@ def place_in_line(world: World) -> Any:
     store, position = dist.distributed_c10d._get_default_store(), Position(step=7, phase="backward")
     if world.rank == 2:
         position.phase = "data"
-    roll_call.announce(store, world)
+    peer_check.announce(store, world)
     dist.barrier()
     error = RuntimeError("Timed out waiting 6000ms for recv operation to complete")
     failure = failure_from(error, world.rank, position, Path("logs/rank_0.log"), "")
-    assert roll_call.answer(store, world, position)
+    assert peer_check.answer(store, world, position)
     dist.barrier()  # in place of the patience of a worker
-    return roll_call.blame(failure, error, store, world)
+    return peer_check.blame(failure, error, store, world)
 
 
 def test_a_roll_call_that_all_answer_names_the_last_in_line() -> None:
@@ -240,8 +240,8 @@ def test_a_store_that_is_gone_points_at_the_host_of_rank_0(monkeypatch: pytest.M
     error = RuntimeError(f"Connection closed by peer [10.0.0.1]:1234. {wishes}")
     failure = failure_from(error, 1, Position(step=3, phase="backward"), Path("logs/rank_1.log"), "")
     store = mock.Mock(**{"get.side_effect": dist.DistNetworkError("gone"), "set.side_effect": dist.DistStoreError("x")})
-    assert not roll_call.answer(store, World(1, 2, 0, 1), Position())
-    failure = roll_call.blame(failure, error, store, World(1, 2, 0, 1))
+    assert not peer_check.answer(store, World(1, 2, 0, 1), Position())
+    failure = peer_check.blame(failure, error, store, World(1, 2, 0, 1))
     assert (failure.kind, failure.exit_code, failure.rank, failure.host) == ("peer", 70, 0, "node0")
     assert "gives no answer" in failure.detail and "closed by peer" in failure.detail
     assert "GLHF" not in failure.detail
@@ -264,7 +264,7 @@ def test_a_slow_rank_is_no_hang_but_a_straggler(tmp_path: Path, env: dict[str, s
     limit = f"launch.timeout_seconds={TIMEOUT_SECONDS}"
     with running(tmp_path / "run", *words({"rank": 2, "delay": 0.1}), "train.epochs=100000", limit, env=env) as job:
         wait_until(lambda: "slower" in job.said(), "warning")
-        time.sleep(2 * watch.WINDOW_SECONDS)
+        time.sleep(2 * hang_detector.WINDOW_SECONDS)
         assert job.process.poll() is None, job.said()
         (line,) = job.said().splitlines()
         assert line.startswith("warning: rank 2 is slower than the others") and "mostly forward" in line
@@ -273,7 +273,7 @@ def test_a_slow_rank_is_no_hang_but_a_straggler(tmp_path: Path, env: dict[str, s
 def watched(shares: list[float], monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether a rank ever stood still, of ranks that spend these shares of their time in forward."""
     now = 0.0
-    monkeypatch.setattr(watch.time, "monotonic", lambda: now)
+    monkeypatch.setattr(hang_detector.time, "monotonic", lambda: now)
     board = Board.create(len(shares))
     try:
         eye, hung = Watch(board, [os.getpid()] * len(shares), timeout_seconds=5.0), False

@@ -19,10 +19,10 @@ import pytest
 import torch.distributed as dist
 from safetensors.torch import load
 
-from ddp_train import lock
 from ddp_train.distributed import preflight
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, LaunchError, PeerError
+from ddp_train.resilience import run_lock
 from tests.commands import (
     ENDLESS,
     LAUNCH,
@@ -61,7 +61,7 @@ def test_a_second_run_in_the_same_directory_is_refused_before_any_worker(tmp_pat
         assert len(job.workers()) == 1
         job.process.send_signal(signal.SIGKILL)
         job.process.wait()
-    assert lock.owner(job.run_dir / lock.FILE)["pid"] == job.process.pid
+    assert run_lock.owner(job.run_dir / run_lock.FILE)["pid"] == job.process.pid
     third = run(*SMALL, ONE, f"run_dir={job.run_dir}", "train.max_steps=2")
     assert third.returncode == 0, "the lock of a dead process is taken over"
 
@@ -73,7 +73,7 @@ def test_whoever_lost_the_run_directory_writes_no_checkpoint(tmp_path: Path) -> 
         job.wait_for_file("checkpoints/step_00000020")
         # As a network file system does when this host was cut off: the lock is another's, and nobody told us.
         taken = {"pid": 1, "host": "elsewhere", "since": "now", "id": "other"}
-        (job.run_dir / lock.FILE).write_text(json.dumps(taken))
+        (job.run_dir / run_lock.FILE).write_text(json.dumps(taken))
         assert job.end() == 73, job.said()
         failure = read(job.run_dir, "failure.json")
         assert "belongs to another run now: process 1 on elsewhere" in failure["detail"]
@@ -320,7 +320,7 @@ def test_a_host_that_was_cut_off_and_a_new_run_never_write_together(cluster: Clu
     wait_until(lambda: any((cluster.run_dir / "checkpoints").glob("step_????????")), "checkpoint")
     for host in cluster.lab.hosts:
         host.unplug()
-    writer = lock.owner(cluster.run_dir / lock.FILE)["host"]
+    writer = run_lock.owner(cluster.run_dir / run_lock.FILE)["host"]
     (other,) = (host for host in cluster.lab.hosts if host.name != writer)
     cluster.start(other, *words)
     assert cluster.end(other.name) == 2, "alone, under our own launcher"

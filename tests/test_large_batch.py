@@ -15,16 +15,16 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.models import resnet50
 
-from ddp_train.build import plan_rows
 from ddp_train.config.schema import OPTIONS, LambConfig, LarsConfig, OptimizerConfig
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
-from ddp_train.guard import DeviceGuard
-from ddp_train.heartbeat import Position
-from ddp_train.large_batch import Lamb, Lars
-from ddp_train.loop import evaluate, fit, train
-from ddp_train.metrics import RunningLoss
-from ddp_train.optim import build_optimizer
+from ddp_train.optim.lars_lamb import Lamb, Lars
+from ddp_train.optim.nan_guard import DeviceGuard
+from ddp_train.optim.optimizers import build_optimizer
+from ddp_train.resilience.heartbeat import Position
+from ddp_train.telemetry.metrics_log import RunningLoss
+from ddp_train.training.loop import evaluate, fit, train
+from ddp_train.training.setup import plan_rows
 from tests.jobs import config_of, job_of, largest_difference, table, trained
 from tests.ranks import on_ranks
 

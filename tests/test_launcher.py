@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_train.restarts import Restarts
+from ddp_train.resilience.restart_policy import Restarts
 from tests.commands import (
     ENDLESS,
     LAUNCH,

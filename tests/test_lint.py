@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ddp_train.lint import biases_before_norm
+from ddp_train.performance.bias_lint import biases_before_norm
 
 
 class Uses(nn.Module):

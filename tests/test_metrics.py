@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddp_train.health import write_json
-from ddp_train.metrics import Scorer
+from ddp_train.resilience.failure_report import write_json
+from ddp_train.task import Scorer
 
 
 @pytest.mark.parametrize("loss", [math.inf, math.nan])

@@ -10,8 +10,8 @@ from torch import nn
 
 from ddp_train.config.schema import CustomConfig, TorchvisionConfig
 from ddp_train.errors import ConfigError, DataError
-from ddp_train.models import build_model
-from ddp_train.strategy import ModelWithLoss, cross_entropy, squared_error
+from ddp_train.models.zoo import build_model
+from ddp_train.task import ModelWithLoss, cross_entropy, squared_error
 
 
 @pytest.mark.parametrize(

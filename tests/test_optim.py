@@ -26,16 +26,18 @@ from ddp_train.config.schema import (
     SgdConfig,
     StepConfig,
 )  # fmt: skip
-from ddp_train.data.plan import Share
-from ddp_train.data.sources import ArraySource
+from ddp_train.data.batch_plan import Share
+from ddp_train.data.datasets import ArraySource
 from ddp_train.distributed.world import World
 from ddp_train.errors import NonFiniteLossError
-from ddp_train.fused import in_parts
-from ddp_train.guard import DeviceGuard
-from ddp_train.heartbeat import Position
-from ddp_train.loop import fit, train
-from ddp_train.metrics import RunningLoss
-from ddp_train.optim import Stepper, build_optimizer, build_schedule
+from ddp_train.optim.nan_guard import DeviceGuard
+from ddp_train.optim.optimizers import build_optimizer
+from ddp_train.optim.schedules import build_schedule
+from ddp_train.optim.split_fused import in_parts
+from ddp_train.optim.stepper import Stepper
+from ddp_train.resilience.heartbeat import Position
+from ddp_train.telemetry.metrics_log import RunningLoss
+from ddp_train.training.loop import fit, train
 from tests.jobs import config_of, job_of, table
 from tests.ranks import on_ranks
 from tests.test_large_batch import Calls
@@ -343,7 +345,7 @@ def test_clipping_comes_after_accumulation_and_is_torchs() -> None:
 
 def test_dropout_is_keyed_by_seed_step_and_rank() -> None:
     def drawn(rank: int, seed: int) -> list[np.ndarray]:
-        from ddp_train.data.keyed import StepSeed
+        from ddp_train.data.rng import StepSeed
 
         seed_step = StepSeed(seed, rank, "cpu")
         draws = []

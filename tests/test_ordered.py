@@ -12,15 +12,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddp_train.checkpoint import load_training
 from ddp_train.config.schema import CustomConfig
-from ddp_train.data.keyed import StepSeed
-from ddp_train.data.plan import Plan, Share
+from ddp_train.data.batch_plan import Plan, Share
+from ddp_train.data.rng import StepSeed
 from ddp_train.distributed.world import World
 from ddp_train.errors import NonFiniteLossError
-from ddp_train.loop import Job, evaluate, fit
-from ddp_train.ordered import OrderedReduction, Tree
-from ddp_train.strategy import ModelWithLoss
+from ddp_train.parallel.ordered_reduction import OrderedReduction, Tree
+from ddp_train.task import ModelWithLoss
+from ddp_train.training.checkpoint import load_training
+from ddp_train.training.loop import Job, evaluate, fit
 from tests.commands import checkpoints, run, weights
 from tests.jobs import config_of, job_of, table
 from tests.ranks import on_ranks

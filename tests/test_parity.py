@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_train.distributed.world import World
-from ddp_train.loop import evaluate, train
+from ddp_train.training.loop import evaluate, train
 from tests.jobs import config_of, job_of, largest_difference, table, trained
 from tests.ranks import on_ranks
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
-from ddp_train.loop import fit
-from ddp_train.recompute import recompute_blocks
+from ddp_train.performance.activation_checkpointing import recompute_blocks
+from ddp_train.training.loop import fit
 from tests.jobs import config_of, job_of, largest_difference
 from tests.ranks import on_ranks
 

@@ -13,16 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_train.data.sources import ArraySource
+from ddp_train.data.datasets import ArraySource
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
-from ddp_train.launcher import Stop
-from ddp_train.loop import fit
+from ddp_train.launcher.local import Stop
 from ddp_train.study import scaling, trials
 from ddp_train.study.scaling import Cell, Split, _efficiency, split_of, verdict
 from ddp_train.study.step_times import StepTimes
 from ddp_train.study.trials import Outcome, Trial
 from ddp_train.study.trials import run as run_trial
+from ddp_train.training.loop import fit
 from tests.jobs import config_of, job_of, table
 from tests.ranks import on_ranks
 from tests.studies import asked, leave, value

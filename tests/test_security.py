@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_train.checkpoint import _digest_of_values
-from ddp_train.config.compose import is_secret, read_config, read_overrides
+from ddp_train.config.overrides import read_config, read_overrides
 from ddp_train.config.prepare import examine
 from ddp_train.config.schema import CustomConfig
-from ddp_train.custom import call
+from ddp_train.config.user_code import call
+from ddp_train.config.values import is_secret
 from ddp_train.errors import ConfigError
+from ddp_train.training.checkpoint import _digest_of_values
 from tests.commands import ONE, ROOT, SMALL, THREE, fatal_lines, processes_of, read, run, running, weights
 
 pytestmark = pytest.mark.timeout(300)  # several commands each, on a machine that may be busy
@@ -37,7 +38,7 @@ def problems_of(*words: str) -> list[str]:
     "target",
     [
         "os.system", "builtins.eval", "torch.load", "torch.hub.load", "subprocess.run", "torchvision.os.system",
-        "torchvision.io.write_file", "ddp_train.launcher.subprocess.run", "ddp_train.lock.acquire", "torch.nnx.Thing",
+        "torchvision.io.write_file", "ddp_train.launcher.subprocess.run", "ddp_train.resilience.run_lock.acquire", "torch.nnx.Thing",  # noqa: E501
     ],
 )  # fmt: skip
 def test_code_from_elsewhere_is_refused_before_it_is_imported(target: str) -> None:

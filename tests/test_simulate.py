@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_train.data.plan import Plan
+from ddp_train.data.batch_plan import Plan
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
 from ddp_train.study import costs, mlperf, simulate

@@ -19,11 +19,11 @@ from typing import Any
 
 import pytest
 
-from ddp_train import stopping
 from ddp_train.distributed.world import World
-from ddp_train.health import Position
-from ddp_train.loop import fit
-from ddp_train.stopping import NEVER, Brake
+from ddp_train.resilience import preemption
+from ddp_train.resilience.failure_report import Position
+from ddp_train.resilience.preemption import NEVER, Brake
+from ddp_train.training.loop import fit
 from tests.commands import (
     ENDLESS,
     LAUNCH,
@@ -114,8 +114,8 @@ class Racer:
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Threads take turns after a few instructions, and look at the store all the time."""
-    monkeypatch.setattr(stopping, "LOOK_SECONDS", 1e-4)
-    monkeypatch.setattr(stopping, "AGREE_SECONDS", 1e-4)
+    monkeypatch.setattr(preemption, "LOOK_SECONDS", 1e-4)
+    monkeypatch.setattr(preemption, "AGREE_SECONDS", 1e-4)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -143,7 +143,7 @@ def test_ranks_at_full_speed_stop_after_one_and_the_same_step(in_step: bool, hur
 @pytest.fixture
 def handlers() -> Iterator[None]:
     """Puts back what `armed` leaves behind: in a worker it is for good."""
-    before = {number: signal.signal(number, signal.SIG_DFL) for number in stopping.SIGNALS}
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in preemption.SIGNALS}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -173,7 +173,7 @@ def test_signals_that_come_together_are_one_request_and_a_later_one_ends_it(
         wait_until(brake.pulled.is_set, "request", 5)
         time.sleep(0.2)
         assert left == []
-        time.sleep(stopping.SAME_REQUEST_SECONDS)
+        time.sleep(preemption.SAME_REQUEST_SECONDS)
         os.kill(os.getpid(), signal.SIGTERM)
         wait_until(lambda: left == [143], "end", 5)
     os.kill(os.getpid(), signal.SIGTERM)  # the work is done: nothing to stop

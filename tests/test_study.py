@@ -18,11 +18,11 @@ from unittest import mock
 import pytest
 from rich.console import Console
 
-from ddp_train import lock
-from ddp_train.config.compose import read_overrides
+from ddp_train.config.overrides import read_overrides
 from ddp_train.errors import ConfigError
-from ddp_train.health import write_json
-from ddp_train.launcher import Stop
+from ddp_train.launcher.local import Stop
+from ddp_train.resilience import run_lock
+from ddp_train.resilience.failure_report import write_json
 from ddp_train.study import main, results, tables, trials
 from ddp_train.study.facts import conditions, load_at_start, source_digest
 from ddp_train.study.plots import Axis, Bar, Curve, bars, curves
@@ -394,11 +394,11 @@ KINDS = {
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_study_has_its_run_directory_alone(name: str, tmp_path: Path) -> None:
-    held = lock.acquire(tmp_path / lock.FILE)
+    held = run_lock.acquire(tmp_path / run_lock.FILE)
     with pytest.raises(ConfigError, match=rf"run_dir={tmp_path}: another study is in it, process {os.getpid()} on"):
         main.study(ROOT / "launch.py", CONF, ["mode=study", f"study={name}", *KINDS[name], f"run_dir={tmp_path}"], None)
     held.release()
-    assert [path.name for path in tmp_path.iterdir()] == [lock.FILE], "nothing was run"
+    assert [path.name for path in tmp_path.iterdir()] == [run_lock.FILE], "nothing was run"
 
 
 def enter(request: Request) -> None:
@@ -464,7 +464,7 @@ def test_what_only_tells_of_runs_is_not_of_their_conditions(tmp_path: Path) -> N
     assert before == source_digest(ROOT / "launch.py")
     for name, counts in (
         ("ddp_train/study/tables.py", False), ("ddp_train/doctor/host.py", False), ("conf/study/tips.yaml", False),
-        ("ddp_train/loop.py", True), ("ddp_train/study/step_times.py", True), ("conf/config.yaml", True),
+        ("ddp_train/training/loop.py", True), ("ddp_train/study/step_times.py", True), ("conf/config.yaml", True),
         ("launch.py", True),
     ):  # fmt: skip
         content = (tmp_path / name).read_text()

@@ -29,23 +29,28 @@ import yaml
 from PIL import Image
 from torch import nn
 
-from ddp_train import hosts, launcher, sweep, tracking, tuning, worker
-from ddp_train.build import advice, build_evaluation, build_job, build_module, build_plan, tuning_rows
-from ddp_train.config.check import check
-from ddp_train.config.compose import all_keys, bind, read_overrides
+from ddp_train.config.auto import reasons, resolve
+from ddp_train.config.bind import all_keys, bind
+from ddp_train.config.external_checks import TORCHVISION_FILES
 from ddp_train.config.freeze import FILE, freeze
-from ddp_train.config.machine import Machine
-from ddp_train.config.outside import TORCHVISION_FILES
-from ddp_train.config.resolve import reasons, resolve
+from ddp_train.config.hardware import Machine
+from ddp_train.config.overrides import read_overrides
 from ddp_train.config.schema import OPTIONS, SECTIONS, Config
+from ddp_train.config.validate import check
+from ddp_train.data.datasets import ArraySource, build_sources
 from ddp_train.data.loader import Loader
-from ddp_train.data.sources import ArraySource, build_sources
 from ddp_train.distributed.world import World
 from ddp_train.errors import NonFiniteLossError
-from ddp_train.heartbeat import Position
-from ddp_train.optim import build_optimizer, build_schedule
-from ddp_train.stopping import SIGNALS
-from ddp_train.strategy import build_strategy
+from ddp_train.launcher import local, multihost, sweep
+from ddp_train.optim.optimizers import build_optimizer
+from ddp_train.optim.schedules import build_schedule
+from ddp_train.parallel.strategy import build_strategy
+from ddp_train.performance import switches
+from ddp_train.resilience.heartbeat import Position
+from ddp_train.resilience.preemption import SIGNALS
+from ddp_train.telemetry import tracker_queue
+from ddp_train.training import worker
+from ddp_train.training.setup import advice, build_evaluation, build_job, build_module, build_plan, tuning_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 CONF = ROOT / "conf"
@@ -270,7 +275,7 @@ def copies_beside_the_computation(case: Case) -> Any:
 
 def process_flags(case: Case) -> Any:
     """The global flags of torch once a worker has set them."""
-    tuning.set_process_flags(case.config)
+    switches.set_process_flags(case.config)
     return flags()
 
 
@@ -321,13 +326,16 @@ def steppers(case: Case) -> Any:
     """The one that a job has. On GPUs: no step is taken."""
     sources = build_sources(case.config.data, case.config.seed)
     module = build_module(case.config, sources[0], "cpu")
-    with mock.patch.object(torch.cuda, "Stream"), mock.patch("ddp_train.build.on_stream", contextlib.nullcontext):
+    with (
+        mock.patch.object(torch.cuda, "Stream"),
+        mock.patch("ddp_train.training.setup.on_stream", contextlib.nullcontext),
+    ):
         config = dataclasses.replace(case.config, strategy=OPTIONS["strategy"]["single"]())
         return type(build_job(config, World(), "cpu", module, sources, Position(), 0).stepper)
 
 
 def spared_objects(case: Case) -> Any:
-    with tuning.spared_garbage(case.config.tuning):
+    with switches.spared_garbage(case.config.tuning):
         return gc.get_freeze_count() > 0
 
 
@@ -385,8 +393,12 @@ def run(case: Case) -> Any:
 def trackers(case: Case) -> Any:
     """Those of a run, and what they are told of it; none is opened."""
     told: list[Any] = []
-    with mock.patch.object(tracking, "Background", lambda tracker, run, book: told.append((tracker.name, run.project))):
-        made = tracking.Tracking(tracking.trackers_of(case.config), Path(str(case.config.run_dir)), case.config)
+    with mock.patch.object(
+        tracker_queue, "Background", lambda tracker, run, book: told.append((tracker.name, run.project))
+    ):
+        made = tracker_queue.Tracking(
+            tracker_queue.trackers_of(case.config), Path(str(case.config.run_dir)), case.config
+        )
         with contextlib.suppress(AttributeError):  # nobody is there to be told the first lines
             made.start(0, [])
     return told
@@ -394,8 +406,8 @@ def trackers(case: Case) -> Any:
 
 def hooks_of_trackers(case: Case) -> Any:
     """The hooks that the details need."""
-    board = mock.Mock(tracker=tracking.TensorBoard())
-    made = tracking.Tracking([], Path(), case.config)
+    board = mock.Mock(tracker=tracker_queue.TensorBoard())
+    made = tracker_queue.Tracking([], Path(), case.config)
     made.running = [board]
     return [type(hook) for hook in made.hooks(mock.Mock(), mock.Mock())]
 
@@ -425,7 +437,7 @@ def worker_environments(case: Case) -> Any:
     """What our own launcher gives to its workers."""
     started: list[Any] = []
     with mock.patch.object(subprocess, "Popen", lambda command, env, **more: started.append(env)):
-        launcher._start(case.config, ROOT, 0, mock.Mock(descriptor=3), [], launcher.Stop(), None)
+        local._start(case.config, ROOT, 0, mock.Mock(descriptor=3), [], local.Stop(), None)
     names = ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
     return [{name: env[name] for name in names} for env in started]
 
@@ -435,30 +447,30 @@ def asked_to_fork(case: Case) -> Any:
     workers: list[Any] = []
     server = mock.Mock(**{"fork.side_effect": lambda specs, given_up: specs})
     with mock.patch.object(subprocess, "Popen", lambda *words, **more: None):
-        launcher._start(case.config, ROOT, 0, mock.Mock(descriptor=3), workers, launcher.Stop(), server)
+        local._start(case.config, ROOT, 0, mock.Mock(descriptor=3), workers, local.Stop(), server)
     return [worker is not None for worker in workers]
 
 
 def torchrun_command(case: Case) -> Any:
-    return hosts.command(case.config, hosts.Place("10.0.0.1", "eth0", True), ROOT / "launch.py", [])
+    return multihost.command(case.config, multihost.Place("10.0.0.1", "eth0", True), ROOT / "launch.py", [])
 
 
 def attempts(case: Case) -> Any:
-    with mock.patch.object(launcher, "_attempt", return_value=70) as tried:
-        launcher.launch(case.config, ROOT)
+    with mock.patch.object(local, "_attempt", return_value=70) as tried:
+        local.launch(case.config, ROOT)
     return tried.call_count
 
 
 def patience_at_the_end(case: Case) -> Any:
     """How many seconds workers that do not listen are left alive once somebody asked them to stop."""
-    stop, worker, seconds = launcher.Stop(), mock.Mock(**{"poll.return_value": None}), itertools.count()
+    stop, worker, seconds = local.Stop(), mock.Mock(**{"poll.return_value": None}), itertools.count()
     stop.received.append(signal.SIGTERM)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(launcher, "_start", lambda *given: given[4].append(worker)))
-        stack.enter_context(mock.patch.object(launcher, "_end"))
-        stack.enter_context(mock.patch.object(launcher.time, "monotonic", lambda: next(seconds)))
-        stack.enter_context(mock.patch.object(launcher.time, "sleep"))
-        assert launcher._attempt(case.config, ROOT, 0, stop, None) == launcher.UNSAVED
+        stack.enter_context(mock.patch.object(local, "_start", lambda *given: given[4].append(worker)))
+        stack.enter_context(mock.patch.object(local, "_end"))
+        stack.enter_context(mock.patch.object(local.time, "monotonic", lambda: next(seconds)))
+        stack.enter_context(mock.patch.object(local.time, "sleep"))
+        assert local._attempt(case.config, ROOT, 0, stop, None) == local.UNSAVED
     worker.send_signal.assert_called_once_with(signal.SIGTERM)
     return next(seconds)
 
@@ -468,7 +480,7 @@ def process_group(case: Case) -> Any:
     with contextlib.ExitStack() as stack:
         opened = stack.enter_context(mock.patch.object(dist, "init_process_group"))
         unwanted = [(dist, "barrier"), (dist, "destroy_process_group"), (gc, "collect"), (torch.cuda, "set_device")]
-        unwanted += [(worker, "_work"), (worker.progress, "start_logging"), (worker.heartbeat, "show_stacks")]
+        unwanted += [(worker, "_work"), (worker.console, "start_logging"), (worker.heartbeat, "show_stacks")]
         for owner, name in unwanted:
             stack.enter_context(mock.patch.object(owner, name))
         assert worker.run(case.config, World(), lambda: mock.Mock()) == 0
@@ -667,7 +679,7 @@ def test_the_plan_says_why() -> None:
 # --- the tests --------------------------------------------------------------------------------------------------------
 
 
-def switches() -> Iterator[tuple[str, str]]:
+def all_switches() -> Iterator[tuple[str, str]]:
     """(option, key): each key of each option, `model=cnn` and `model.channels`; no option for what has none."""
     for field in dataclasses.fields(Config):
         if field.name not in OPTIONS and field.name not in SECTIONS:
@@ -767,12 +779,12 @@ def baseline(row: Row, line: str, place: Path, things: Path) -> Any:
 def test_every_key_has_a_row() -> None:
     keys = {key for key in all_keys() if not key.endswith(".name")}
     assert keys == set(ROWS)
-    assert keys == {key for _, key in switches()}
+    assert keys == {key for _, key in all_switches()}
 
 
 @pytest.mark.filterwarnings("ignore:Grad strides do not match")  # of DDP, about the model
 @pytest.mark.parametrize(
-    ("option", "key"), [pytest.param(*switch, id=" ".join(switch).strip()) for switch in switches()]
+    ("option", "key"), [pytest.param(*switch, id=" ".join(switch).strip()) for switch in all_switches()]
 )
 def test_the_switch_is_alive(option: str, key: str, tmp_path: Path, things: Path) -> None:
     row, section = ROWS[key], option.partition("=")[0]

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddp_train.distributed.sync_batch_norm import SyncBatchNorm, synchronised
 from ddp_train.distributed.world import World
-from ddp_train.strategy import ModelWithLoss, build_strategy
+from ddp_train.parallel.strategy import build_strategy
+from ddp_train.parallel.sync_batch_norm import SyncBatchNorm, synchronised
+from ddp_train.task import ModelWithLoss
 from tests.jobs import config_of, largest_difference, table, trained
 from tests.ranks import on_ranks
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from ddp_train.config.compose import read_config, read_overrides
+from ddp_train.config.overrides import read_config, read_overrides
 from ddp_train.config.prepare import prepare, set_aside
 from ddp_train.config.schema import Config, TrackerConfig
 from ddp_train.errors import ConfigError
-from ddp_train.trackers import Mlflow, Run
-from ddp_train.tracking import Background, Book, Tracking, flat, scalars_of
+from ddp_train.telemetry.tracker_queue import Background, Book, Tracking, flat, scalars_of
+from ddp_train.telemetry.trackers import Mlflow, Run
 from tests.commands import ROOT, SMALL, THREE, metrics, read, run
 
 CONF = ROOT / "conf"

@@ -8,12 +8,12 @@ from typing import Any
 
 import yaml
 
-from ddp_train.config.compose import bind
-from ddp_train.config.outside import unwritable
+from ddp_train.config.bind import bind
+from ddp_train.config.external_checks import unwritable
 from ddp_train.config.schema import Config
 from ddp_train.errors import ConfigError
-from ddp_train.health import FILE as FAILURE
-from ddp_train.health import SUMMARY
+from ddp_train.resilience.failure_report import FILE as FAILURE
+from ddp_train.resilience.failure_report import SUMMARY
 
 FILE = "config.yaml"
 

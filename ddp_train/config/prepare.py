@@ -7,16 +7,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ddp_train import lock
-from ddp_train.config.check import check, check_rules, notices
-from ddp_train.config.compose import Overrides, read_config, read_overrides
+from ddp_train.config.auto import resolve
+from ddp_train.config.external_checks import changed, held_run, manifest_config, unwritable
 from ddp_train.config.freeze import freeze, to_text
-from ddp_train.config.machine import this_machine
-from ddp_train.config.outside import changed, held_run, manifest_config, unwritable
-from ddp_train.config.resolve import resolve
+from ddp_train.config.hardware import this_machine
+from ddp_train.config.overrides import Overrides, read_config, read_overrides
 from ddp_train.config.schema import Config
-from ddp_train.distributed.world import World, visible_devices
+from ddp_train.config.validate import check, check_rules, notices
+from ddp_train.distributed.environment import visible_devices
+from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
+from ddp_train.resilience import run_lock
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Prepared:
     text: str
     """Empty for this host's part of several: there, rank 0 freezes the config, under torchrun."""
     notices: list[str]
-    lock: lock.Lock | None = None
+    lock: run_lock.Lock | None = None
     """Held for the life of the run, so that no second one works in its directory."""
 
 
@@ -86,13 +87,13 @@ def settle(config: Config, problems: list[str], world: World | None) -> Prepared
     return Prepared(resolved, freeze(resolved), told, held)
 
 
-def lock_run_dir(config: Config, world: World | None) -> lock.Lock:
+def lock_run_dir(config: Config, world: World | None) -> run_lock.Lock:
     """Raises ConfigError, naming the holder, if another run works in the run directory."""
     # A new rank 0 may start while torchrun still ends the old one, on another host: SIGKILL comes 30 s after SIGTERM.
     patience_seconds = 35.0 if world and (world.attempt or world.hosts > 1) else 0.0
     try:
-        return lock.acquire(Path(str(config.run_dir)) / lock.FILE, patience_seconds)
-    except lock.HeldError as error:
+        return run_lock.acquire(Path(str(config.run_dir)) / run_lock.FILE, patience_seconds)
+    except run_lock.HeldError as error:
         remedy = "wait for it, stop it, or name another run_dir"
         raise ConfigError([f"run_dir={config.run_dir}: another run is in it, {error}; {remedy}"]) from None
     except OSError as error:

@@ -13,15 +13,15 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from ddp_train.config.schema import TuningConfig
-from ddp_train.data.ahead import InThreads, OnGpu
-from ddp_train.data.copies import CopyStream
-from ddp_train.data.plan import Share
-from ddp_train.data.sources import ArraySource, Source, folder_of
+from ddp_train.data.batch_plan import Share
+from ddp_train.data.copy_stream import CopyStream
+from ddp_train.data.datasets import ArraySource, Source, folder_of
+from ddp_train.data.prefetch import InThreads, OnGpu
 from ddp_train.errors import LaunchError
-from ddp_train.heartbeat import Position
-from ddp_train.nested import map_tensors
-from ddp_train.processes import end_loader_with_parent
-from ddp_train.stopping import ignore_signals
+from ddp_train.linux import end_loader_with_parent
+from ddp_train.resilience.heartbeat import Position
+from ddp_train.resilience.preemption import ignore_signals
+from ddp_train.tensor_tree import map_tensors
 
 
 @dataclass(slots=True)

@@ -19,8 +19,10 @@ import torch
 from torch.cuda import nccl
 from torch.distributed import DistError, Store  # pyright: ignore[reportPrivateImportUsage]
 
-from ddp_train.distributed.world import World, gloo_interface, hosts_asked, hosts_started
-from ddp_train.errors import ConfigError, PeerError, first_line
+from ddp_train.distributed.environment import gloo_interface, hosts_asked, hosts_started
+from ddp_train.distributed.world import World
+from ddp_train.errors import ConfigError, PeerError
+from ddp_train.text import first_line
 
 FACTS, CLOCK, VERDICT, READ = (f"ddp_train/{name}" for name in ("facts", "clock", "verdict", "read"))
 CLOCK_TOLERANCE_SECONDS = 5.0

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, NoReturn
 
-from ddp_train.errors import first_line
-from ddp_train.processes import end_with_parent, state_of
+from ddp_train.linux import end_with_parent, state_of
+from ddp_train.text import first_line
 
 END_SECONDS = 2.0
 """For a process to die of SIGKILL. One that waits in the kernel for a device (state D) does not."""

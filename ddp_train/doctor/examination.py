@@ -14,24 +14,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddp_train.config.schema import Config
-from ddp_train.distributed.world import (
+from ddp_train.distributed.environment import (
     TOLD,
-    World,
     gloo_interface,
     host_number,
     hosts_started,
     say_last_word,
     visible_devices,
 )
+from ddp_train.distributed.world import World
 from ddp_train.doctor import gpu, probes
 from ddp_train.doctor.aside import Aside, StuckError
 from ddp_train.doctor.findings import REPORT_SECONDS, Finding, broken, examined, found_aside, on_host, report, skipped
 from ddp_train.doctor.host import data_digest, host_findings, link_bytes_per_second
 from ddp_train.errors import PeerError
-from ddp_train.hosts import addresses_of_interfaces
+from ddp_train.launcher.multihost import addresses_of_interfaces
 
 if TYPE_CHECKING:  # torch is imported where there are other hosts to talk to
-    from ddp_train.distributed.session import Store
+    from ddp_train.distributed.process_group import Store
     from ddp_train.doctor.peers import Peers
 
 LOOK_SECONDS = 30.0

@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ddp_train.config.compose import counted
 from ddp_train.doctor.aside import Aside, StuckError
-from ddp_train.errors import DataError, LaunchError, WriteError, first_line
-from ddp_train.health import write_json
+from ddp_train.errors import DataError, LaunchError, WriteError
+from ddp_train.resilience.failure_report import write_json
+from ddp_train.text import counted, first_line
 
 FILE = "doctor.json"
 OK, WARNING, FAILURE, SKIPPED = "ok", "warning", "failure", "skipped"

@@ -11,8 +11,8 @@ from typing import Any
 
 import pynvml
 
-from ddp_train.config.compose import counted
 from ddp_train.doctor.findings import Finding, failure, ok, skipped, warning
+from ddp_train.text import counted
 
 GIB = 2**30
 USED_SHARE = 0.05

@@ -14,13 +14,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ddp_train.config.compose import counted
-from ddp_train.config.outside import TORCHVISION_FILES, missing_data
-from ddp_train.config.resolve import process_count
+from ddp_train.config.auto import process_count
+from ddp_train.config.external_checks import TORCHVISION_FILES, missing_data
 from ddp_train.config.schema import Config
-from ddp_train.distributed.world import gloo_interface
+from ddp_train.distributed.environment import gloo_interface
 from ddp_train.doctor.findings import Finding, failure, ok, skipped, warning
 from ddp_train.errors import DataError, PeerError, WriteError
+from ddp_train.text import counted
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 FEW_SHARED_BYTES = GIB

@@ -14,13 +14,13 @@ from typing import Any
 
 from torch.distributed import DistError, PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
-from ddp_train.config.compose import counted
+from ddp_train.distributed.environment import gloo_interface
 from ddp_train.distributed.preflight import CLOCK_TOLERANCE_SECONDS, differing_words, seen_here
-from ddp_train.distributed.world import gloo_interface
 from ddp_train.doctor.findings import Finding, failure, ok, skipped, warning
 from ddp_train.doctor.host import OWN_CODE, resolve
-from ddp_train.errors import ConfigError, DataError, PeerError, first_line
-from ddp_train.hosts import addresses_of_interfaces
+from ddp_train.errors import ConfigError, DataError, PeerError
+from ddp_train.launcher.multihost import addresses_of_interfaces
+from ddp_train.text import counted, first_line
 
 REACH_SECONDS, REACH_AT_ONCE = 3.0, 64
 """For a connection to another host, and how many are tried at a time; a firewall that drops packets gives no answer."""

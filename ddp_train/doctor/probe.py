@@ -17,12 +17,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
+from ddp_train.distributed.environment import world_from_environment
 from ddp_train.distributed.preflight import versions_here
-from ddp_train.distributed.session import open_store, session
-from ddp_train.distributed.world import World, world_from_environment
+from ddp_train.distributed.process_group import open_store, session
+from ddp_train.distributed.world import World
 from ddp_train.doctor.gpu import load_of
 from ddp_train.doctor.stages import COMPUTE, CONNECT, DONE, EXCHANGE, LEAVE, MEASURE, MEET, NEIGHBOURS, Spec
-from ddp_train.processes import end_with_parent
+from ddp_train.linux import end_with_parent
 
 SIZES = {"gloo": (2**16, 2**20, 2**24), "nccl": (2**20, 2**24, 2**28)}
 """Bytes that are summed over all processes."""

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddp_train.config.compose import counted
 from ddp_train.config.schema import Config
-from ddp_train.distributed.world import LISTEN_SOCKET, World, probe_environment, worker_environment
+from ddp_train.distributed.environment import LISTEN_SOCKET, probe_environment, worker_environment
+from ddp_train.distributed.world import World
 from ddp_train.doctor.aside import END_SECONDS
 from ddp_train.doctor.findings import Finding, failure, ok, skipped, warning
 from ddp_train.doctor.stages import (
@@ -32,8 +32,9 @@ from ddp_train.doctor.stages import (
     Spec,
 )
 from ddp_train.errors import HangError, LaunchError
-from ddp_train.health import is_echo
-from ddp_train.processes import end_with_parent, state_of
+from ddp_train.linux import end_with_parent, state_of
+from ddp_train.resilience.failure_report import is_echo
+from ddp_train.text import counted
 
 PATIENCE_SECONDS = 20.0
 """The longest that probes may be silent while they exchange, unless launch.timeout_seconds is less. A healthy one takes

@@ -8,11 +8,11 @@ import resource
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ddp_train.config.machine import Machine, this_machine
+from ddp_train.config.hardware import Machine, this_machine
 from ddp_train.config.schema import Config, key
-from ddp_train.distributed.world import visible_devices
+from ddp_train.distributed.environment import visible_devices
 from ddp_train.errors import ConfigError, LaunchError
-from ddp_train.stopping import UNSAVED
+from ddp_train.resilience.preemption import UNSAVED
 from ddp_train.study.facts import facts, load_at_start
 from ddp_train.study.plots import Axis, Curve, curves
 from ddp_train.study.report import Plot, Report, Table

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from ddp_train.data.plan import Plan, Share, epoch_order, evaluation_shares
-from ddp_train.distributed.session import averaged_buffers, session
+from ddp_train.data.batch_plan import Plan, Share, epoch_order, evaluation_shares
+from ddp_train.distributed.process_group import averaged_buffers, session
 from ddp_train.distributed.world import World
-from ddp_train.metrics import RunningLoss
 from ddp_train.study.simulate import LOG_EVERY_STEPS
+from ddp_train.telemetry.metrics_log import RunningLoss
 
 SAMPLES, TEST_SAMPLES = 1_281_167, 50_000
 """ImageNet's."""

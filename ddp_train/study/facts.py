@@ -11,8 +11,8 @@ import platform
 import sys
 from pathlib import Path
 
-from ddp_train.config.machine import this_machine
-from ddp_train.distributed.world import visible_devices
+from ddp_train.config.hardware import this_machine
+from ddp_train.distributed.environment import visible_devices
 
 PACKAGES = ("torch", "torchvision", "numpy", "ddp-train")
 ATTENDANTS = ("study/worker.py", "study/step_times.py", "study/gradient_probe.py")

@@ -16,9 +16,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.hooks import RemovableHandle
 
-from ddp_train.distributed.session import from_all_ranks
-from ddp_train.lint import biases_before_norm
-from ddp_train.loop import Job
+from ddp_train.distributed.process_group import from_all_ranks
+from ddp_train.performance.bias_lint import biases_before_norm
+from ddp_train.training.loop import Job
 
 FOLDER, GRADIENTS, FACTS = "probe", "gradients.safetensors", "model.json"
 

@@ -10,17 +10,17 @@ from typing import Any, Union
 
 import numpy as np
 
-from ddp_train.config.compose import counted
-from ddp_train.config.machine import this_machine
+from ddp_train.config.hardware import this_machine
 from ddp_train.config.schema import Config, key
-from ddp_train.distributed.world import visible_devices
+from ddp_train.distributed.environment import visible_devices
 from ddp_train.errors import ConfigError, LaunchError
-from ddp_train.stopping import UNSAVED
+from ddp_train.resilience.preemption import UNSAVED
 from ddp_train.study.facts import facts
 from ddp_train.study.report import Plot, Report, Table
 from ddp_train.study.request import Request, key_of, settings_as
 from ddp_train.study.scaling import resolved
 from ddp_train.study.trials import Outcome, Trial, at_work, made
+from ddp_train.text import counted
 
 TOLERANCES = {"fp64": 1e-9, "fp32": 1e-3, "tf32": 1e-2, "fp16": 5e-2, "bf16": 1e-1}
 """Largest difference, relative, that rounding explains where sums have another order: a dozen times the precision of

@@ -8,10 +8,10 @@ from typing import Protocol
 
 from rich.console import Console
 
-from ddp_train.config.outside import unwritable
+from ddp_train.config.external_checks import unwritable
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, LaunchError
-from ddp_train.stopping import UNSAVED
+from ddp_train.resilience.preemption import UNSAVED
 from ddp_train.study import tables
 from ddp_train.study.facts import load_at_start
 from ddp_train.study.report import Report, show, write

@@ -11,11 +11,13 @@ from typing import Any
 
 import yaml
 
-from ddp_train.config.check import section_rules
-from ddp_train.config.compose import bind_fields, did_you_mean, read_overrides
-from ddp_train.distributed.world import new_run_id
+from ddp_train.config.bind import bind_fields
+from ddp_train.config.overrides import read_overrides
+from ddp_train.config.validate import section_rules
+from ddp_train.distributed.environment import new_run_id
 from ddp_train.errors import ConfigError
-from ddp_train.launcher import Stop
+from ddp_train.launcher.local import Stop
+from ddp_train.text import did_you_mean
 
 OURS = ("mode", "study", "run_dir", "name")
 """Words about the study itself; all others go to its runs."""

@@ -11,19 +11,20 @@ from typing import Any, Union
 
 import numpy as np
 
-from ddp_train.config.check import check, check_rules
-from ddp_train.config.compose import counted, read_config, read_overrides
-from ddp_train.config.machine import Machine, this_machine
-from ddp_train.config.resolve import resolve
+from ddp_train.config.auto import resolve
+from ddp_train.config.hardware import Machine, this_machine
+from ddp_train.config.overrides import read_config, read_overrides
 from ddp_train.config.schema import Config, key
-from ddp_train.distributed.world import visible_devices
+from ddp_train.config.validate import check, check_rules
+from ddp_train.distributed.environment import visible_devices
 from ddp_train.errors import ConfigError, LaunchError
-from ddp_train.stopping import UNSAVED
+from ddp_train.resilience.preemption import UNSAVED
 from ddp_train.study.facts import facts, load_at_start
 from ddp_train.study.plots import Axis, Curve, curves
 from ddp_train.study.report import Plot, Report, Table
 from ddp_train.study.request import Request, command_of, key_of, settings_as
 from ddp_train.study.trials import Outcome, Trial, at_work, made
+from ddp_train.text import counted
 
 PARTS = ("data", "compute", "exposed", "host")
 """As `step_times` writes them."""

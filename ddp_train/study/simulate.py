@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from ddp_train.config.schema import key
-from ddp_train.distributed.world import environment
+from ddp_train.distributed.environment import environment
 from ddp_train.errors import ConfigError
-from ddp_train.processes import end_with_parent
+from ddp_train.linux import end_with_parent
 from ddp_train.study import mlperf
 from ddp_train.study.costs import BACKWARD_SHARE, Cluster, Link, Prediction, Step, predict
 from ddp_train.study.facts import facts

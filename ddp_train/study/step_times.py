@@ -22,10 +22,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from ddp_train.data.batch_plan import Share
 from ddp_train.data.loader import Batch
-from ddp_train.data.plan import Share
-from ddp_train.loop import Job
-from ddp_train.optim import Stepper
+from ddp_train.optim.stepper import Stepper
+from ddp_train.training.loop import Job
 
 FOLDER = "probe"
 PARTS = ("data", "compute", "exposed", "host")

@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddp_train import lock
-from ddp_train.config.outside import unwritable
-from ddp_train.distributed.world import environment
+from ddp_train.config.external_checks import unwritable
+from ddp_train.distributed.environment import environment
 from ddp_train.errors import ConfigError
-from ddp_train.health import FILE as FAILURE
-from ddp_train.health import SUMMARY, write_json
-from ddp_train.launcher import Stop
-from ddp_train.processes import adopting_orphans, end_with_parent
+from ddp_train.launcher.local import Stop
+from ddp_train.linux import adopting_orphans, end_with_parent
+from ddp_train.resilience import run_lock
+from ddp_train.resilience.failure_report import FILE as FAILURE
+from ddp_train.resilience.failure_report import SUMMARY, write_json
 from ddp_train.study.facts import conditions
 from ddp_train.study.request import Request
 
@@ -95,8 +95,8 @@ def at_work(request: Request) -> Iterator[None]:
 def hold(request: Request) -> None:
     """Takes the lock of the run directory. Raises ConfigError if another study has it, or if it cannot be written."""
     try:
-        request.held.callback(lock.acquire(request.run_dir / lock.FILE).release)
-    except lock.HeldError as error:
+        request.held.callback(run_lock.acquire(request.run_dir / run_lock.FILE).release)
+    except run_lock.HeldError as error:
         raise ConfigError([f"run_dir={request.run_dir}: another study is in it, {error}; wait for it"]) from None
     except OSError as error:
         raise ConfigError([unwritable(str(request.run_dir), error.strerror or str(error))]) from None

@@ -10,14 +10,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Union
 
-from ddp_train.config.check import check, check_rules
-from ddp_train.config.compose import counted, did_you_mean, read_config, read_overrides
-from ddp_train.config.machine import Machine, this_machine
-from ddp_train.config.resolve import resolve
+from ddp_train.config.auto import resolve
+from ddp_train.config.hardware import Machine, this_machine
+from ddp_train.config.overrides import read_config, read_overrides
 from ddp_train.config.schema import Config, key
-from ddp_train.distributed.world import visible_devices
+from ddp_train.config.validate import check, check_rules
+from ddp_train.distributed.environment import visible_devices
 from ddp_train.errors import ConfigError
 from ddp_train.study.request import Request, key_of, settings_as
+from ddp_train.text import counted, did_you_mean
 
 METRICS = ("epoch_seconds", "samples_per_second", "seconds", "test.accuracy", "test.loss")
 LAYOUTS = ("comparison", "runs", "growth")

@@ -6,12 +6,12 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from ddp_train import worker
 from ddp_train.config.schema import Config
 from ddp_train.distributed.world import World
-from ddp_train.loop import Job
 from ddp_train.study.gradient_probe import GradientProbe
 from ddp_train.study.step_times import StepTimes
+from ddp_train.training import worker
+from ddp_train.training.loop import Job
 
 
 def attend(config: Config, world: World, job: Job) -> AbstractContextManager[Any]:

@@ -1,0 +1,53 @@
+"""Plain nested values: their leaves, the secrets among them, and their references to the environment."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from ddp_train.errors import ConfigError
+
+
+def from_environment(value: Any, key: str) -> Any:
+    """A plain value, with what the environment holds in place of each `${oc.env:NAME}`.
+
+    Raises ConfigError for a variable that is not set. key: the name of the value, for that message.
+    """
+    if isinstance(value, dict):
+        return {name: from_environment(item, f"{key}.{name}") for name, item in value.items()}
+    if isinstance(value, list):
+        return [from_environment(item, key) for item in value]
+    if isinstance(value, str) and "${oc.env:" in value:
+        try:
+            return OmegaConf.create({"value": value}).value
+        except OmegaConfBaseException:
+            raise ConfigError(
+                [f"{key}={value}: the environment has no such variable; set it before the start"]
+            ) from None
+    return value
+
+
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The plain values inside nested ones, with their dotted paths."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
+    if items is None:
+        yield path, value
+        return
+    for name, item in items:
+        yield from leaves(item, f"{path}.{name}".lstrip("."))
+
+
+_SECRET = re.compile(
+    r"((^|_)(password|passwd|passphrase|secret|secret_key|api_?key|access_key|private_key|credentials?))$"
+    r"|^((auth|access|api|hf|hub|bearer|refresh|session|github|wandb)_)?token$"
+)
+"""Names of secrets. Not `pad_token` and the like, which are words of a vocabulary."""
+
+
+def is_secret(dotted: str) -> bool:
+    """Whether a key's name says that its value is a secret."""
+    return any(_SECRET.search(part.lower()) for part in dotted.split("."))

@@ -1,0 +1,119 @@
+"""Which process computes which samples in which step. The sequence of global batches is the same for every world."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from ddp_train.data.rng import mix, order
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The samples of one forward pass on one process."""
+
+    epoch: int | None
+    """None in evaluation: nothing is augmented."""
+    step: int
+    """Optimizer steps completed before this one; in evaluation, the number of the batch."""
+    ids: np.ndarray
+    """Sample numbers, int64. Never empty: see `count`."""
+    count: int
+    """How many of `ids` count: all, or none where a stand-in fills the place of an empty share."""
+    scale: float
+    """What the sum of the sample losses is multiplied by before backward: the world's mean of all shares' gradients
+    (or, with virtual shards, their sum) is then the gradient of the mean loss over the global batch, however unevenly
+    that was split."""
+    last: bool
+    """The last share of its optimizer step: gradients are synchronised in its backward pass."""
+    part: int = 0
+    """Which part of its global batch it is, counted over all processes."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The whole training of one process, in numbers."""
+
+    samples: int
+    global_batch_size: int
+    accumulation_steps: int
+    steps: int
+    """Optimizer steps of the whole run."""
+    seed: int
+    rank: int = 0
+    world_size: int = 1
+    virtual_shards: int | None = None
+    """With `train.reduction=ordered`: the parts of a global batch, the same whatever the number of processes."""
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-self.samples // self.global_batch_size)
+
+    @property
+    def micro_batch_size(self) -> int:
+        return self.global_batch_size // (self.accumulation_steps * self.world_size)
+
+    def epoch_end(self, step: int) -> int:
+        """The step at which the epoch that holds optimizer step `step` ends, or the run."""
+        return min((step // self.steps_per_epoch + 1) * self.steps_per_epoch, self.steps)
+
+    def ends_epoch(self, step: int) -> bool:
+        """Whether `step` optimizer steps complete an epoch, or the run."""
+        return step % self.steps_per_epoch == 0 or step == self.steps
+
+    def is_full(self, step: int) -> bool:
+        """Whether the global batch of an optimizer step is a whole one."""
+        ends = (step + 1) % self.steps_per_epoch == 0
+        return not ends or self.samples % self.global_batch_size == 0
+
+    def samples_seen(self, step: int) -> int:
+        """Samples that the first `step` optimizer steps consume, over all processes."""
+        epochs, rest = divmod(step, self.steps_per_epoch)
+        return epochs * self.samples + min(rest * self.global_batch_size, self.samples)
+
+    def global_batch(self, step: int) -> np.ndarray:
+        """The sample numbers of an optimizer step, over all processes, in their order."""
+        epoch, place = divmod(step, self.steps_per_epoch)
+        start = place * self.global_batch_size
+        return epoch_order(self.seed, epoch, self.samples)[start : start + self.global_batch_size]
+
+    def shares(self, first_step: int = 0) -> Iterator[Share]:
+        """What this process computes from `first_step` on."""
+        for step in range(first_step, self.steps):
+            yield from self._split(step, self.global_batch(step))
+
+    def _split(self, step: int, ids: np.ndarray) -> Iterator[Share]:
+        """As evenly as it goes, never padded. A short last batch takes as few micro-batches as hold it."""
+        if self.virtual_shards:
+            count, each = self.virtual_shards, self.virtual_shards // self.world_size
+            numbers, sum_to_mean = range(self.rank * each, (self.rank + 1) * each), 1 / len(ids)
+        else:  # DDP takes the mean over the processes
+            count = -(-len(ids) // (self.micro_batch_size * self.world_size)) * self.world_size
+            numbers, sum_to_mean = range(self.rank, count, self.world_size), self.world_size / len(ids)
+        each, longer = divmod(len(ids), count)  # np.array_split's parts, of which only this process's are cut
+        epoch = step // self.steps_per_epoch
+        for number in numbers:
+            start = number * each + min(number, longer)
+            mine = ids[start : start + each + (number < longer)]
+            # Every process must take part in the synchronised backward pass: one without samples computes the first
+            # sample of the batch with weight zero.
+            real = len(mine) > 0
+            scale = sum_to_mean if real else 0.0
+            yield Share(epoch, step, mine if real else ids[:1], len(mine), scale, number == numbers[-1], number)
+
+
+@functools.lru_cache(maxsize=2)
+def epoch_order(seed: int, epoch: int, samples: int) -> np.ndarray:
+    """The order of the samples in an epoch: a permutation of range(samples)."""
+    return order(mix(seed, "order", epoch), samples).numpy()
+
+
+def evaluation_shares(samples: int, batch_size: int, rank: int, world_size: int) -> list[Share]:
+    """Each sample once. The batches are the same for every world, only who computes them differs."""
+    ids = np.arange(samples)
+    starts = range(rank * batch_size, samples, world_size * batch_size)
+    batches = [(start // batch_size, ids[start : start + batch_size]) for start in starts]
+    return [Share(None, number, batch, len(batch), 0.0, True) for number, batch in batches]

@@ -1,0 +1,117 @@
+"""Command lines with flags: help, and what Hydra does (-m, --cfg, --info, shell completion)."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shutil
+import sys
+import textwrap
+from pathlib import Path
+
+import hydra
+
+import ddp_train
+from ddp_train.config.schema import OPTIONS, SECTIONS, Config, CustomConfig
+from ddp_train.distributed.world import World
+from ddp_train.errors import ConfigError
+from ddp_train.launcher.fork_server import ForkServer
+from ddp_train.launcher.sweep import Report, Trials
+from ddp_train.text import did_you_mean, shown
+
+SWEEP = ("-m", "--multirun")
+FLAGS = (
+    *("-h", "--help", "--version", *SWEEP, "-c", "--cfg", "--resolve", "-p", "--package"),
+    *("-i", "--info", "-sc", "--shell-completion", "--hydra-help"),
+)
+
+
+def through_hydra(
+    usage: str,
+    script: Path,
+    conf: Path,
+    words: list[str],
+    world: World | None,
+    server: ForkServer | None,
+    report: Report | None = None,
+) -> int:
+    """Does what the flags ask: tells something, or runs a sweep, its trials by way of a fork server. Returns the exit
+    code. report: is told of a sweep that came to its end.
+
+    Raises ConfigError before any trial starts.
+    """
+    flags = [word.partition("=")[0] for word in words if word.startswith("-")]
+    unknown = [flag for flag in flags if flag not in FLAGS]
+    if unknown:
+        raise ConfigError([f"{flag}: no such flag{did_you_mean(flag, list(FLAGS))}" for flag in unknown])
+    sweep = not set(SWEEP).isdisjoint(flags)
+    if {"-h", "--help"} & set(flags):
+        text = help_text(usage, conf)
+        print(folded(text, shutil.get_terminal_size().columns) if sys.stdout.isatty() else text)
+        return 0
+    if "--version" in flags:
+        print(f"ddp_train {ddp_train.__version__}")
+        return 0
+    if world and sweep:
+        instead = f"python launch.py {' '.join(words)} launch.nproc_per_node={world.local_size}"
+        raise ConfigError([f"-m: torchrun would start one sweep per rank; use: {instead}"])
+    if not sweep and set(flags) <= {"--resolve", "-p", "--package"}:
+        raise ConfigError([f"{flags[0]}: belongs to --cfg job; add that, or leave it out"])
+    trials = Trials(script, conf, server, report)
+    if {"-sc", "--shell-completion", "--hydra-help"}.isdisjoint(flags):
+        words = trials.check(words, sweep)
+    sys.argv = [str(script), *words]
+    try:
+        hydra.main(config_path=str(conf), config_name="config", version_base="1.3")(trials.run)()
+    except BaseException:
+        if trials.sweep_dir != Path():  # what became of the trials so far is known all the same
+            trials.finish()
+        raise
+    return trials.finish()
+
+
+def help_text(usage: str, conf: Path) -> str:
+    """Usage, the groups and their options, and every key with its default, its rule and its meaning."""
+    lines = [usage.strip(), "", "Groups (group=option; the files are in conf/):"]
+    for group in sorted({path.parent for path in conf.rglob("*.yaml")} - {conf}):
+        files = sorted(group.glob("*.yaml"))
+        lines.append(f"  {group.relative_to(conf).as_posix():<11} {', '.join(path.stem for path in files)}")
+        if "# @package" in files[0].read_text():  # a whole run: its comment says what it is
+            lines += [f"    {path.stem:<19} {path.read_text().splitlines()[1].lstrip('# ')}" for path in files]
+    lines += ["", "Keys (key=value):", *_keys("", Config)]
+    for section, schema in SECTIONS.items():
+        lines += ["", f"{section}:", *_keys(section + ".", schema)]
+    for section, options in OPTIONS.items():
+        for name, schema in options.items():
+            about = "" if (schema.__doc__ or "").startswith(schema.__name__ + "(") else schema.__doc__ or ""
+            lines += [
+                "",
+                f"{section}={name}: {about.splitlines()[0] if about else ''}".rstrip(": "),
+                *_keys(section + ".", schema),
+            ]
+    return "\n".join(lines)
+
+
+def folded(text: str, width: int) -> str:
+    """Long lines go on where their last part begins, after two spaces or more, or where 22 columns are left."""
+    lines = []
+    for line in text.splitlines():
+        parts = re.match(r".*  (?=\S)", line.rstrip())
+        margin = " " * min(len(parts[0]) if parts else 0, width - 22)
+        wrapper = textwrap.TextWrapper(width, subsequent_indent=margin, break_long_words=False)
+        lines += wrapper.wrap(line) or [""]
+    return "\n".join(lines)
+
+
+def _keys(prefix: str, schema: type) -> list[str]:
+    if schema is CustomConfig:
+        words = {"_target_=package.Name": "target", "ANY=value": "arguments"}
+        meanings = {f.name: f.metadata.get("meaning") for f in dataclasses.fields(schema)}
+        return [f"  {prefix + word:<44} {meanings[name]}" for word, name in words.items()]
+    lines = []
+    for f in dataclasses.fields(schema):
+        if "meaning" in f.metadata:
+            default = getattr(schema(), f.name)
+            choices = f" ({', '.join(f.metadata['choices'])})" if "choices" in f.metadata else ""
+            lines.append(f"  {prefix + f.name + '=' + shown(default):<44} {f.metadata['meaning']}{choices}")
+    return lines

@@ -1,0 +1,147 @@
+"""A loss that is NaN or infinite on one rank: found on all of them, kept out of the weights, and named.
+
+Such a loss makes its own rank's gradients NaN (see `optim.Stepper.backward`), and the gradient exchange carries the
+news to every rank: agreement costs no collective, only a look at one gradient. A gradient that is not finite though the
+loss is (sqrt at 0) may escape that look; the weights it spoils spoil the next loss, and are never saved.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ddp_train.distributed.process_group import from_all_ranks
+from ddp_train.errors import NonFiniteLossError
+from ddp_train.resilience.heartbeat import Position
+from ddp_train.telemetry.metrics_log import RunningLoss, is_finite
+
+log = logging.getLogger(__name__)
+
+
+class Guard:
+    """Looks on the host before every step, which on a GPU waits for it."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        losses: RunningLoss,
+        position: Position,
+        scaled: bool = False,
+        any_may_lack: bool = False,
+        skip: bool = False,
+    ) -> None:
+        """losses: of the steps since somebody looked. scaled: a GradScaler leaves out steps by itself. any_may_lack:
+        some steps leave some parameters without a gradient: no single one can speak for all. skip: a step with such a
+        loss is left out with a warning, and training goes on."""
+        self.losses, self.position, self.scaled, self.skip = losses, position, scaled, skip
+        self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self.rate = optimizer.param_groups[0]["initial_lr"]
+        self.any_may_lack, self.witness = any_may_lack, nn.Parameter(requires_grad=False)
+        self.witness_is_short = False
+        """To be read without a kernel, which takes 3 us less."""
+
+    def allows(self, step: int, norm: Tensor | None) -> bool:
+        """Whether the optimizer step may be taken. norm: of all gradients, if it is known.
+
+        Raises NonFiniteLossError, on all ranks alike, if a loss is not finite and such steps are not left out.
+        """
+        return math.isfinite(norm if norm is not None else self._gradient_to_ask()) or self._is_overflow(step)
+
+    def look(self, step: int) -> None:
+        """Raises NonFiniteLossError if `allows` let a loss pass that is not finite, in any of the `step` steps so far.
+        May wait for the device."""
+
+    def check_weights(self, step: int) -> None:
+        """Raises NonFiniteLossError if a weight is not finite. Waits for the device: for checkpoints, not for steps."""
+        if not math.isfinite(nn.utils.get_total_norm(self.parameters)):
+            raise self._error(f"after step {step} the weights are not finite", None)
+
+    def _gradient_to_ask(self) -> float:
+        """A scalar that is not finite if a loss was not: of the smallest gradient, which costs least to read."""
+        if self.any_may_lack:
+            return nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None]).item()
+        gradient = self._witness_gradient()
+        return sum(gradient.tolist()) if self.witness_is_short else gradient.sum().item()
+
+    def _witness_gradient(self) -> Tensor:
+        gradient = self.witness.grad
+        if gradient is None:
+            self.witness = min((p for p in self.parameters if p.grad is not None), key=Tensor.numel)
+            gradient = self.witness.grad
+            assert gradient is not None
+            self.witness_is_short = gradient.is_cpu and gradient.ndim == 1 and len(gradient) <= 64
+        return gradient
+
+    def _is_overflow(self, step: int) -> bool:
+        """What to do about gradients that are not finite: True leaves the step to the GradScaler, which sees that
+        float16 overflowed; False leaves it out."""
+        if self.scaled and not self._guilty(step):
+            return True
+        error = self._explain(step)
+        if not self.skip:
+            raise error
+        log.warning("%s; the step is skipped (train.on_non_finite=skip)", error)
+        self.losses.forget(step)
+        return False
+
+    def _guilty(self, step: int) -> list[int]:
+        """The ranks whose loss was not finite in a step."""
+        good = all(is_finite(loss) for loss, _ in self.losses.of_step(step))
+        verdicts = from_all_ranks(torch.tensor(float(good), device=self.parameters[0].device)).tolist()
+        return [rank for rank, verdict in enumerate(verdicts) if not verdict]
+
+    def _explain(self, step: int) -> NonFiniteLossError:
+        guilty = self._guilty(step)
+        bad = [share.ids for loss, share in self.losses.of_step(step) if not is_finite(loss)]
+        mine = f"; samples here: {bad[0].tolist()[:20]}" if bad else ""
+        what = "the gradients are not finite, though every rank's loss is"
+        if guilty:
+            what = f"the loss is not finite on rank {', '.join(map(str, guilty))}"
+        return self._error(f"step {step}: {what}{mine}", guilty[0] if guilty else None)
+
+    def _error(self, detail: str, rank: int | None) -> NonFiniteLossError:
+        remedy = f"lower optimizer.lr={self.rate:g}, clip with train.max_grad_norm=1, or look at those samples"
+        return NonFiniteLossError(detail, remedy, rank)
+
+
+class DeviceGuard(Guard):
+    """Looks on the GPU, and keeps what it sees there until the host looks at the losses: no step waits.
+
+    From the first bad step on a flag on the device stops the optimizer, a fused one, which reads it as it reads that of
+    a GradScaler: the weights stay those before that step, however late the host learns of it. With a GradScaler, which
+    resets its flag, only the bad steps themselves are left out.
+    """
+
+    def __init__(self, optimizer: Optimizer, losses: RunningLoss, position: Position, scaled: bool = False) -> None:
+        super().__init__(optimizer, losses, position, scaled)
+        device = self.parameters[0].device
+        self.stopped, self.one = torch.zeros((), device=device), torch.ones((), device=device)
+        self.steps_left_out = torch.zeros((), device=device)
+        if not scaled:
+            optimizer.found_inf = self.stopped  # pyright: ignore[reportAttributeAccessIssue]
+
+    def allows(self, step: int, norm: Tensor | None) -> bool:
+        if not self.scaled:
+            asked = self._witness_gradient() if norm is None else norm
+            # What GradScaler does, with a scale of one: sets the flag if a number is not finite, and never resets it.
+            torch._amp_foreach_non_finite_check_and_unscale_(  # pyright: ignore[reportPrivateImportUsage]
+                [asked], self.stopped, self.one
+            )
+            self.steps_left_out.add_(self.stopped)
+        return True
+
+    def look(self, step: int) -> None:
+        if self.scaled:
+            firsts = torch.tensor(self.losses.first_bad_step(never=step), device=self.one.device)
+            bad = int(from_all_ranks(firsts).min())
+        else:
+            # The same on all ranks, as the exchanged gradients are. Asked of all the same: NCCL watches no collective
+            # of a replayed graph, but this one it ends after launch.timeout_seconds if a rank stands still.
+            bad = step - int(from_all_ranks(self.steps_left_out).max())
+        if bad < step:
+            self.position.step = bad
+            raise self._explain(bad)

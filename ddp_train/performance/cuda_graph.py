@@ -1,0 +1,149 @@
+"""A whole training step as one CUDA graph: forward, loss, backward, exchange, check, optimizer.
+
+Launched one by one, the hundreds of kernels of a small model's step take the host longer than they take the GPU. A
+graph launches them all at once (CUDA semantics, "CUDA Graphs", whole-network capture). It is recorded for one shape of
+batch; others, the short last batch of an epoch, take their step kernel by kernel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddp_train.data.batch_plan import Share
+from ddp_train.errors import LaunchError, is_out_of_memory
+from ddp_train.optim.stepper import Stepper
+from ddp_train.tensor_tree import map_tensors, tensors
+from ddp_train.text import first_line
+
+WARM_UP_STEPS = 11
+"""Taken kernel by kernel before the recording: DDP needs so many (CUDA semantics, "Usage with
+DistributedDataParallel"), cuDNN and the compiler choose their kernels in them, and the optimizer makes its state."""
+
+
+@contextlib.contextmanager
+def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Inside, work is queued on another stream, after what is queued here; what is queued here later comes after it.
+
+    DDP must be built, warmed up and recorded on one stream that is not the default one. None changes nothing.
+    """
+    if stream is None:
+        yield
+        return
+    here = torch.cuda.current_stream()
+    stream.wait_stream(here)
+    with torch.cuda.stream(stream):
+        yield
+    here.wait_stream(stream)
+
+
+class GraphedStepper(Stepper):
+    """A Stepper whose `forward`, in place of the wrapped model, and `backward` record a step and replay it.
+
+    `forward` only fills in the batch and returns the tensor in which the loss will be; `backward` replays the whole
+    step. So the loop stays what it is. Needs a fused optimizer, whose learning rate may be a tensor, and one share per
+    step.
+    """
+
+    def __init__(
+        self,
+        wrapped: Callable[[Any, Tensor], Tensor],
+        stream: torch.cuda.Stream,
+        is_full: Callable[[int], bool],
+        *given: Any,
+    ) -> None:
+        """stream: the one on which `wrapped` was built. is_full: whether the global batch of a step is a whole one: all
+        ranks must replay or none, as NCCL demands, whatever the shape of their own shares. given: Stepper's arguments.
+        """
+        self.wrapped, self.stream, self.is_full = wrapped, stream, is_full
+        self.warm_up_left = WARM_UP_STEPS
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.replayed = False
+        super().__init__(*given)
+        for group in self.optimizer.param_groups:
+            if "capturable" in group:
+                group["capturable"] = True
+
+    def continue_from(self, step: int) -> None:
+        super().continue_from(step)
+        for group, _ in self.rated:
+            group["lr"] = torch.zeros((), device=self.device)  # a graph reads its learning rate where it was recorded
+        self.set_to: dict[Tensor, float] = {}
+        """The constants that the graph reads, as they were filled in last."""
+
+    def set_rates(self, factor: float) -> None:
+        for group, full_rate in self.rated:
+            self._fill(group["lr"], full_rate * factor)
+
+    def forward(self, inputs: Any, targets: Tensor) -> Tensor:
+        """The loss of a batch, a scalar: of one that is recorded its value comes with `backward`.
+
+        Raises LaunchError if a step cannot be recorded, or if whole batches differ in shape. Want of memory passes as
+        it is.
+        """
+        full = self.is_full(self.steps_done)
+        if full and self.graph is None and not self.warm_up_left:
+            try:
+                self._record(inputs, targets)
+            except RuntimeError as error:
+                for cause in (error, error.__context__):  # the end of a recording that was broken off may fail too
+                    if cause and is_out_of_memory(cause):
+                        raise cause from None
+                why = f"the training step cannot be recorded as a CUDA graph: {first_line(error)}"
+                raise LaunchError(why, "use tuning.cuda_graph=false") from error
+        if full and self.graph is not None:
+            batch = list(tensors([inputs, targets]))
+            if [tensor.shape for tensor in batch] != self.shapes:
+                raise LaunchError("batches differ in shape", "use tuning.cuda_graph=false")
+            for place, value in zip(self.batch, batch, strict=True):
+                place.copy_(value)
+            return self.loss
+        with on_stream(self.stream):
+            return self.wrapped(inputs, targets)
+
+    def backward(self, loss: Tensor, share: Share) -> None:
+        if self.graph is None or loss is not self.loss:
+            with on_stream(self.stream):
+                super().backward(loss, share)
+            return
+        self.position.phase = "backward"
+        self._fill(self.scale, share.scale)
+        self.set_rates(self.factor(self.steps_done))
+        self.graph.replay()
+        self.losses.add(loss.clone(), share)
+        self.replayed = True
+
+    def step(self) -> None:
+        if self.replayed:
+            self.replayed = False
+            self.count_step()
+            return
+        if self.is_full(self.steps_done):
+            self.warm_up_left = max(0, self.warm_up_left - 1)
+        with on_stream(self.stream):
+            super().step()
+
+    def _record(self, inputs: Any, targets: Tensor) -> None:
+        """Records a step for batches of this shape; none is taken."""
+        place = map_tensors(torch.clone, [inputs, targets])
+        self.batch = list(tensors(place))
+        self.shapes = [tensor.shape for tensor in self.batch]
+        self.scale = torch.zeros((), device=self.device)
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        # Only this thread's calls are watched: NCCL's watchdog and pin_memory make some that a recording forbids.
+        with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
+            loss = self.wrapped(*place)
+            start = loss.detach() * 0 + self.scale
+            torch.autograd.backward((loss,), (self.scaler.scale(start) if self.scaled else start,))
+            self.update()
+        self.loss, self.graph = loss.detach(), graph
+
+    def _fill(self, constant: Tensor, value: float) -> None:
+        if self.set_to.get(constant) != value:
+            self.set_to[constant] = value
+            constant.fill_(value)

@@ -1,0 +1,1 @@
+"""What notices, explains and survives failures: heartbeats, hangs, stops, restarts, reports, locks."""

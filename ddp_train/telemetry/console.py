@@ -1,0 +1,147 @@
+"""What a person watches: the plan, the progress bar, a line per epoch, the summary. Only rank 0 speaks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from ddp_train.resilience.heartbeat import Position
+from ddp_train.task import Score
+from ddp_train.telemetry.hardware_monitor import summary_line
+from ddp_train.text import counted
+
+REFRESHES_PER_SECOND = 4
+"""Drawing the bar takes some milliseconds of Python, in a thread of its own: rich's ten times a second are too many."""
+log = logging.getLogger(__name__)
+
+
+class LogFile(logging.FileHandler):
+    """A log whose disk may be full: said once where the user reads, not with a traceback per line."""
+
+    lost = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not self.lost:
+            self.lost = True  # before the warning, which comes by here too
+            log.warning("%s cannot be written: %s; training goes on", self.baseFilename, sys.exc_info()[1])
+
+
+def start_logging(log_file: Path, rank: int, to_terminal: bool) -> None:
+    """Sends this process's log to its own file, and what it prints too, unless it may use the terminal."""
+    log_file.parent.mkdir(parents=True, exist_ok=True)
+    handler = LogFile(log_file)
+    handler.setFormatter(logging.Formatter(f"%(asctime)s rank {rank} %(levelname)s %(message)s"))
+    handlers: list[logging.Handler] = [handler]
+    if to_terminal:
+        seen = logging.StreamHandler()
+        seen.setFormatter(logging.Formatter("warning: %(message)s"))
+        # Ours alone: failures have their own report, and what torch warns of is for the log.
+        seen.addFilter(lambda record: record.levelno == logging.WARNING and record.name.startswith("ddp_train"))
+        handlers.append(seen)
+    logging.basicConfig(level=logging.INFO, handlers=handlers, force=True)
+    logging.captureWarnings(True)
+    # The first convolution of grey images, [n, 1, 3, 3]: a stride in a dimension of size 1 means nothing, and no byte
+    # lies elsewhere.
+    warnings.filterwarnings("ignore", r"(?s)Grad strides do not match bucket view strides.*sizes\(\) = \[\d+, 1, ")
+    if not to_terminal:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        file = os.open(log_file, os.O_WRONLY | os.O_APPEND)
+        for stream in (1, 2):  # below Python: C libraries print too
+            os.dup2(file, stream)
+
+
+class Display:
+    """The terminal of rank 0; on all other ranks it does nothing. The same lines go to the log."""
+
+    def __init__(self, active: bool, position: Position) -> None:
+        self.active, self.position = active, position
+        self.console = Console(highlight=False, soft_wrap=True)
+        self.bar: Progress | None = None
+        self.numbers = ""
+        """What stands beside the bar."""
+
+    def plan(self, rows: dict[str, str]) -> None:
+        """What is about to happen."""
+        if self.active:
+            width = max(map(len, rows))
+            for name, value in rows.items():
+                self.console.print(Text.assemble((f"{name:<{width}}  ", "bold"), value))
+                log.info("%s: %s", name, value)
+
+    def start(self, done: int, steps: int) -> None:
+        """Shows the progress bar, where there is a terminal to show it on."""
+        if self.active and self.console.is_terminal:
+            columns = (
+                TextColumn("[bold]{task.description}"),
+                BarColumn(None),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[numbers]}"),
+                TimeRemainingColumn(),
+            )
+            self.bar = _Bar(self, *columns, console=self.console, transient=True, expand=True)
+            self.bar.add_task("training", total=steps, completed=done, numbers="")
+            self.bar.start()
+
+    def line(self, text: str) -> None:
+        """A line that stays."""
+        if self.active:
+            self.console.print(text, markup=False)
+            log.info("%s", text)
+
+    def stop(self) -> None:
+        """Takes the bar away."""
+        if self.bar:
+            self.bar.stop()
+            self.bar = None
+
+    def summary(self, summary: dict[str, Any], run_dir: Path) -> None:
+        """The end of a run, or of its part until it was stopped."""
+        test = summary["test"]
+        if summary["status"] == "preempted":
+            self.line(f"stopped after step {summary['steps']:,} and saved; go on with run_dir={run_dir}")
+            return
+        if test["accuracy"] is not None:
+            self.line(
+                f"test accuracy {test['accuracy']:.2%} ({test['correct']}/{test['samples']}), loss {test['loss']:.4f}"
+            )
+        else:
+            self.line(f"test loss {test['loss']:.6f} over {test['samples']} samples")
+        if speed := summary.get("samples_per_second"):
+            self.line(f"{speed:,.0f} samples/s, {counted(summary['steps'], 'step')}, {summary['seconds']:.1f} s")
+        if gpus := summary_line(summary.get("figures", {})):
+            self.line(gpus)
+        self.line(f"run directory {run_dir}")
+
+
+class _Bar(Progress):
+    """Looks at the position itself, from rich's own thread: training does not wait for it, and calls nothing."""
+
+    def __init__(self, display: Display, *columns: ProgressColumn, **options: Any) -> None:
+        self.display = display
+        super().__init__(*columns, refresh_per_second=REFRESHES_PER_SECOND, **options)
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        for task in self.task_ids:
+            self.update(task, completed=self.display.position.step, numbers=self.display.numbers)
+        return super().get_renderables()
+
+
+def epoch_line(
+    epoch: int, epochs: int, steps: str, loss: float | None, score: Score | None, seconds: float, samples: int
+) -> str:
+    """`epoch  3/20  loss 0.1234  test 97.50 %  1.2 s  1,234 samples/s`. steps: of an epoch that is cut short."""
+    parts = [f"epoch {epoch:>{len(str(epochs))}}/{epochs}", *([steps] if steps else [])]
+    parts += [f"loss {loss:.4f}"] if loss is not None else []
+    if score:
+        parts.append(f"test {score.accuracy:.2%}" if score.accuracy is not None else f"test loss {score.loss:.4f}")
+    return "  ".join([*parts, f"{seconds:.1f} s", f"{samples / seconds:,.0f} samples/s"])

@@ -1,0 +1,272 @@
+"""What a run tells to trackers: every line of metrics.jsonl, its config, its summary. On rank 0 alone.
+
+Each tracker has a thread, and a queue to it: training waits for none. One that fails is named once; with the next line
+it is tried again, and told what it missed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import math
+import queue
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from traceback import format_exception
+from typing import Any
+
+from torch import Tensor
+
+from ddp_train.config.freeze import to_values
+from ddp_train.config.schema import Config
+from ddp_train.data.loader import Batch
+from ddp_train.distributed.environment import keep_trackers_at_home
+from ddp_train.resilience.failure_report import write_json
+from ddp_train.telemetry.hardware_monitor import RULES, combined
+from ddp_train.telemetry.trackers import KINDS, Run, Scalars, TensorBoard, Tracker
+from ddp_train.text import first_line, shown
+from ddp_train.training.loop import Hook, Job
+
+FILE = "trackers.json"
+"""In the run directory: for each tracker the id of the run there, and the last step that it was told of, by kind."""
+FINISH_SECONDS = 30.0
+"""The longest a run that is done waits for its trackers; one that was stopped has a quarter of its grace."""
+FAILED_SECONDS = 2.0
+"""The same of a run that failed: it has not reported that yet."""
+WAITING_LINES = 10_000
+"""More than that a tracker may not be behind: a server that does not answer must not fill the memory."""
+WAITING_HISTOGRAMS = 4
+"""Copies of all weights that may wait to be written; the epochs after them go without."""
+IMAGES = 32
+log = logging.getLogger(__name__)
+
+
+class Book:
+    """trackers.json: what each tracker knows already."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.path, self.lock = run_dir / FILE, threading.Lock()
+        self.entries: dict[str, dict[str, Any]] = {}
+        if self.path.is_file():
+            try:
+                self.entries = {name: dict(entry) for name, entry in json.loads(self.path.read_text()).items()}
+            except (ValueError, TypeError, AttributeError) as error:
+                log.warning("%s is damaged (%s): the trackers begin new runs", self.path, first_line(error))
+
+    def keep(self, name: str, entry: dict[str, Any]) -> None:
+        with self.lock:
+            self.entries[name] = dict(entry)
+            write_json(self.path, self.entries)
+
+
+class Background:
+    """A tracker with a thread that calls it. Lines that it does not take are told again with the next one."""
+
+    def __init__(self, tracker: Tracker, run: Run, book: Book) -> None:
+        self.tracker, self.run, self.book = tracker, run, book
+        self.entry: dict[str, Any] = dict(book.entries.get(tracker.name, {}))
+        self.is_open = self.warned = False
+        self.untold: deque[dict[str, Any]] = deque(maxlen=WAITING_LINES)
+        """Lines that failed: they go before the next one."""
+        self.waiting: queue.Queue[Callable[[], None] | None] = queue.Queue(WAITING_LINES)
+        self.thread = threading.Thread(target=self._work, name=tracker.name, daemon=True)
+        self.thread.start()
+
+    def do(self, call: Callable[[], None] | None) -> None:
+        """After all that is waiting; None ends the thread."""
+        try:
+            self.waiting.put_nowait(call)
+        except queue.Full:
+            self._warn(f"is {WAITING_LINES:,} lines behind: later ones are left out")
+
+    def tell(self, lines: Sequence[dict[str, Any]]) -> None:
+        """In the thread: lines of metrics.jsonl, without those that the tracker was told of in an earlier process."""
+        self.untold.extend(lines)
+        if not self.is_open:
+            self._open()
+        try:
+            while self.untold:
+                self._tell_first()
+                self.untold.popleft()
+        finally:
+            self.book.keep(self.tracker.name, self.entry)
+
+    def _tell_first(self) -> None:
+        """Of those untold the first, or, if it fails and the next one does not, that: then the first was to blame."""
+        try:
+            self._tell(self.untold[0])
+        except Exception:
+            if len(self.untold) == 1:
+                raise
+            self._tell(self.untold[1])
+
+    def _tell(self, line: dict[str, Any]) -> None:
+        kind, step = line["kind"], line["step"]
+        if step > self.entry.get(kind, 0):
+            self.tracker.write(step, scalars_of(line))
+            self.entry[kind] = step
+
+    def show(self, picture: Callable[[], None]) -> None:
+        """In the thread: something that is not told again if it fails."""
+        if self.is_open:
+            picture()
+
+    def close(self, status: str, summary: dict[str, Any]) -> None:
+        """In the thread: at the end."""
+        try:
+            self.tell([])
+        finally:
+            if self.is_open:
+                self.tracker.close(status, summary)
+
+    def _work(self) -> None:
+        for call in iter(self.waiting.get, None):
+            try:
+                call()
+            except Exception as error:  # noqa: BLE001  of other people's libraries, disks and servers
+                self._warn(f"failed: {type(error).__name__}: {first_line(error)}", error)
+            finally:
+                self.waiting.task_done()
+
+    def _open(self) -> None:
+        known = self.entry.get("id")
+        run_id = self.tracker.open(self.run, known)
+        self.is_open = True
+        last = self.tracker.keeps_up_to
+        told = {kind: min(step, last) for kind, step in self.entry.items() if kind != "id" and run_id == known}
+        self.entry = {"id": run_id, **told}
+        self.book.keep(self.tracker.name, self.entry)
+
+    def _warn(self, what: str, error: Exception | None = None) -> None:
+        if not self.warned:
+            self.warned = True
+            log.warning("tracker %s %s; training goes on", self.tracker.name, without_passwords(what))
+            if error:
+                log.info("tracker %s: %s", self.tracker.name, without_passwords("".join(format_exception(error))))
+
+
+class Tracking:
+    """The trackers of a run. Without any, nothing happens."""
+
+    def __init__(self, trackers: list[Tracker], run_dir: Path, config: Config) -> None:
+        self.trackers, self.run_dir, self.config = trackers, run_dir, config
+        self.running: list[Background] = []
+
+    def start(self, first_step: int, lines: Sequence[dict[str, Any]]) -> None:
+        """Opens them, in their threads. lines: of metrics.jsonl, up to `first_step`; who was not told of them, because
+        a process was killed or the tracker is a new one, is told now."""
+        if self.trackers:
+            values, book = flat(to_values(self.config)), Book(self.run_dir)
+            run = Run(self.run_dir, self.config.name, self.config.tracker.project, values, first_step)
+            self.running = [Background(tracker, run, book) for tracker in self.trackers]
+        for one in self.running:
+            one.do(functools.partial(one.tell, lines))
+
+    def write(self, line: dict[str, Any]) -> None:
+        """A line of metrics.jsonl."""
+        for one in self.running:
+            one.do(functools.partial(one.tell, [line]))
+
+    def hooks(self, job: Job, batch: Callable[[], Batch]) -> list[Hook]:
+        """Those that the details for TensorBoard need. Shows it the model now, before training begins.
+
+        batch: a first one, as training sees it, on the model's device.
+        """
+        for one in self.running:
+            if isinstance(one.tracker, TensorBoard) and self.config.tracker.details:
+                inputs = batch().inputs
+                if isinstance(inputs, Tensor):
+                    first = functools.partial(one.tracker.picture, job.module.model, inputs[:IMAGES])
+                    one.do(functools.partial(one.show, first))
+                    one.waiting.join()  # the model is traced: nobody else may use it
+                return [Histograms(one, one.tracker)]
+        return []
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """Hands the summary on. Waits for the trackers, but not for long."""
+        patience = FINISH_SECONDS
+        if summary["status"] != "completed":
+            patience = self.config.launch.grace_seconds / 4
+        known = {name: v for name, v in flat(summary).items() if not isinstance(v, str) or v != "null"}
+        self._close(summary["status"], known, min(patience, self.config.launch.timeout_seconds / 2))
+
+    def _close(self, status: str, summary: dict[str, Any], seconds: float) -> None:
+        running, self.running = self.running, []
+        for one in running:
+            one.do(functools.partial(one.close, status, summary))
+            one.do(None)
+        deadline = time.monotonic() + seconds
+        for one in running:
+            one.thread.join(max(0.0, deadline - time.monotonic()))
+            if one.thread.is_alive():
+                log.warning("tracker %s has not finished within %g s: it is left behind", one.tracker.name, seconds)
+
+
+class Histograms:
+    """Of the weights, for TensorBoard, at the end of each epoch. On one process: nothing is exchanged."""
+
+    def __init__(self, background: Background, board: TensorBoard) -> None:
+        self.background, self.board, self.room = background, board, threading.Semaphore(WAITING_HISTOGRAMS)
+
+    def due(self, job: Job) -> int:
+        return job.plan.epoch_end(job.step)
+
+    def act(self, job: Job) -> None:
+        if job.plan.ends_epoch(job.step) and self.room.acquire(blocking=False):
+            weights = {name: p.detach().to("cpu", copy=True) for name, p in job.module.model.named_parameters()}
+            self.background.do(functools.partial(self._show, job.step, weights))
+
+    def _show(self, step: int, weights: dict[str, Tensor]) -> None:
+        try:
+            self.background.show(functools.partial(self.board.histograms, step, weights))
+        finally:
+            self.room.release()
+
+
+@contextlib.contextmanager
+def tracked(config: Config, run_dir: Path, active: bool) -> Iterator[Tracking]:
+    """The trackers that the config asks for, on the one process where it is active. If what is inside fails, they are
+    told so."""
+    trackers = trackers_of(config) if active and config.mode == "train" else []
+    if trackers:
+        keep_trackers_at_home()
+    tracking = Tracking(trackers, run_dir, config)
+    try:
+        yield tracking
+    finally:
+        tracking._close("failed", {}, FAILED_SECONDS)  # unless it has finished
+
+
+def trackers_of(config: Config) -> list[Tracker]:
+    """New ones, not open yet."""
+    return [tracker() for tracker in KINDS if getattr(config.tracker, tracker.name)]
+
+
+def without_passwords(text: str) -> str:
+    """Of a server's address, as `https://user:password@host`: an error of a library may quote it."""
+    return re.sub(r"(?<=://)[^/\s]*@", "", text)
+
+
+def scalars_of(line: dict[str, Any]) -> Scalars:
+    """`train/loss`, `test/accuracy`, `figures/gpu_utilisation`: the numbers of a line, one for each figure."""
+    kind, figures = line["kind"], line.get("figures", {})
+    found = {f"{kind}/{name}": value for name, value in line.items() if name not in ("kind", "step")}
+    found |= {f"figures/{name}": combined(RULES[name], values) for name, values in figures.items()}
+    numbers = {name: float(v) for name, v in found.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+    return {name: value for name, value in numbers.items() if math.isfinite(value)}
+
+
+def flat(values: dict[str, Any]) -> dict[str, bool | int | float | str]:
+    """Nested values by dotted names; what is neither a number nor a word, as one would type it. Lists are words."""
+    whole = {name: shown(value) if isinstance(value, list) else value for name, value in values.items()}
+    found = {}
+    for name, value in whole.items():
+        inner = flat(value) if isinstance(value, dict) else {"": value}
+        found |= {f"{name}.{key}".rstrip("."): item for key, item in inner.items()}
+    return {name: v if isinstance(v, bool | int | float | str) else shown(v) for name, v in found.items()}

@@ -1,0 +1,1 @@
+"""One run on one process: from the frozen config to the last summary."""

@@ -1,0 +1,260 @@
+"""Checkpoints: a directory per step, written aside and renamed, verified before it is trusted.
+
+step_00000150/
+    model.safetensors    the weights under the model's own names, whatever strategy trained them
+    training.pt          optimizer and scaler state and counters: plain data that loads with weights_only=True
+    manifest.json        the step, the config, what else is known, and size and sha256 of each file
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from ddp_train.errors import DataError, TakenError, WriteError
+from ddp_train.resilience import run_lock
+from ddp_train.resilience.heartbeat import Position
+from ddp_train.tensor_tree import map_tensors, tensors
+
+MODEL, TRAINING, MANIFEST = "model.safetensors", "training.pt", "manifest.json"
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The state after `step` optimizer steps, apart from what training goes on with."""
+
+    step: int
+    model: dict[str, Tensor]
+    training: dict[str, Any]
+    manifest: dict[str, Any]
+    """Further entries of the manifest: plain data. `test`, the score of this step, decides which one is the best."""
+
+
+def copy_of(tensor: Tensor) -> Tensor:
+    """A copy on the same device, so that training waits for no transfer; on the host, if the GPU's memory is full."""
+    try:
+        return tensor.detach().clone()
+    except torch.OutOfMemoryError:
+        return tensor.detach().cpu()
+
+
+class Writer:
+    """Writes checkpoints into `run_dir` in a thread of its own, one at a time. For one process only, rank 0."""
+
+    def __init__(self, run_dir: Path, keep: int, keep_best: bool = False, position: Position | None = None) -> None:
+        """position: where it is told that a checkpoint is being written."""
+        self.position = position or Position()
+        self.run_dir, self.keep, self.keep_best = run_dir, keep, keep_best
+        self.thread: threading.Thread | None = None
+        self.error: Exception | None = None
+        self.owner = run_lock.owner(run_dir / run_lock.FILE)
+        for part in run_dir.glob("checkpoints/step_*.part-*"):  # a process was killed while it wrote or removed it
+            shutil.rmtree(part)
+
+    def submit(self, take: Callable[[], Snapshot]) -> None:
+        """Waits until the one before is written, takes a snapshot and begins to write it."""
+        self._join()
+        self.position.saving = 1
+        try:
+            self.thread = threading.Thread(target=self._write, args=(take(),), name="checkpoint")
+            self.thread.start()
+        except BaseException:
+            self.position.saving = 0
+            raise
+
+    def finish(self) -> None:
+        """Waits until all is written. Raises WriteError if the last one could not be."""
+        self._join()
+        if self.error:
+            raise self.error
+
+    def _join(self) -> None:
+        if self.thread:
+            self.thread.join()
+        if self.error and not isinstance(self.error, WriteError):
+            raise self.error
+
+    def _write(self, snapshot: Snapshot) -> None:
+        try:
+            self.error = None
+            write(self.run_dir, snapshot, self.owner)
+            _remove_old(self.run_dir / "checkpoints", snapshot.step, self.keep, self.keep_best)
+        except Exception as error:  # noqa: BLE001  `submit` and `finish` raise it in the training thread
+            self.error = error  # a WriteError counts if it is the last word: until then training goes on
+            log.warning("%s; training goes on, the next checkpoint will be tried", error)
+        finally:
+            self.position.saving = 0
+
+
+def write(run_dir: Path, snapshot: Snapshot, owner: dict[str, str] | None = None) -> Path:
+    """Writes a checkpoint, atomically. Raises WriteError, with all others intact, if it cannot be written.
+
+    owner: who held the lock of run_dir when this run began, None if nobody did. Raises TakenError if somebody else does
+    now.
+    """
+    step = snapshot.step
+    final = run_dir / "checkpoints" / f"step_{step:08d}"
+    part = final.with_name(f"{final.name}.part-{os.getpid()}")
+    try:
+        part.mkdir(parents=True)
+        save_file({name: tensor.cpu().contiguous() for name, tensor in snapshot.model.items()}, part / MODEL)
+        torch.save(map_tensors(Tensor.cpu, snapshot.training), part / TRAINING)
+        (part / MODEL).chmod((part / TRAINING).stat().st_mode)  # save_file makes it readable for its owner alone
+        files = {
+            name: {"bytes": (part / name).stat().st_size, "sha256": _digest(part / name)} for name in (MODEL, TRAINING)
+        }
+        manifest = {"step": step, **snapshot.manifest, "files": files}
+        (part / MANIFEST).write_text(json.dumps({**manifest, "sha256": _digest_of_values(manifest)}, indent=1))
+        for path in (part / MODEL, part / TRAINING, part / MANIFEST, part):
+            _flush(path)
+        run_lock.check_owner(run_dir, owner or {})  # just before the renames: what is written aside disturbs nobody
+        if final.exists():  # the same step once more: the run resumed from an older one, for this one is spoilt
+            final.rename(final.with_name(f"{final.name}.part-spoilt"))
+        part.rename(final)
+        _flush(final.parent)
+    except TakenError:
+        shutil.rmtree(part)
+        raise
+    except (OSError, RuntimeError, SafetensorError) as error:  # a full disk is an OSError, or a RuntimeError of torch's
+        shutil.rmtree(part, ignore_errors=True)
+        needed = sum(tensor.nbytes for tensor in tensors([snapshot.model, snapshot.training]))
+        free = shutil.disk_usage(run_dir).free if run_dir.exists() else 0
+        raise WriteError(
+            f"the checkpoint of step {step} cannot be written to {final}: {error} "
+            f"({free:,} bytes free, some {needed:,} needed)",
+            "free some space, or continue in another run_dir with checkpoint.resume=PATH",
+        ) from error
+    shutil.rmtree(final.with_name(f"{final.name}.part-spoilt"), ignore_errors=True)
+    return final
+
+
+def _remove_old(folder: Path, newest: int, keep: int, keep_best: bool) -> None:
+    """Removes all but the newest `keep` checkpoints and the best one, once that of step `newest` is verified."""
+    final = folder / f"step_{newest:08d}"
+    flaw = _flaw(final)
+    if flaw:
+        raise WriteError(f"the checkpoint {final} is spoilt as soon as it is written: {flaw}", "check the disk")
+    # A later step than this one's was passed over when the run resumed: it goes before any that can be trusted.
+    others = sorted(path for path in folder.glob("step_????????") if path != final)
+    others.sort(key=lambda path: path < final)
+    best = _best([*others, final]) if keep_best else None
+    for old in others[: max(0, len(others) - (keep - 1))]:
+        if old != best:
+            aside = old.with_name(f"{old.name}.part-old")  # never half a checkpoint under a checkpoint's name
+            old.rename(aside)
+            shutil.rmtree(aside)
+
+
+def _best(places: list[Path]) -> Path | None:
+    """The checkpoint with the highest test accuracy, or the lowest loss; the earliest of equal ones."""
+
+    def rank(score: dict[str, Any]) -> tuple[float, float]:
+        return -(score["accuracy"] or 0.0), score["loss"]
+
+    scored = []
+    for place in sorted(places):
+        with contextlib.suppress(OSError, ValueError):  # a spoilt one is nobody's best
+            scored += [(rank(score), place) for score in [read_manifest(place).get("test")] if score]
+    return min(scored)[1] if scored else None
+
+
+def find(resume: str, run_dir: Path) -> Path | None:
+    """The checkpoint that a run starts from, verified; None to start from nothing.
+
+    resume: auto (the newest valid one in run_dir), never, or the path of a checkpoint or of a run. Raises DataError if
+    a path, or a run with checkpoints, holds no valid one: a run never starts over silently.
+    """
+    if resume == "never":
+        return None
+    place = run_dir if resume == "auto" else Path(resume)
+    if (place / MANIFEST).is_file():
+        candidates = [place]
+    else:
+        candidates = sorted((place / "checkpoints").glob("step_????????"), reverse=True)
+    for path in candidates:
+        flaw = _flaw(path)
+        if flaw is None:
+            return path
+        log.warning("checkpoint %s is passed over: %s", path, flaw)
+    if resume == "auto" and not candidates:
+        return None
+    raise DataError(
+        f"{place} holds no valid checkpoint", "name another checkpoint.resume=PATH, or checkpoint.resume=never"
+    )
+
+
+def load_model(path: Path, model: nn.Module) -> None:
+    """Loads the weights. Raises DataError with the names that differ if they belong to another model."""
+    weights = load_file(path / MODEL)
+    own = model.state_dict()
+    differing = sorted(set(weights) ^ set(own)) or [name for name in own if own[name].shape != weights[name].shape]
+    if differing:
+        raise DataError(
+            f"{path} belongs to another model; it differs in {', '.join(differing[:6])}"
+            + (f" and {len(differing) - 6} more" if len(differing) > 6 else ""),
+            "use the model= and data= that it was trained with",
+        )
+    model.load_state_dict(weights)
+
+
+def load_training(path: Path) -> dict[str, Any]:
+    """The `training` of the snapshot, on the host. Raises DataError if it is not plain data: no code runs."""
+    try:
+        return torch.load(path / TRAINING, weights_only=True, map_location="cpu")
+    except UnpicklingError as error:
+        raise DataError(f"{path / TRAINING} is not plain data", "name another checkpoint.resume=PATH") from error
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint: step, files, config."""
+    return json.loads((path / MANIFEST).read_text())
+
+
+def _flaw(path: Path) -> str | None:
+    """Why a checkpoint cannot be trusted, or None if it can."""
+    try:
+        manifest = read_manifest(path)
+        if manifest.pop("sha256") != _digest_of_values(manifest):
+            return f"{MANIFEST} does not match its sha256"
+        for name, expected in manifest["files"].items():
+            if (path / name).stat().st_size != expected["bytes"]:
+                return f"{name} has the wrong size"
+            if _digest(path / name) != expected["sha256"]:
+                return f"{name} does not match its sha256"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{MANIFEST} cannot be read: {error!r}"
+    return None
+
+
+def _digest_of_values(values: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _flush(path: Path) -> None:
+    """To the disk, so that the rename that follows never outruns the content."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

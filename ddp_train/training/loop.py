@@ -1,0 +1,96 @@
+"""Training and evaluation. No rank, no strategy, no tip and no config in here: whatever differs is a collaborator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ddp_train.data.batch_plan import Plan
+from ddp_train.data.loader import Batch
+from ddp_train.optim.stepper import Stepper
+from ddp_train.parallel.strategy import Strategy
+from ddp_train.resilience.preemption import Brake
+from ddp_train.task import ModelWithLoss, Score, Scorer
+
+
+@dataclass
+class Evaluation:
+    """Everything that one process needs to evaluate."""
+
+    module: ModelWithLoss
+    strategy: Strategy
+    batches: Iterable[Batch]
+    new_scorer: Callable[[], Scorer]
+    brake: Brake = field(default_factory=Brake)
+
+
+@dataclass
+class Job:
+    """Everything that one process needs to train. `step` counts the optimizer steps that are done."""
+
+    plan: Plan
+    module: ModelWithLoss
+    wrapped: Callable[[Any, Tensor], Tensor]
+    strategy: Strategy
+    stepper: Stepper
+    batches: Iterable[Batch]
+    evaluation: Evaluation
+    seed_step: Callable[[int], None]
+    hooks: Sequence[Hook] = ()
+    brake: Brake = field(default_factory=Brake)
+    step: int = 0
+
+
+class Hook(Protocol):
+    """Something that happens beside training, between two steps, on every process alike."""
+
+    def due(self, job: Job) -> int:
+        """The next step, later than `job.step`, after which it must be called."""
+        ...
+
+    def act(self, job: Job) -> None:
+        """Called after that step, and after those for which other hooks asked."""
+        ...
+
+
+def fit(job: Job) -> None:
+    """Trains from `job.step` to the end of the plan, or to where the brake stops it."""
+    batches = iter(job.batches)
+    while job.step < job.plan.steps and job.brake.allows(job.step):
+        train(job, batches, until=min([job.plan.epoch_end(job.step), *(hook.due(job) for hook in job.hooks)]))
+        for hook in job.hooks:
+            hook.act(job)
+
+
+def train(job: Job, batches: Iterator[Batch], until: int) -> None:
+    """Trains until `until` optimizer steps are done, or until the brake stops it."""
+    job.module.train()
+    while (job.step < job.brake.limit or job.brake.allows(job.step)) and job.step < until:
+        job.seed_step(job.step)
+        exchange = False
+        while not exchange:
+            batch = next(batches)
+            exchange = batch.share.last
+            with job.strategy.sync_gradients(batch.share):
+                loss = job.wrapped(batch.inputs, batch.targets)
+                job.stepper.backward(loss, batch.share)
+        job.stepper.step()
+        job.step += 1
+
+
+@torch.no_grad()
+def evaluate(evaluation: Evaluation) -> Score | None:
+    """Scores the test set: each sample once, the same numbers on any number of processes. None if one was stopped."""
+    evaluation.module.eval()
+    scorer = evaluation.new_scorer()
+    with evaluation.strategy.averaged(evaluation.module):
+        for batch in evaluation.batches:
+            if evaluation.brake.pulled.is_set():
+                break
+            loss, correct = evaluation.module.score(batch.inputs, batch.targets)
+            scorer.add(batch.share.step, loss, correct, batch.share.count)
+    return scorer.result()
