@@ -32,43 +32,43 @@ CONF = SCRIPT.parent / "conf"
 STUDY = "mode=study"
 
 
-def main(words: list[str]) -> int:
+def main(argv: list[str]) -> int:
     """Does what the words ask. Returns the exit code."""
     world = world_from_environment()
     if world and not world.is_leader:  # rank 0 composes, prints and refuses for all
-        return follow(world, words)
-    server = None if world or not starts_workers(words) else ForkServer(SCRIPT.parent)
+        return follow(world, argv)
+    server = None if world or not starts_workers(argv) else ForkServer(SCRIPT.parent)
     try:
-        return lead(world, words, server)
+        return lead(world, argv, server)
     finally:
         if server:
             server.close()
 
 
-def starts_workers(words: list[str]) -> bool:
+def starts_workers(argv: list[str]) -> bool:
     """Whether it is likely, by the look of the words, that workers will be started here."""
-    flags = {word for word in words if word.startswith("-")}
-    elsewhere = any(word.startswith(("launch.nnodes=", "hydra/launcher=")) for word in words)
+    flags = {word for word in argv if word.startswith("-")}
+    elsewhere = any(word.startswith(("launch.nnodes=", "hydra/launcher=")) for word in argv)
     unwanted = {STUDY, "mode=doctor", "launch.fork_server=false"}  # the runs of a study have servers of their own
-    return flags <= {"-m", "--multirun"} and not elsewhere and unwanted.isdisjoint(words)
+    return flags <= {"-m", "--multirun"} and not elsewhere and unwanted.isdisjoint(argv)
 
 
-def lead(world: World | None, words: list[str], server: ForkServer | None) -> int:
+def lead(world: World | None, argv: list[str], server: ForkServer | None) -> int:
     """Composes, validates, hands over. Hydra is imported here: while a server, which came first, imports torch."""
     from ddp_train.config.prepare import prepare
     from ddp_train.launcher import local, multihost
 
     try:
-        if STUDY in words:
+        if STUDY in argv:
             from ddp_train.study.main import study
 
-            return study(SCRIPT, CONF, words, world)
-        if any(word.startswith("-") for word in words):
+            return study(SCRIPT, CONF, argv, world)
+        if any(word.startswith("-") for word in argv):
             from ddp_train.launcher.cli import through_hydra
 
-            report = partial(report_sweep, words)
-            return through_hydra(__doc__ or "", SCRIPT, CONF, words, world, server, report)
-        prepared = prepare(CONF, words, world)
+            report = partial(report_sweep, argv)
+            return through_hydra(__doc__ or "", SCRIPT, CONF, argv, world, server, report)
+        prepared = prepare(CONF, argv, world)
     except ConfigError as error:
         return refuse(world, error)
     for notice in prepared.notices:
@@ -76,11 +76,11 @@ def lead(world: World | None, words: list[str], server: ForkServer | None) -> in
     if world:
         from ddp_train.training.worker import join
 
-        join(world, words, prepared.text, doctor)
+        join(world, argv, prepared.text, doctor)
     if prepared.config.launch.nnodes > 1:
         if server:
             server.close()  # torchrun starts the workers
-        return multihost.join_hosts(prepared.config, SCRIPT, words)
+        return multihost.join_hosts(prepared.config, SCRIPT, argv)
     if prepared.config.mode == "doctor":
         from ddp_train.doctor.examination import examine_here
 
@@ -88,27 +88,27 @@ def lead(world: World | None, words: list[str], server: ForkServer | None) -> in
     return local.launch(prepared.config, SCRIPT.parent, server=server)
 
 
-def report_sweep(words: list[str], sweep_dir: Path, rows: list[dict[str, Any]], objective: str) -> Path:
+def report_sweep(argv: list[str], sweep_dir: Path, rows: list[dict[str, Any]], objective: str) -> Path:
     """Writes the report of a sweep, when it is over. Returns its page."""
     from ddp_train.study.sweep import gather
 
-    return gather(sweep_dir, rows, objective, words)
+    return gather(sweep_dir, rows, objective, argv)
 
 
-def follow(world: World, words: list[str]) -> int:
+def follow(world: World, argv: list[str]) -> int:
     """Every other rank of torchrun: nothing is composed here, the frozen config comes from rank 0."""
-    if any(word.startswith("-") for word in words):
+    if any(word.startswith("-") for word in argv):
         return 0
     from ddp_train.training.worker import join
 
-    return join(world, words, None, doctor)
+    return join(world, argv, None, doctor)
 
 
-def doctor(store: Store, world: World, words: list[str], config: Config) -> int:
+def doctor(store: Store, world: World, argv: list[str], config: Config) -> int:
     """`mode=doctor` under torchrun. Returns the exit code."""
     from ddp_train.doctor.examination import examine_together
 
-    return examine_together(store, world, words, config, SCRIPT.parent)
+    return examine_together(store, world, argv, config, SCRIPT.parent)
 
 
 def refuse(world: World | None, error: ConfigError) -> int:
@@ -123,7 +123,7 @@ def refuse(world: World | None, error: ConfigError) -> int:
 
 
 if __name__ == "__main__":
-    stdio.survive_closing()
+    stdio.tolerate_closed_streams()
     try:
         sys.exit(main(sys.argv[1:]))
     except KeyboardInterrupt:  # before anything was started

@@ -24,11 +24,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from ddp_train.config.auto import resolve
 from ddp_train.config.bind import bind
-from ddp_train.config.hardware import Machine
+from ddp_train.config.hardware import Hardware
 from ddp_train.config.schema import CheckpointConfig
-from ddp_train.data.datasets import build_sources
+from ddp_train.data.datasets import build_datasets
 from ddp_train.distributed.world import World
-from ddp_train.resilience.heartbeat import Position
+from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.telemetry.console import Display
 from ddp_train.telemetry.metrics_log import MetricsFile
 from ddp_train.training.checkpoint import Writer
@@ -84,9 +84,9 @@ def job_and_clock(arguments: argparse.Namespace, run_dir: Path) -> tuple[Job, Cl
         }
     )
     assert not problems, problems
-    machine = Machine(cpus=2, gpus=1, gpu_name="GPU", compute_capability=(9, 0)) if cuda else Machine(cpus=2)
+    machine = Hardware(cpus=2, gpus=1, gpu_name="GPU", compute_capability=(9, 0)) if cuda else Hardware(cpus=2)
     config = resolve(config, machine, World())
-    sources, position = build_sources(config.data, 0), Position()
+    sources, position = build_datasets(config.data, 0), RankStatus()
     job = build_job(config, World(), device, build_module(config, sources[0], device), sources, position, 0)
     job.plan.__dict__["steps"] = steps
     record = Record(Display(False, position), MetricsFile(run_dir, False, 0), device, 1, steps + 1, steps + 1, position)

@@ -28,8 +28,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from ddp_train.distributed.environment import visible_devices
-from ddp_train.resilience.heartbeat import Position
-from ddp_train.telemetry.hardware_monitor import GIB, OF_GPUS, Figures, Gpus
+from ddp_train.resilience.heartbeat import RankStatus
+from ddp_train.telemetry.hardware_monitor import GIB, GPU_METRICS, GpuSampler, HardwareMonitor
 
 ROOT = Path(__file__).resolve().parent.parent
 REQUIRED = ("gpu_utilisation", "gpu_memory_gib", "power_watts", "temperature_celsius", "energy_wh", "torch_memory_gib")
@@ -41,9 +41,9 @@ def look(gib: float) -> int:
     wrong = 0
     for number in range(torch.cuda.device_count()):
         torch.empty(1, device=f"cuda:{number}")
-        gpus = Gpus([number], visible_devices())
+        gpus = GpuSampler([number], visible_devices())
         gpus.sample()
-        before = dict(zip(OF_GPUS, gpus.take(), strict=True))
+        before = dict(zip(GPU_METRICS, gpus.take(), strict=True))
         held = torch.empty(int(gib * GIB), dtype=torch.uint8, device=f"cuda:{number}")
         square = torch.randn(8192, 8192, device=f"cuda:{number}", dtype=torch.bfloat16)
         gpus.keep_sampling()
@@ -52,7 +52,7 @@ def look(gib: float) -> int:
             for _ in range(50):
                 square @ square
             torch.cuda.synchronize(number)
-        found = dict(zip(OF_GPUS, gpus.take(), strict=True))
+        found = dict(zip(GPU_METRICS, gpus.take(), strict=True))
         grown = found["gpu_memory_gib"] - before["gpu_memory_gib"]
         missing = [name for name in REQUIRED if not found[name] > 0]
         right = not missing and grown >= gib and found["torch_memory_gib"] >= gib and found["gpu_utilisation"] > 30
@@ -70,11 +70,11 @@ def ways() -> list[str | None]:
     return [None, str(len(uuids) - 1), ",".join(reversed(uuids)), uuids[-1][:12]]
 
 
-def cost(figures: Figures, rounds: int = 200) -> tuple[float, float]:
+def cost(figures: HardwareMonitor, rounds: int = 200) -> tuple[float, float]:
     """Microseconds of a logging interval on the training thread, and of it in CPU time."""
     wall, cpu = time.perf_counter(), time.thread_time()
     for _ in range(rounds):
-        figures.receive([figures.give()])
+        figures.deliver([figures.collect()])
         figures.interval(1.0)
         figures.short()
     return (time.perf_counter() - wall) / rounds * 1e6, (time.thread_time() - cpu) / rounds * 1e6
@@ -96,17 +96,17 @@ def main() -> int:
         env |= {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
         failed += subprocess.run([sys.executable, __file__, "--look", f"--gib={arguments.gib}"], env=env).returncode
 
-    position, gpus = Position(), None
-    position.beat()
+    status, gpus = RankStatus(), None
+    status.beat()
     if torch.cuda.is_available():
         torch.empty(1, device="cuda")
-        gpus = Gpus([0], visible_devices())
+        gpus = GpuSampler([0], visible_devices())
         wall, cpu = time.perf_counter(), time.thread_time()
         for _ in range(100):
             gpus.sample()
         wall, cpu = (time.perf_counter() - wall) * 1e4, (time.thread_time() - cpu) * 1e4
         print(f"a look at NVML: {wall:.0f} us, {cpu:.0f} us of it on a processor")
-    wall, cpu = cost(Figures(position, gpus))
+    wall, cpu = cost(HardwareMonitor(status, gpus))
     print(f"a logging interval: {wall:.1f} us on the training thread, {cpu:.1f} us of CPU time")
 
     with tempfile.TemporaryDirectory() as folder:

@@ -32,16 +32,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from ddp_train.config.auto import resolve
 from ddp_train.config.bind import bind
-from ddp_train.config.hardware import this_machine
+from ddp_train.config.hardware import detect_hardware
 from ddp_train.config.schema import Config
 from ddp_train.data.crop import resized_together, window
-from ddp_train.data.datasets import build_sources
+from ddp_train.data.datasets import build_datasets
 from ddp_train.data.image_folder import FolderSource, decoded_on
 from ddp_train.data.loader import Batch, Loader
 from ddp_train.distributed.environment import visible_devices
 from ddp_train.distributed.world import World
 from ddp_train.performance import switches
-from ddp_train.resilience.heartbeat import Position
+from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.training.loop import Job, train
 from ddp_train.training.setup import build_job, build_module
 
@@ -99,12 +99,12 @@ def config_for(
         }
     )
     assert not problems, problems
-    return resolve(config, this_machine(visible_devices()), None)
+    return resolve(config, detect_hardware(visible_devices()), None)
 
 
-def loader_of(config: Config, device: str, shares: object) -> Loader:
-    source = build_sources(config.data, config.seed)[0]
-    return Loader(source, shares, config.tuning, device, Position())  # type: ignore[arg-type]
+def loader_of(config: Config, device: str, micro_batches: object) -> Loader:
+    source = build_datasets(config.data, config.seed)[0]
+    return Loader(source, micro_batches, config.tuning, device, RankStatus())  # type: ignore[arg-type]
 
 
 def wait_for(device: str) -> None:
@@ -114,7 +114,7 @@ def wait_for(device: str) -> None:
 
 def images_per_second(config: Config, job: Job, device: str, seconds: float) -> float:
     """Of a loader alone, from its second batch on."""
-    batches = iter(loader_of(config, device, job.plan.shares()))
+    batches = iter(loader_of(config, device, job.plan.micro_batches()))
     next(batches)
     wait_for(device)
     began, images = time.perf_counter(), 0
@@ -139,23 +139,23 @@ def trained_per_second(job: Job, batches: Iterator[Batch], steps: int, device: s
 
 def resident(job: Job, batch: Batch) -> Iterator[Batch]:
     """One batch that is there already, again and again."""
-    for share in job.plan.shares():
-        yield dataclasses.replace(batch, share=share)
+    for micro_batch in job.plan.micro_batches():
+        yield dataclasses.replace(batch, micro_batch=micro_batch)
 
 
 def agreement(source: FolderSource, device: torch.device) -> list[str]:
     """How a GPU's crops compare with the host's."""
-    ids, host = np.arange(min(64, len(source))), torch.device("cpu")
-    files = source.read(ids)
-    on_gpu, on_host = source.crops_on(device, files, ids, 0).cpu(), source.crops_on(host, files, ids, 0)
+    indices, host = np.arange(min(64, len(source))), torch.device("cpu")
+    files = source.read(indices)
+    on_gpu, on_host = source.crops_on(device, files, indices, 0).cpu(), source.crops_on(host, files, indices, 0)
     whole = [image for image in decoded_on(host, [torch.from_numpy(file) for file in files]) if image is not None]
     windows = [
         window(image.shape[1], image.shape[2], source.image_size, draws)
-        for image, draws in zip(whole, source._draws(ids, 0), strict=True)
+        for image, draws in zip(whole, source._draws(indices, 0), strict=True)
     ]
     there = resized_together([image.to(device) for image in whole], windows, source.image_size).cpu()
     same = torch.equal(there, resized_together(whole, windows, source.image_size))
-    by_torchvision = source.fetch(ids, 0)[0].float()
+    by_torchvision = source.get_batch(indices, 0)[0].float()
     return [
         "",
         f"- The same decoded pixels, cropped on GPU and host: {'the same bytes' if same else 'OTHER BYTES'}.",
@@ -197,10 +197,10 @@ def measure(arguments: argparse.Namespace, root: Path, file_size: float) -> list
     config = config_for(arguments, root)
     switches.set_process_flags(config)
     device = World().device(config.device)
-    gpu, cores = device.startswith("cuda"), this_machine(None).cpus
-    sources = build_sources(config.data, config.seed)
+    gpu, cores = device.startswith("cuda"), detect_hardware(None).cpus
+    sources = build_datasets(config.data, config.seed)
     job = build_job(
-        config, World(), device, build_module(config, sources[0], device), sources, Position(), first_step=0
+        config, World(), device, build_module(config, sources[0], device), sources, RankStatus(), first_step=0
     )
     lines = [
         "# Reading an image folder",
@@ -225,11 +225,13 @@ def measure(arguments: argparse.Namespace, root: Path, file_size: float) -> list
 
 
 def training(arguments: argparse.Namespace, root: Path, job: Job, device: str, cores: int) -> list[str]:
-    first = next(iter(loader_of(config_for(arguments, root), device, [next(job.plan.shares())])))
+    first = next(iter(loader_of(config_for(arguments, root), device, [next(job.plan.micro_batches())])))
     ways: dict[str, Callable[[], Iterator[Batch]]] = {"a batch on the device": lambda: resident(job, first)}
 
     def folder(decode: str, workers: int, beside: bool | str = "auto") -> Callable[[], Iterator[Batch]]:
-        return lambda: iter(loader_of(config_for(arguments, root, decode, workers, beside), device, job.plan.shares()))
+        return lambda: iter(
+            loader_of(config_for(arguments, root, decode, workers, beside), device, job.plan.micro_batches())
+        )
 
     spare = max(1, cores - 1)
     ways |= {f"threads, {cores}": folder("threads", cores), f"threads, {spare}": folder("threads", spare)}

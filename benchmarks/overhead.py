@@ -59,15 +59,15 @@ from torch.utils.data import DataLoader, TensorDataset
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from ddp_train.config.schema import OPTIONS, CheckpointConfig, DdpConfig, TuningConfig
-from ddp_train.data.batch_plan import Plan, evaluation_shares
-from ddp_train.data.datasets import ArraySource, build_sources
+from ddp_train.data.batch_plan import BatchPlan, evaluation_batches
+from ddp_train.data.datasets import ArraySource, build_datasets
 from ddp_train.data.loader import Batch, Loader
 from ddp_train.data.rng import StepSeed
 from ddp_train.optim.optimizers import build_optimizer
 from ddp_train.optim.schedules import build_schedule
 from ddp_train.optim.stepper import Stepper
 from ddp_train.parallel.strategy import build_strategy
-from ddp_train.resilience.heartbeat import Position
+from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.task import ModelWithLoss, Scorer, cross_entropy
 from ddp_train.telemetry.console import Display
 from ddp_train.telemetry.metrics_log import MetricsFile
@@ -126,7 +126,7 @@ class Scene:
     def __init__(self, steps: int, folder: Path) -> None:
         self.steps, self.folder, self.runs = steps, folder, 0
         digits = OPTIONS["data"]["digits"](augment=False)
-        self.source, self.test_source = build_sources(digits, SEED)
+        self.source, self.test_source = build_datasets(digits, SEED)
         self.tuning = TuningConfig(
             name="none", precision="fp32", num_workers=0, pin_memory=False, non_blocking=False, channels_last=False
         )
@@ -136,16 +136,16 @@ class Scene:
         torch.manual_seed(SEED)
         return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(inplace=True), nn.Linear(32, 10))
 
-    def plan(self, samples: int) -> Plan:
-        return Plan(samples, BATCH_SIZE, accumulation_steps=1, steps=self.steps, seed=SEED)
+    def plan(self, samples: int) -> BatchPlan:
+        return BatchPlan(samples, BATCH_SIZE, accumulation_steps=1, steps=self.steps, seed=SEED)
 
     def made_batches(self) -> list[Batch]:
         """A batch for each step; they share a few tensors, which the caches may hold for both sides alike."""
         plan = self.plan(self.steps * BATCH_SIZE)
         batches = []
-        for share in plan.shares():
-            ids = share.ids % (DIFFERENT_BATCHES * BATCH_SIZE)
-            batches.append(Batch(*self.source.fetch(ids, None), share))
+        for micro_batch in plan.micro_batches():
+            indices = micro_batch.indices % (DIFFERENT_BATCHES * BATCH_SIZE)
+            batches.append(Batch(*self.source.get_batch(indices, None), micro_batch))
         return batches
 
 
@@ -172,7 +172,7 @@ def time_raw(scene: Scene, passes: Iterable[Iterable[tuple[Tensor, Tensor]]], dd
 
 
 def time_ours(
-    scene: Scene, plan: Plan, batches: Iterable[Batch], position: Position, ddp: bool = False, bar: bool = False
+    scene: Scene, plan: BatchPlan, batches: Iterable[Batch], status: RankStatus, ddp: bool = False, bar: bool = False
 ) -> Times:
     """`fit` over a job that is put together as ddp_train.training.setup and ddp_train.training.worker do it."""
     scene.runs += 1
@@ -185,7 +185,7 @@ def time_ours(
     evaluation = Evaluation(
         module=module,
         strategy=strategy,
-        batches=Loader(scene.test_source, evaluation_shares(32, 32, 0, 1), scene.tuning, "cpu", position),
+        batches=Loader(scene.test_source, evaluation_batches(32, 32, 0, 1), scene.tuning, "cpu", status),
         new_scorer=lambda: Scorer(1, "cpu"),
     )
     job = Job(
@@ -193,20 +193,20 @@ def time_ours(
         module=module,
         wrapped=strategy.wrap(module),
         strategy=strategy,
-        stepper=Stepper(optimizer, schedule, None, torch.amp.GradScaler("cpu", enabled=False), position),
+        stepper=Stepper(optimizer, schedule, None, torch.amp.GradScaler("cpu", enabled=False), status),
         batches=batches,
         evaluation=evaluation,
         seed_step=StepSeed(SEED, 0, "cpu"),
     )
     with (run_dir / "console.txt").open("w") as stream:
-        display = Display(active=True, position=position)
+        display = Display(active=True, status=status)
         display.console = Console(
             file=stream, force_terminal=bar, width=100, highlight=False, soft_wrap=True, legacy_windows=False
         )
         never = plan.steps + 1  # but at the end of the run
         metrics = MetricsFile(run_dir, active=True, first_step=0)
-        record = Record(display, metrics, "cpu", 1, LOG_EVERY_STEPS, evaluate_every_epochs=never, position=position)
-        job.hooks = [record, Save(None, record, {}, CheckpointConfig(), position)]
+        record = Record(display, metrics, "cpu", 1, LOG_EVERY_STEPS, evaluate_every_epochs=never, status=status)
+        job.hooks = [record, Save(None, record, {}, CheckpointConfig(), status)]
         display.start(job.step, plan.steps)
         record.start_clocks(job.step)
         clock = Clock()
@@ -234,7 +234,7 @@ def build_rows(scene: Scene) -> list[Row]:
     one_epoch = scene.plan(scene.steps * BATCH_SIZE)
 
     def ours(ddp: bool = False, bar: bool = False) -> Times:
-        return time_ours(scene, one_epoch, batches, Position(), ddp, bar)
+        return time_ours(scene, one_epoch, batches, RankStatus(), ddp, bar)
 
     def raw_ddp() -> Times:
         with group():
@@ -253,9 +253,9 @@ def build_rows(scene: Scene) -> list[Row]:
         return time_raw(scene, (loader for _ in range(scene.steps)))
 
     def ours_with_data() -> Times:
-        position = Position()
-        loader = Loader(scene.source, list(many_epochs.shares()), scene.tuning, "cpu", position)
-        return time_ours(scene, many_epochs, loader, position)
+        status = RankStatus()
+        loader = Loader(scene.source, list(many_epochs.micro_batches()), scene.tuning, "cpu", status)
+        return time_ours(scene, many_epochs, loader, status)
 
     return [
         Row("step", lambda: time_raw(scene, [pairs]), ours),

@@ -86,7 +86,7 @@ class WriteError(LaunchError):
     kind = "write"
 
 
-class TakenError(LaunchError):
+class OwnershipLostError(LaunchError):
     """The run directory belongs to another run now. Nobody may try to write there again."""
 
     exit_code = 73

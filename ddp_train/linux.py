@@ -82,7 +82,7 @@ def resident_bytes() -> int:
 
 
 def oom_kills() -> int:
-    """How many processes the kernel has killed for want of memory since it started; 0 where it does not say."""
+    """How many processes the kernel has killed for lack of memory since it started; 0 where it does not say."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/vmstat").read_text().splitlines():
             if line.startswith("oom_kill "):

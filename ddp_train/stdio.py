@@ -41,6 +41,6 @@ class Output:
         return getattr(self.stream, name)
 
 
-def survive_closing() -> None:
+def tolerate_closed_streams() -> None:
     """Of standard output and standard error, for the rest of this process."""
     sys.stdout, sys.stderr = Output(sys.stdout), Output(sys.stderr)  # pyright: ignore[reportAttributeAccessIssue]

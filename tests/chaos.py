@@ -50,7 +50,7 @@ class Net(nn.Module):
             nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.2), nn.Flatten(), nn.Linear(8 * 36, 10)
         )
         self.ledger = Path(os.environ["LEDGER"], f"ledger_{os.environ['RANK']}")
-        self.throw_away = 2 * (int(os.environ["WORLD_SIZE"]) > 2)  # see strategy.settle_buckets
+        self.throw_away = 2 * (int(os.environ["WORLD_SIZE"]) > 2)  # see strategy.warm_up_ddp_buckets
 
     def forward(self, inputs):
         if self.training:

@@ -11,20 +11,20 @@ from torch import Tensor
 
 from ddp_train.config.auto import resolve
 from ddp_train.config.bind import bind
-from ddp_train.config.hardware import Machine
+from ddp_train.config.hardware import Hardware
 from ddp_train.config.schema import Config
-from ddp_train.data.datasets import ArraySource, Source, build_sources
+from ddp_train.data.datasets import ArraySource, BatchSource, build_datasets
 from ddp_train.distributed.world import World
-from ddp_train.resilience.heartbeat import Position
+from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.training.loop import Job, fit
 from ddp_train.training.setup import build_job, build_module
 
 
-def config_of(world: World, machine: Machine | None = None, **sections: Any) -> Config:
+def config_of(world: World, machine: Hardware | None = None, **sections: Any) -> Config:
     """A resolved config, on a machine without GPUs unless one is given. Sections not given have their defaults."""
     config, problems = bind(copy.deepcopy(sections))
     assert not problems, problems
-    return resolve(config, machine or Machine(cpus=world.size), world)
+    return resolve(config, machine or Hardware(cpus=world.size), world)
 
 
 def table(samples: int, features: int = 6, classes: int = 3, seed: int = 1) -> ArraySource:
@@ -35,14 +35,16 @@ def table(samples: int, features: int = 6, classes: int = 3, seed: int = 1) -> A
     return ArraySource(inputs, labels)
 
 
-def job_of(config: Config, world: World, sources: tuple[Source, Source] | None = None, first_step: int = 0) -> Job:
+def job_of(
+    config: Config, world: World, sources: tuple[BatchSource, BatchSource] | None = None, first_step: int = 0
+) -> Job:
     """A job as the worker builds it."""
-    sources, device = sources or build_sources(config.data, config.seed), world.device(config.device)
+    sources, device = sources or build_datasets(config.data, config.seed), world.device(config.device)
     module = build_module(config, sources[0], device)
-    return build_job(config, world, device, module, sources, Position(), first_step)
+    return build_job(config, world, device, module, sources, RankStatus(), first_step)
 
 
-def trained(world: World, config: Config, sources: tuple[Source, Source] | None = None) -> dict[str, Tensor]:
+def trained(world: World, config: Config, sources: tuple[BatchSource, BatchSource] | None = None) -> dict[str, Tensor]:
     """The weights after a whole run."""
     job = job_of(config, world, sources)
     fit(job)
@@ -56,5 +58,5 @@ def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> floa
 
 
 def ids_of(job: Job) -> list[np.ndarray]:
-    """The samples of each share of this process, stand-ins left out."""
-    return [share.ids[: share.count] for share in job.plan.shares()]
+    """The samples of each micro-batch of this process, stand-ins left out."""
+    return [micro_batch.indices[: micro_batch.num_real] for micro_batch in job.plan.micro_batches()]

@@ -16,14 +16,14 @@ from ddp_train.study.trials import Outcome, Trial, outcome_of
 from tests.commands import ROOT
 
 
-def asked(*words: str) -> Request:
+def asked(*overrides: str) -> Request:
     """What a command line with mode=study asks for."""
-    return read_request(ROOT / "launch.py", ROOT / "conf", ["mode=study", *words])
+    return read_request(ROOT / "launch.py", ROOT / "conf", ["mode=study", *overrides])
 
 
 def value(trial: Trial, key: str) -> str:
     """That a trial is given on its command line."""
-    return next(word.partition("=")[2] for word in trial.words if word.startswith(f"{key}="))
+    return next(word.partition("=")[2] for word in trial.overrides if word.startswith(f"{key}="))
 
 
 def leave(
@@ -40,6 +40,6 @@ def leave(
     write_json(trial.run_dir / SUMMARY, {"status": "failed" if failure else "completed", **(summary or {})})
     if failure:
         write_json(trial.run_dir / FAILURE, failure)
-    record = {"words": trial.words, "exit_code": 70 if failure else 0, "seconds": 1.0}
+    record = {"words": trial.overrides, "exit_code": 70 if failure else 0, "seconds": 1.0}
     write_json(trial.record, {**record, "conditions": conditions(script)})
     return outcome_of(trial)

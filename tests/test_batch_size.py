@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_train.launcher.local import Stop
+from ddp_train.launcher.local import StopRequests
 from ddp_train.resilience.failure_report import write_json
 from ddp_train.study import batch_size
 from ddp_train.study.batch_size import largest, limited_memory
@@ -57,7 +57,7 @@ class Runs:
         self.most, self.samples, self.real = most, samples, real
         self.sizes: list[int] = []
 
-    def __call__(self, trial: Trial, script: Path, stop: Stop) -> Outcome | None:
+    def __call__(self, trial: Trial, script: Path, stop: StopRequests) -> Outcome | None:
         batch = int(value(trial, "train.global_batch_size"))
         self.sizes.append(batch // 2)
         if batch // 2 in self.real:
@@ -107,7 +107,7 @@ def test_a_search_that_was_stopped_says_so(tmp_path: Path, monkeypatch: pytest.M
     runs = Runs(100)
     request = asked(*WORDS, f"run_dir={tmp_path}")
 
-    def run_until_32(trial: Trial, script: Path, stop: Stop) -> Outcome | None:
+    def run_until_32(trial: Trial, script: Path, stop: StopRequests) -> Outcome | None:
         if len(runs.sizes) == 2:
             stop.received.append(signal.SIGTERM)
             return None

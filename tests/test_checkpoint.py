@@ -114,7 +114,7 @@ def test_a_newer_one_is_verified_before_an_older_one_goes(tmp_path: Path, monkey
 
     monkeypatch.setattr(checkpoint, "write", spoiling)
     writer.submit(lambda: snapshot(2))
-    with pytest.raises(WriteError, match="spoilt as soon as it is written"):
+    with pytest.raises(WriteError, match="corrupt as soon as it is written"):
         writer.finish()
     assert find("auto", tmp_path) == tmp_path / "checkpoints/step_00000001"
 

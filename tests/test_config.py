@@ -25,8 +25,8 @@ from hypothesis import strategies as st
 from ddp_train import __version__
 from ddp_train.config.auto import resolve
 from ddp_train.config.bind import all_keys, bind
-from ddp_train.config.freeze import FILE, freeze, thaw
-from ddp_train.config.hardware import Machine
+from ddp_train.config.freeze import FILE, freeze, load_frozen
+from ddp_train.config.hardware import Hardware
 from ddp_train.config.overrides import read_config, read_overrides
 from ddp_train.config.prepare import prepare, read_run
 from ddp_train.config.schema import OPTIONS, SECTIONS, Config, CustomConfig, schema_of
@@ -46,7 +46,7 @@ FILES = sorted(
 WHOLE_RUNS = ("experiment", "debug")
 SEVERAL = ("tracker",)
 """Groups whose options are added to each other; what they have in common is in the main file."""
-CPU = Machine(cpus=2)
+CPU = Hardware(cpus=2)
 
 
 @pytest.fixture(autouse=True)
@@ -448,23 +448,23 @@ def test_the_command_refuses_quickly_and_once(line: str, tmp_path: Path) -> None
 
 
 def test_trusted_code_is_imported_when_it_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ddp_train.config.user_code import call
+    from ddp_train.config.user_code import instantiate
 
     (tmp_path / "mine_alone.py").write_text("from pathlib import Path\nPath('imported').touch()\nThing = dict\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     words = ["model._target_=mine_alone.Thing", "model.size=3", "trusted_modules=[mine_alone]", "run_dir=run"]
     config = prepare(CONF, words, None).config
     assert not (tmp_path / "imported").exists()
-    assert call("model", config.model) == {"size": 3}
+    assert instantiate("model", config.model) == {"size": 3}
     assert (tmp_path / "imported").exists()
     with pytest.raises(ConfigError, match="mine_alone has no Thin; did you mean Thing"):
-        call("model", dataclasses.replace(config.model, target="mine_alone.Thin"))
+        instantiate("model", dataclasses.replace(config.model, target="mine_alone.Thin"))
 
 
 def test_arguments_are_judged_by_the_signature_and_errors_inside_come_through(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ddp_train.config.user_code import call
+    from ddp_train.config.user_code import instantiate
 
     (tmp_path / "mine_broken.py").write_text(
         "Dict, SIZE = dict, 3\nclass Thing:\n    def __init__(self, size):\n        len(size)\n"
@@ -472,20 +472,20 @@ def test_arguments_are_judged_by_the_signature_and_errors_inside_come_through(
     (tmp_path / "mine_lacking.py").write_text("import nosuch\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigError, match=r"cannot be called with size=1, width=3: .*'width'"):
-        call("model", CustomConfig(target="mine_broken.Thing", arguments={"size": 1, "width": 3}))
+        instantiate("model", CustomConfig(target="mine_broken.Thing", arguments={"size": 1, "width": 3}))
     with pytest.raises(ConfigError, match=r"cannot be called with siez=1: .*'size'; did you mean size\?"):
-        call("model", CustomConfig(target="mine_broken.Thing", arguments={"siez": 1}))
+        instantiate("model", CustomConfig(target="mine_broken.Thing", arguments={"siez": 1}))
     with pytest.raises(ConfigError, match=r"model._target_=mine_broken.SIZE: is of type int, which cannot be called"):
-        call("model", CustomConfig(target="mine_broken.SIZE"))
+        instantiate("model", CustomConfig(target="mine_broken.SIZE"))
     with pytest.raises(TypeError, match="not iterable") as raised:  # dict has no signature
-        call("model", CustomConfig(target="mine_broken.Dict"), 3)
+        instantiate("model", CustomConfig(target="mine_broken.Dict"), 3)
     assert not raised.value.__context__
     with pytest.raises(TypeError, match="object of type 'int' has no len"):
-        call("model", CustomConfig(target="mine_broken.Thing", arguments={"size": 3}))
+        instantiate("model", CustomConfig(target="mine_broken.Thing", arguments={"size": 3}))
     with pytest.raises(ModuleNotFoundError, match="nosuch"):
-        call("model", CustomConfig(target="mine_lacking.Thing"))
+        instantiate("model", CustomConfig(target="mine_lacking.Thing"))
     with pytest.raises(ConfigError, match="No module named 'mine_nowhere'"):
-        call("model", CustomConfig(target="mine_nowhere.Thing"))
+        instantiate("model", CustomConfig(target="mine_nowhere.Thing"))
 
 
 # --- a run that is continued ------------------------------------------------------------------------------------------
@@ -515,7 +515,7 @@ def test_another_run_cannot_take_up_a_state_that_does_not_fit_it(tmp_path: Path)
     assert "the run in checkpoint.resume=one has optimizer.decay_norm_and_bias=true" in problem  # parameters renumbered
     prepare(CONF, ["model=mlp", "checkpoint.resume=one", "run_dir=two", "tuning.precision=bf16"], None)
     on_gpu = composed("model=mlp", "checkpoint.resume=one", "tuning.precision=fp16")
-    gpu = Machine(cpus=2, gpus=1, compute_capability=(9, 0))
+    gpu = Hardware(cpus=2, gpus=1, compute_capability=(9, 0))
     (problem,) = check(on_gpu, resolve(on_gpu, gpu, None), gpu, None)
     assert "tuning.precision=fp16: the run in checkpoint.resume=one has tuning.precision=fp32" in problem
 
@@ -543,7 +543,7 @@ def test_a_run_that_goes_on_otherwise_says_so(tmp_path: Path) -> None:
 
 def test_a_run_goes_on_wherever_its_data_are_held(tmp_path: Path) -> None:
     checkpoint_of(tmp_path / "run", "model=mlp")
-    machine = Machine(cpus=2)
+    machine = Hardware(cpus=2)
     for word in ("tuning.num_workers=2", "data.loader=host", "data.loader=device"):
         asked = composed("run_dir=run", "model=mlp", word)
         assert check(asked, resolve(asked, machine, None), machine, None) == []
@@ -648,7 +648,7 @@ EVERY_OPTION = {
 def test_what_is_frozen_comes_back(line: str, tmp_path: Path) -> None:
     config = resolve(composed(*line.replace("~", "\t").split(" ")), CPU, None)
     text = freeze(config)
-    assert thaw(text) == config
+    assert load_frozen(text) == config
     run_dir = tmp_path / str(config.run_dir)
     assert (run_dir / FILE).read_text() == text
     assert sorted(path.name for path in run_dir.iterdir()) == [FILE, "logs"]
@@ -678,7 +678,7 @@ def test_a_spoilt_frozen_config_is_refused(before: str, after: str, expected: st
     text = freeze(resolve(composed("run_dir=run"), CPU, None))
     assert before in text
     with pytest.raises(ConfigError) as caught:
-        thaw(text.replace(before, after))
+        load_frozen(text.replace(before, after))
     assert all(problem.startswith(f"{FILE}: ") for problem in caught.value.problems)
     assert expected in str(caught.value)
 
@@ -686,7 +686,7 @@ def test_a_spoilt_frozen_config_is_refused(before: str, after: str, expected: st
 @pytest.mark.parametrize("text", ["", "3", "[1, 2]", "just words"])
 def test_a_frozen_config_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="not a mapping"):
-        thaw(text)
+        load_frozen(text)
 
 
 # --- what the command tells about itself ------------------------------------------------------------------------------
@@ -844,7 +844,7 @@ def test_no_value_is_too_odd_to_be_refused(key: str, value: Any, option: int) ->
     if section in SECTIONS and section != "tuning":
         values = {section: {name: value}}
     config, problems = bind(values)
-    machine = Machine(cpus=2, gpus=option % 2)
+    machine = Hardware(cpus=2, gpus=option % 2)
     problems += check_rules(config) or check(config, resolve(config, machine, None), machine, None)
     for problem in problems:
         assert problem.split("=")[0] in {*all_keys(), *OPTIONS, *SECTIONS} | {f"{s}._target_" for s in OPTIONS}

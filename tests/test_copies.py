@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from ddp_train.config.schema import TuningConfig
-from ddp_train.data.batch_plan import Plan
+from ddp_train.data.batch_plan import BatchPlan
 from ddp_train.data.copy_stream import BATCHES_AHEAD
 from ddp_train.data.loader import Loader
-from ddp_train.resilience.heartbeat import Position
+from ddp_train.resilience.heartbeat import RankStatus
 from tests.jobs import table
 
 happened: list[str] = []
@@ -58,10 +58,10 @@ def training() -> Iterator[Stream]:
 
 
 def test_a_batch_is_copied_before_the_computation_on_those_before_it_is_waited_for(training: Stream) -> None:
-    source, plan = table(40), Plan(samples=40, global_batch_size=8, accumulation_steps=1, steps=5, seed=0)
+    source, plan = table(40), BatchPlan(samples=40, global_batch_size=8, accumulation_steps=1, steps=5, seed=0)
     tuning = TuningConfig(num_workers=0, pin_memory=False, non_blocking=False, copy_stream=True)
     tuning.channels_last = False
-    loader = Loader(source, plan.shares(), tuning, "cpu", Position())
+    loader = Loader(source, plan.micro_batches(), tuning, "cpu", RankStatus())
     assert not loader.beside, "there is no stream on the CPU"
     loader.beside, real = True, loader._place
 
@@ -72,7 +72,7 @@ def test_a_batch_is_copied_before_the_computation_on_those_before_it_is_waited_f
     loader._place = place  # type: ignore[method-assign]
     for number, batch in enumerate(loader):
         happened.append(f"compute {number}")
-        assert torch.equal(batch.inputs, source.inputs[torch.from_numpy(batch.share.ids)])
+        assert torch.equal(batch.inputs, source.inputs[torch.from_numpy(batch.micro_batch.indices)])
     sent = ["in copies", "copy", "copy", "out of copies", "training waits for copies", *["kept for training"] * 2]
     expected: list[str] = []
     for number in range(5):

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from ddp_train.config.auto import LAYER_WISE
-from ddp_train.config.hardware import Machine
+from ddp_train.config.hardware import Hardware
 from ddp_train.data.datasets import ArraySource
 from ddp_train.distributed.world import World
 from ddp_train.errors import LaunchError
 from ddp_train.performance.cuda_graph import WARM_UP_STEPS, GraphedStepper
 from ddp_train.resilience.failure_report import failure_from
-from ddp_train.resilience.heartbeat import Position
+from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.tensor_tree import map_tensors, tensors
 from ddp_train.training.loop import Job, train
 from ddp_train.training.setup import build_job, build_module
@@ -62,7 +62,7 @@ def no_gpu() -> Iterator[None]:
 def job(graph: bool, samples: int, optimizer: str = "sgd", source: ArraySource | None = None) -> Job:
     config = config_of(
         World(),
-        Machine(cpus=1, gpus=1),
+        Hardware(cpus=1, gpus=1),
         strategy={"name": "single"},
         model={"name": "mlp", "hidden": 8},
         train={"global_batch_size": 8, "epochs": 8},
@@ -76,7 +76,7 @@ def job(graph: bool, samples: int, optimizer: str = "sgd", source: ArraySource |
     )
     sources = (source or table(samples), table(8))
     module = build_module(config, sources[0], "cpu")
-    return build_job(config, World(), "cpu", module, sources, Position(), first_step=0)
+    return build_job(config, World(), "cpu", module, sources, RankStatus(), first_step=0)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "lars", "lamb"])
@@ -126,4 +126,4 @@ def test_want_of_memory_is_not_a_step_that_cannot_be_recorded(fails: Any) -> Non
     made = job(True, 40)
     with mock.patch.object(GraphedStepper, "_record", side_effect=fails), pytest.raises(RuntimeError) as caught:
         train(made, iter(made.batches), until=20)
-    assert failure_from(caught.value, 0, Position(), Path("log"), "").kind == "oom"
+    assert failure_from(caught.value, 0, RankStatus(), Path("log"), "").kind == "oom"

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from ddp_train.config import external_checks
-from ddp_train.config.hardware import Machine
+from ddp_train.config.hardware import Hardware
 from ddp_train.config.schema import (
     Cifar10Config,
     DigitsConfig,
@@ -31,14 +31,14 @@ from ddp_train.config.schema import (
     TuningConfig,
 )  # fmt: skip
 from ddp_train.data import augment, rng
-from ddp_train.data.batch_plan import Plan, Share, evaluation_shares
-from ddp_train.data.datasets import ArraySource, ForeignSource, Source, build_sources
+from ddp_train.data.batch_plan import BatchPlan, MicroBatch, evaluation_batches
+from ddp_train.data.datasets import ArraySource, BatchSource, UserDataset, build_datasets
 from ddp_train.data.loader import Loader, _Resident
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, DataError
 from ddp_train.linux import children_of, state_of
 from ddp_train.resilience.failure_report import failure_from
-from ddp_train.resilience.heartbeat import Position
+from ddp_train.resilience.heartbeat import RankStatus
 from tests.commands import wait_until
 from tests.jobs import config_of, job_of
 from tests.ranks import on_ranks
@@ -66,9 +66,9 @@ def test_bits_are_splitmix64() -> None:
         z = (z ^ (z >> 27)) * 0x94D049BB133111EB & mask
         return z ^ (z >> 31)
 
-    start = rng.mix(42)
+    start = rng.hash_key(42)
     expected = [reference((start + n * 0x9E3779B97F4A7C15) & (1 << 64) - 1) & (1 << 63) - 1 for n in range(50)]
-    assert rng.bits(42, torch.arange(50)).tolist() == expected
+    assert rng.hash_bits(42, torch.arange(50)).tolist() == expected
 
 
 def test_uniform_numbers_are_uniform() -> None:
@@ -80,16 +80,16 @@ def test_uniform_numbers_are_uniform() -> None:
 
 
 def test_an_order_is_a_permutation_and_each_epoch_has_its_own() -> None:
-    orders = [rng.order(rng.mix(0, "order", epoch), 1433) for epoch in range(3)]
+    orders = [rng.order(rng.hash_key(0, "order", epoch), 1433) for epoch in range(3)]
     for order in orders:
         assert torch.equal(order.sort().values, torch.arange(1433))
     assert not torch.equal(orders[0], orders[1]) and not torch.equal(orders[1], orders[2])
 
 
 def test_keys_do_not_collide_by_adding_up() -> None:
-    keys = {rng.mix(seed, "augment", epoch) for seed in range(50) for epoch in range(50)}
+    keys = {rng.hash_key(seed, "augment", epoch) for seed in range(50) for epoch in range(50)}
     assert len(keys) == 2500
-    assert rng.mix(1, 2) != rng.mix(2, 1)
+    assert rng.hash_key(1, 2) != rng.hash_key(2, 1)
 
 
 # --- the plan -------------------------------------------------------------------------------------------------------
@@ -101,38 +101,46 @@ def test_shares_hold_each_sample_once_and_every_rank_takes_part(
     samples: int, per_pass: int, world: int, accumulation: int
 ) -> None:
     size = per_pass * world * accumulation
-    plans = [Plan(samples, size, accumulation, -(-samples // size) * 2, 3, rank, world) for rank in range(world)]
-    of_rank = [list(plan.shares()) for plan in plans]
-    assert len({len(shares) for shares in of_rank}) == 1, "every rank makes as many passes"
+    plans = [BatchPlan(samples, size, accumulation, -(-samples // size) * 2, 3, rank, world) for rank in range(world)]
+    of_rank = [list(plan.micro_batches()) for plan in plans]
+    assert len({len(micro_batches) for micro_batches in of_rank}) == 1, "every rank makes as many passes"
     seen: dict[int, list[int]] = {0: [], 1: []}
-    for shares in zip(*of_rank, strict=True):
-        assert len({(share.step, share.last) for share in shares}) == 1, "ranks exchange gradients in the same passes"
-        for share in shares:
-            assert len(share.ids) >= 1 and share.count in (0, len(share.ids)) and len(share.ids) <= per_pass
-            assert (share.scale > 0) == (share.count > 0)
-            seen[share.epoch or 0] += share.ids[: share.count].tolist()
+    for micro_batches in zip(*of_rank, strict=True):
+        assert len({(micro_batch.step, micro_batch.is_last) for micro_batch in micro_batches}) == 1, (
+            "ranks exchange gradients in the same passes"
+        )
+        for micro_batch in micro_batches:
+            assert (
+                len(micro_batch.indices) >= 1
+                and micro_batch.num_real in (0, len(micro_batch.indices))
+                and len(micro_batch.indices) <= per_pass
+            )
+            assert (micro_batch.scale > 0) == (micro_batch.num_real > 0)
+            seen[micro_batch.epoch or 0] += micro_batch.indices[: micro_batch.num_real].tolist()
     assert sorted(seen[0]) == sorted(seen[1]) == list(range(samples))
     # the weights of all samples of a step add up to one, after DDP's division by the world
     for step in range(plans[0].steps):
-        weight = sum(s.scale * s.count for shares in of_rank for s in shares if s.step == step) / world
+        weight = sum(s.scale * s.num_real for micro_batches in of_rank for s in micro_batches if s.step == step) / world
         assert abs(weight - 1) < 1e-12
     assert plans[0].samples_seen(plans[0].steps) == 2 * samples
 
 
 def test_a_plan_continues_where_it_stopped() -> None:
-    plan = Plan(101, 24, 2, 20, 0, rank=1, world_size=3)
-    whole, rest = list(plan.shares()), list(plan.shares(7))
-    same = [share for share in whole if share.step >= 7]
-    assert [(s.step, s.ids.tolist(), s.scale, s.last) for s in same] == [
-        (s.step, s.ids.tolist(), s.scale, s.last) for s in rest
+    plan = BatchPlan(101, 24, 2, 20, 0, rank=1, world_size=3)
+    whole, rest = list(plan.micro_batches()), list(plan.micro_batches(7))
+    same = [micro_batch for micro_batch in whole if micro_batch.step >= 7]
+    assert [(s.step, s.indices.tolist(), s.scale, s.is_last) for s in same] == [
+        (s.step, s.indices.tolist(), s.scale, s.is_last) for s in rest
     ]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 7])
 def test_evaluation_shares_hold_each_sample_once(world: int) -> None:
-    shares = [share for rank in range(world) for share in evaluation_shares(101, 10, rank, world)]
-    assert sorted(number for share in shares for number in share.ids.tolist()) == list(range(101))
-    assert sorted(share.step for share in shares) == list(range(11))
+    micro_batches = [micro_batch for rank in range(world) for micro_batch in evaluation_batches(101, 10, rank, world)]
+    assert sorted(number for micro_batch in micro_batches for number in micro_batch.indices.tolist()) == list(
+        range(101)
+    )
+    assert sorted(micro_batch.step for micro_batch in micro_batches) == list(range(11))
 
 
 # --- augmentation ---------------------------------------------------------------------------------------------------
@@ -148,9 +156,9 @@ def augmented(world: World, workers: int, limit: int) -> dict[tuple[int, int], T
     )
     seen = {}
     for batch in job_of(config, world).batches:
-        for row, number in enumerate(batch.share.ids[: batch.share.count].tolist()):
+        for row, number in enumerate(batch.micro_batch.indices[: batch.micro_batch.num_real].tolist()):
             if number in (17, 40, 99):
-                seen[batch.share.epoch, number] = batch.inputs[row].clone()
+                seen[batch.micro_batch.epoch, number] = batch.inputs[row].clone()
     return seen
 
 
@@ -205,13 +213,13 @@ def test_samples_are_copied_in_words_bit_for_bit(
     held = torch.randint(256, (40, *shape), generator=torch.Generator().manual_seed(0)).to(kind)
     means = ((0.4,) * shape[0], (0.3,) * shape[0]) if kind == torch.uint8 and len(shape) == 3 else ((), ())
     source = ArraySource(held, torch.arange(40), *means).first(39).to(torch.device("cpu"), channels_last)
-    ids = np.array([38, 0, 7, 7, 21])
-    inputs, targets = source.fetch(ids, None)
-    expected = held[ids]
+    indices = np.array([38, 0, 7, 7, 21])
+    inputs, targets = source.get_batch(indices, None)
+    expected = held[indices]
     if means[0]:
         expected = expected.float() * (1 / (255 * torch.tensor(0.3))) - torch.tensor(0.4) / torch.tensor(0.3)
     assert torch.equal(inputs, expected) and inputs.dtype == expected.dtype
-    assert targets.tolist() == ids.tolist()
+    assert targets.tolist() == indices.tolist()
     if len(shape) == 3:
         layout = torch.channels_last if channels_last else torch.contiguous_format
         assert inputs.is_contiguous(memory_format=layout)
@@ -233,17 +241,17 @@ class Stream(IterableDataset):
 ], ids=["empty", "iterable", "dict", "triple", "tensor", "PIL", "shapes"])  # fmt: skip
 def test_what_is_no_data_set_is_told(dataset: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        ForeignSource(dataset, 0).fetch(np.arange(len(dataset)), None)
+        UserDataset(dataset, 0).get_batch(np.arange(len(dataset)), None)
 
 
-def everything(source: Source) -> tuple[Tensor, Tensor]:
-    return source.fetch(np.arange(len(source)), None)
+def everything(source: BatchSource) -> tuple[Tensor, Tensor]:
+    return source.get_batch(np.arange(len(source)), None)
 
 
 def test_digits_are_those_of_scikit_learn() -> None:
     from sklearn.datasets import load_digits
 
-    train, test = build_sources(DigitsConfig(), 0)
+    train, test = build_datasets(DigitsConfig(), 0)
     assert (len(train), len(test), train.outputs) == (1433, 364, 10)
     images = torch.cat([everything(train)[0], everything(test)[0]]).view(-1, 64)
     theirs = torch.from_numpy(load_digits().data).float() / 8 - 1
@@ -272,8 +280,8 @@ def test_mnist_files_are_read_and_normalised(tmp_path: Path) -> None:
     for split, part in (("train", slice(0, 20)), ("t10k", slice(20, 30))):
         write_idx(raw / f"{split}-images-idx3-ubyte", images[part])
         write_idx(raw / f"{split}-labels-idx1-ubyte", labels[part])
-    train, test = build_sources(MnistConfig(root=str(tmp_path)), 0)
-    inputs, targets = train.fetch(np.array([3, 7]), None)
+    train, test = build_datasets(MnistConfig(root=str(tmp_path)), 0)
+    inputs, targets = train.get_batch(np.array([3, 7]), None)
     expected = (torch.from_numpy(images[[3, 7]]).float()[:, None] / 255 - 0.1307) / 0.3081
     torch.testing.assert_close(inputs, expected)
     assert targets.tolist() == labels[[3, 7]].tolist() and len(test) == 10
@@ -284,24 +292,24 @@ def test_a_truncated_mnist_file_is_named_before_anything_starts(tmp_path: Path) 
         write_idx(tmp_path / f"MNIST/raw/{split}-images-idx3-ubyte", np.zeros((count, 28, 28), np.uint8))
         write_idx(tmp_path / f"MNIST/raw/{split}-labels-idx1-ubyte", np.zeros(count, np.uint8))
     config = config_of(World(), data={"name": "mnist", "root": str(tmp_path), "download": True})
-    assert external_checks._data(config, config, Machine(2), None) == []
+    assert external_checks._data(config, config, Hardware(2), None) == []
     images = tmp_path / "MNIST/raw/train-images-idx3-ubyte"
     for length in (1000, 10, 2):
         images.write_bytes(images.read_bytes()[:length])
-        (problem,) = external_checks._data(config, config, Machine(2), None)
+        (problem,) = external_checks._data(config, config, Hardware(2), None)
         assert f"{images} is truncated; remove it" in problem
 
 
 def test_numbers_in_a_tensor_are_a_regression() -> None:
-    source = ForeignSource([(torch.zeros(3), torch.tensor(0.5))], seed=0)
+    source = UserDataset([(torch.zeros(3), torch.tensor(0.5))], seed=0)
     assert source.outputs == 1
     with pytest.raises(ConfigError, match="needs an attribute `classes`"):
-        _ = ForeignSource([(torch.zeros(3), torch.tensor(1))], seed=0).outputs
+        _ = UserDataset([(torch.zeros(3), torch.tensor(1))], seed=0).outputs
 
 
 def test_cifar_without_files_names_the_option(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"data\.root="):
-        build_sources(Cifar10Config(root=str(tmp_path)), 0)
+        build_datasets(Cifar10Config(root=str(tmp_path)), 0)
 
 
 def test_an_image_folder_is_read_and_a_spoilt_file_is_named(tmp_path: Path) -> None:
@@ -312,31 +320,31 @@ def test_an_image_folder_is_read_and_a_spoilt_file_is_named(tmp_path: Path) -> N
                 path = tmp_path / split / label / f"{number}.png"
                 path.parent.mkdir(parents=True, exist_ok=True)
                 Image.fromarray(generator.integers(0, 256, (40, 50, 3), dtype=np.uint8)).save(path)
-    train, test = build_sources(ImageFolderConfig(root=str(tmp_path), image_size=16), 0)
-    inputs, targets = train.fetch(np.array([0, 5]), 0)
+    train, test = build_datasets(ImageFolderConfig(root=str(tmp_path), image_size=16), 0)
+    inputs, targets = train.get_batch(np.array([0, 5]), 0)
     assert inputs.shape == (2, 3, 16, 16) and targets.tolist() == [0, 1] and train.outputs == 2
-    assert torch.equal(train.fetch(np.array([5]), 0)[0][0], inputs[1])
-    assert not torch.equal(train.fetch(np.array([5]), 1)[0][0], inputs[1])
-    assert torch.equal(test.fetch(np.array([1]), 0)[0], test.fetch(np.array([1]), 1)[0]), (
+    assert torch.equal(train.get_batch(np.array([5]), 0)[0][0], inputs[1])
+    assert not torch.equal(train.get_batch(np.array([5]), 1)[0][0], inputs[1])
+    assert torch.equal(test.get_batch(np.array([1]), 0)[0], test.get_batch(np.array([1]), 1)[0]), (
         "the test set is not augmented"
     )
     (tmp_path / "train" / "dog" / "2.png").write_bytes(gzip.compress(b"no image"))
     with pytest.raises(DataError, match=r"2\.png \(sample 5\)"):
-        train.fetch(np.array([5]), 0)
+        train.get_batch(np.array([5]), 0)
     for workers in (0, 1):  # in a process of the loader, too, the error keeps its type and its remedy
         ((kind, text, remedy, _),) = on_ranks(1, failing, train, 5, workers)
         assert (kind, remedy) == ("DataError", "repair or remove the file")
         assert "2.png (sample 5) cannot be decoded" in text
 
 
-def failing(world: World, source: Source, number: int, workers: int) -> tuple[str, str, str, str]:
+def failing(world: World, source: BatchSource, number: int, workers: int) -> tuple[str, str, str, str]:
     """What a loader raises for a sample: its type, its text, its remedy, and what the FATAL line says."""
     tuning = config_of(world, tuning={"num_workers": workers}).tuning
-    share = Share(0, 0, np.array([number]), 1, 1.0, True)
+    micro_batch = MicroBatch(0, 0, np.array([number]), 1, 1.0, True)
     try:
-        next(iter(Loader(source, [share], tuning, "cpu", Position())))
+        next(iter(Loader(source, [micro_batch], tuning, "cpu", RankStatus())))
     except Exception as error:  # noqa: BLE001  it is what the test looks at
-        failure = failure_from(error, 0, Position(), Path("log"), "")
+        failure = failure_from(error, 0, RankStatus(), Path("log"), "")
         return type(error).__name__, str(error), getattr(error, "remedy", ""), failure.detail
     raise AssertionError("nothing was raised")
 
@@ -349,7 +357,7 @@ class Broken:
     def __len__(self) -> int:
         return 1
 
-    def fetch(self, ids: np.ndarray, epoch: int | None) -> tuple[Tensor, Tensor]:
+    def get_batch(self, indices: np.ndarray, epoch: int | None) -> tuple[Tensor, Tensor]:
         raise RuntimeError("broken sample 77")
 
 
@@ -362,7 +370,7 @@ def test_an_exception_in_a_process_of_the_loader_is_told_by_its_last_line() -> N
 
 def test_generated_sets_are_the_same_each_time_and_depend_on_the_seed() -> None:
     for config in (SyntheticConfig(samples=20, test_samples=5), LinearRegressionDataConfig(samples=20, test_samples=5)):
-        one, again, other = (everything(build_sources(config, seed)[0])[0] for seed in (0, 0, 1))
+        one, again, other = (everything(build_datasets(config, seed)[0])[0] for seed in (0, 0, 1))
         assert torch.equal(one, again) and not torch.equal(one, other)
 
 
@@ -381,14 +389,14 @@ class Noisy(torch.utils.data.Dataset):
 
 
 def test_the_draws_of_a_foreign_dataset_are_keyed_and_disturb_nobody() -> None:
-    source = ForeignSource(Noisy(), seed=3)
+    source = UserDataset(Noisy(), seed=3)
     torch.manual_seed(0)
     expected_next = torch.rand(1)
     torch.manual_seed(0)
-    together = source.fetch(np.array([1, 2, 3]), 0)[0]
+    together = source.get_batch(np.array([1, 2, 3]), 0)[0]
     assert torch.equal(torch.rand(1), expected_next)
-    assert torch.equal(source.fetch(np.array([2]), 0)[0][0], together[1])
-    assert not torch.equal(source.fetch(np.array([2]), 1)[0][0], together[1])
+    assert torch.equal(source.get_batch(np.array([2]), 0)[0][0], together[1])
+    assert not torch.equal(source.get_batch(np.array([2]), 1)[0][0], together[1])
     assert source.outputs == 2
 
 
@@ -396,11 +404,13 @@ def test_the_draws_of_a_foreign_dataset_are_keyed_and_disturb_nobody() -> None:
 
 
 def test_a_loader_hands_out_its_shares_in_order_and_again() -> None:
-    train, _ = build_sources(DigitsConfig(limit=50), 0)
-    shares = evaluation_shares(50, 8, 0, 1)
-    loader = Loader(train, shares, TuningConfig(num_workers=2, **LOADER), "cpu", Position())
+    train, _ = build_datasets(DigitsConfig(limit=50), 0)
+    micro_batches = evaluation_batches(50, 8, 0, 1)
+    loader = Loader(train, micro_batches, TuningConfig(num_workers=2, **LOADER), "cpu", RankStatus())
     for _ in range(2):
-        assert [batch.share.ids.tolist() for batch in loader] == [share.ids.tolist() for share in shares]
+        assert [batch.micro_batch.indices.tolist() for batch in loader] == [
+            micro_batch.indices.tolist() for micro_batch in micro_batches
+        ]
 
 
 def test_nested_inputs_travel_through_the_loader() -> None:
@@ -410,49 +420,56 @@ def test_nested_inputs_travel_through_the_loader() -> None:
         def __len__(self) -> int:
             return 4
 
-        def fetch(self, ids: np.ndarray, epoch: int | None) -> tuple[dict, Tensor]:
-            return {"a": torch.ones(len(ids)), "b": [torch.zeros(len(ids), 2)]}, torch.zeros(len(ids))
+        def get_batch(self, indices: np.ndarray, epoch: int | None) -> tuple[dict, Tensor]:
+            return {"a": torch.ones(len(indices)), "b": [torch.zeros(len(indices), 2)]}, torch.zeros(len(indices))
 
     tuning = TuningConfig(num_workers=0, precision="fp64", **LOADER)
-    (batch,) = Loader(Nested(), [Share(None, 0, np.arange(3), 3, 1.0, True)], tuning, "cpu", Position())
+    (batch,) = Loader(Nested(), [MicroBatch(None, 0, np.arange(3), 3, 1.0, True)], tuning, "cpu", RankStatus())
     assert batch.inputs["a"].dtype == torch.float64 and batch.inputs["b"][0].shape == (3, 2)
 
 
 @pytest.mark.parametrize("augment", [False, True])
 def test_a_resident_data_set_gives_the_same_batches(augment: bool) -> None:
     """Cut out of groups that end with the memory for one or with the epoch; in any precision."""
-    train, _ = build_sources(DigitsConfig(augment=augment), seed=3)
-    plan = Plan(samples=len(train), global_batch_size=100, accumulation_steps=2, steps=40, seed=3, rank=1, world_size=3)
+    train, _ = build_datasets(DigitsConfig(augment=augment), seed=3)
+    plan = BatchPlan(
+        samples=len(train), global_batch_size=100, accumulation_steps=2, steps=40, seed=3, rank=1, world_size=3
+    )
     for precision in ("fp32", "fp64"):
         tuning = TuningConfig(num_workers=0, **LOADER | {"precision": precision})
-        made = [Loader(train, list(plan.shares()), tuning, "cpu", Position(), resident=r) for r in (False, True)]
+        made = [
+            Loader(train, list(plan.micro_batches()), tuning, "cpu", RankStatus(), resident=r) for r in (False, True)
+        ]
         held = made[1].batches
         assert isinstance(held, _Resident)
         held.samples_at_once = 100
         assert len(list(held._groups())) > 2 * 3, "several groups in each epoch"
         for batch, other in zip(*made, strict=True):
-            assert batch.share is other.share or batch.share.ids.tolist() == other.share.ids.tolist()
+            assert (
+                batch.micro_batch is other.micro_batch
+                or batch.micro_batch.indices.tolist() == other.micro_batch.indices.tolist()
+            )
             assert torch.equal(batch.inputs, other.inputs) and torch.equal(batch.targets, other.targets)
             assert batch.inputs.dtype == other.inputs.dtype
 
 
 def test_a_step_knows_whether_its_batch_is_whole() -> None:
     for samples in (95, 96, 97):
-        plan = Plan(samples=samples, global_batch_size=24, accumulation_steps=1, steps=20, seed=0)
+        plan = BatchPlan(samples=samples, global_batch_size=24, accumulation_steps=1, steps=20, seed=0)
         assert [plan.is_full(step) for step in range(20)] == [len(plan.global_batch(step)) == 24 for step in range(20)]
 
 
 def test_fewer_samples_than_classes_leave_no_class_out() -> None:
-    train, test = build_sources(SyntheticConfig(samples=4, test_samples=4, classes=10, image_size=2), 0)
+    train, test = build_datasets(SyntheticConfig(samples=4, test_samples=4, classes=10, image_size=2), 0)
     assert (train.outputs, test.outputs) == (10, 10)
-    assert test.fetch(np.arange(4), None)[1].max() > train.fetch(np.arange(4), None)[1].max()
+    assert test.get_batch(np.arange(4), None)[1].max() > train.get_batch(np.arange(4), None)[1].max()
 
 
 def test_a_part_of_a_data_set_keeps_its_classes() -> None:
     source = ArraySource(torch.arange(6.0)[:, None], torch.tensor([0, 1, 0, 1, 2, 2]))
     part = source.first(3)
     assert (len(part), part.outputs, len(source)) == (3, 3, 6)
-    assert part.to(torch.device("cpu")).fetch(np.array([2]), None)[0].tolist() == [[2.0]]
+    assert part.to(torch.device("cpu")).get_batch(np.array([2]), None)[0].tolist() == [[2.0]]
 
 
 # --- processes of the loader ----------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ import pynvml
 import pytest
 import torch.distributed as dist
 
-from ddp_train.config.hardware import Machine, this_machine
+from ddp_train.config.hardware import Hardware, detect_hardware
 from ddp_train.config.prepare import prepare
 from ddp_train.config.schema import Config
 from ddp_train.distributed.environment import LAST_WORDS
@@ -53,7 +53,7 @@ NEW_NAMESPACES = 0x00020000 | 0x04000000 | 0x40000000  # linux/sched.h: mounts, 
 
 
 def config(size: int = 3, **sections: Any) -> Config:
-    return config_of(World(0, size, 0, size), Machine(cpus=2), **sections)
+    return config_of(World(0, size, 0, size), Hardware(cpus=2), **sections)
 
 
 def apart(
@@ -489,7 +489,7 @@ def test_other_gpus_than_the_lost_one_are_used(monkeypatch: pytest.MonkeyPatch, 
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert gpus(*cards, visible=visible, wanted=1)["gpus"].status == OK
         with Nvml(*cards):
-            assert this_machine(visible) == Machine(this_machine("").cpus, 1, "NVIDIA A100", (9, 0), 140 * 2**30)
+            assert detect_hardware(visible) == Hardware(detect_hardware("").cpus, 1, "NVIDIA A100", (9, 0), 140 * 2**30)
             assert prepare(ROOT / "conf", [*words, *DOCTOR], None).config.device == "cuda"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     with Nvml(*cards):
@@ -500,12 +500,12 @@ def test_other_gpus_than_the_lost_one_are_used(monkeypatch: pytest.MonkeyPatch, 
     is_failure(findings[0], 70, "GPU 0: GPU is lost")
     assert found and [one.error for one in found.gpus] == ["GPU is lost", ""]
     with Nvml({"lost": True}):
-        assert this_machine(None).lost == this_machine("GPU-0").lost == ("GPU 0: GPU is lost",)
+        assert detect_hardware(None).lost == detect_hardware("GPU-0").lost == ("GPU 0: GPU is lost",)
 
 
 def test_a_driver_that_does_not_count_its_gpus_has_none() -> None:
     with Nvml():
-        assert this_machine(None).gpus == 0
+        assert detect_hardware(None).gpus == 0
         with pytest.raises(gpu.NoDriverError, match="Not Supported"):
             gpu.read_gpus(None)
 

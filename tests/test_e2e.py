@@ -13,7 +13,7 @@ import pytest
 import yaml
 from safetensors.torch import load
 
-from ddp_train.config.freeze import thaw, to_values
+from ddp_train.config.freeze import load_frozen, to_values
 from ddp_train.distributed.process_group import local_leader_first
 from ddp_train.distributed.world import World
 from tests.commands import (
@@ -88,7 +88,7 @@ def test_the_default_job_learns_the_digits_and_leaves_all_its_files(tmp_path: Pa
     assert {name: tests[-1][name] for name in summary["test"]} == summary["test"]
 
     text = (run_dir / "config.yaml").read_text()
-    assert yaml.safe_load(text) == to_values(thaw(text))
+    assert yaml.safe_load(text) == to_values(load_frozen(text))
     assert "auto" not in yaml.safe_load(text)["launch"].values()
     assert checkpoints(run_dir) == ["step_00000435", "step_00000450"]
     assert weights(run_dir)
@@ -145,7 +145,7 @@ def test_three_ranks_are_one_run_whoever_starts_them(by_three: tuple[Path, str],
         assert re.findall(r"^epoch 14/30  (.+?)  ", output, re.M) == ["cut to 1 of 3 steps"]
         assert len(re.findall(r"^(test accuracy|processes|global batch)", output, re.M)) == 3
         assert read(run_dir, "summary.json")["world_size"] == 3
-    one, other = (thaw((run_dir / "config.yaml").read_text()) for run_dir in (ours, theirs))
+    one, other = (load_frozen((run_dir / "config.yaml").read_text()) for run_dir in (ours, theirs))
     assert dataclasses.replace(one, run_dir=None) == dataclasses.replace(other, run_dir=None)
     assert weights(ours) == weights(theirs)
 
@@ -303,7 +303,7 @@ def test_an_evaluation_repeats_the_score_of_the_training(
     summary = read(run_dir, "summary.json")
     assert summary["test"] == read(trained, "summary.json")["test"]
     assert (summary["mode"], summary["steps"]) == ("evaluate", 40)
-    config, before = (thaw((folder / "config.yaml").read_text()) for folder in (run_dir, trained))
+    config, before = (load_frozen((folder / "config.yaml").read_text()) for folder in (run_dir, trained))
     assert (config.model, config.data) == (before.model, before.data)
     assert not (run_dir / "checkpoints").exists()
 

@@ -1,4 +1,4 @@
-"""Figures: measured by each process, gathered with the losses, never in the way. GPUs' own are in test_gpu."""
+"""HardwareMonitor: measured by each process, gathered with the losses, never in the way. GPUs' own are in test_gpu."""
 
 from __future__ import annotations
 
@@ -13,11 +13,19 @@ import pynvml
 import pytest
 import torch
 
-from ddp_train.data.batch_plan import Plan
+from ddp_train.data.batch_plan import BatchPlan
 from ddp_train.distributed.world import World
-from ddp_train.resilience.heartbeat import Position
+from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.telemetry import hardware_monitor
-from ddp_train.telemetry.hardware_monitor import GIB, OF_GPUS, Figures, Gpus, combined, nvml_device, summary_line
+from ddp_train.telemetry.hardware_monitor import (
+    GIB,
+    GPU_METRICS,
+    GpuSampler,
+    HardwareMonitor,
+    combined,
+    nvml_device,
+    summary_line,
+)
 from ddp_train.telemetry.metrics_log import RunningLoss
 from tests.ranks import on_ranks
 
@@ -33,13 +41,15 @@ def busy(seconds: float) -> None:
 
 def interval(world: World) -> tuple[float, dict[str, Any], dict[str, float]]:
     """Rank 1 is busy; each rank pretends to hold another number of GiB."""
-    position = Position()
-    position.resident_bytes = (world.rank + 1) * GIB
-    measured, losses = Figures(position), RunningLoss()
-    plan = Plan(samples=6, global_batch_size=6, accumulation_steps=1, steps=1, seed=0, rank=world.rank, world_size=3)
-    for share in plan.shares():
-        losses.add(6.0 * (world.rank + 1), share)
-    measured.give()
+    status = RankStatus()
+    status.resident_bytes = (world.rank + 1) * GIB
+    measured, losses = HardwareMonitor(status), RunningLoss()
+    plan = BatchPlan(
+        samples=6, global_batch_size=6, accumulation_steps=1, steps=1, seed=0, rank=world.rank, world_size=3
+    )
+    for micro_batch in plan.micro_batches():
+        losses.add(6.0 * (world.rank + 1), micro_batch)
+    measured.collect()
     busy(0.2) if world.rank == 1 else time.sleep(0.2)
     return losses.mean("cpu", measured), measured.interval(0.2), measured.summary()
 
@@ -54,13 +64,13 @@ def test_every_rank_tells_in_the_exchange_of_the_losses() -> None:
 
 
 def test_a_run_that_goes_on_tells_of_the_whole_of_it() -> None:
-    def fed(measured: Figures, cores: float, gib: float, seconds: float) -> Figures:
-        measured.receive([[cores, gib]])
+    def fed(measured: HardwareMonitor, cores: float, gib: float, seconds: float) -> HardwareMonitor:
+        measured.deliver([[cores, gib]])
         measured.interval(seconds)
         return measured
 
-    first = fed(Figures(Position()), cores=1.0, gib=5.0, seconds=30.0)
-    second = Figures(Position())
+    first = fed(HardwareMonitor(RankStatus()), cores=1.0, gib=5.0, seconds=30.0)
+    second = HardwareMonitor(RankStatus())
     second.load_state(first.state())
     assert fed(second, cores=3.0, gib=2.0, seconds=10.0).summary() == {"cpu_cores": 1.5, "resident_gib": 5.0}
 
@@ -120,9 +130,9 @@ def test_a_gpu_is_found_by_what_cuda_calls_it(monkeypatch: pytest.MonkeyPatch) -
 def test_samples_become_one_number_and_a_gap_is_told_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    nvml, names = Nvml(monkeypatch), list(OF_GPUS)
+    nvml, names = Nvml(monkeypatch), list(GPU_METRICS)
     with caplog.at_level(logging.INFO):
-        gpus = Gpus([0, 1], None)
+        gpus = GpuSampler([0, 1], None)
         gpus.sample()
         gpus.take()
         nvml.utilisation, nvml.joules = 80, 3 * 3600.0
@@ -131,15 +141,15 @@ def test_samples_become_one_number_and_a_gap_is_told_once(
         gpus.sample()
         numbers = dict(zip(names, gpus.take(), strict=False))
         again = dict(zip(names, gpus.take(), strict=False))
-    assert len(gpus.take()) == 2 * len(OF_GPUS)
+    assert len(gpus.take()) == 2 * len(GPU_METRICS)
     assert numbers["gpu_utilisation"] == 90, "none is counted twice"
     assert (numbers["energy_wh"], again["energy_wh"]) == (2, 0)
     assert (again["gpu_utilisation"], again["gpu_memory_gib"]) == (100, 4), "the latest, where there is none since"
     assert (numbers["process_gpu_memory_gib"], numbers["torch_memory_gib"]) == (3, 2)
     assert math.isnan(numbers["power_watts"])
     assert [r.message for r in caplog.records] == ["not all figures of GPUs are known: NVML says Not Supported"]
-    measured = Figures(Position(), gpus)
-    measured.receive([measured.give()])
+    measured = HardwareMonitor(RankStatus(), gpus)
+    measured.deliver([measured.collect()])
     line = measured.interval(1.0)
     assert "power_watts" not in line and line["temperature_celsius"] == [60, 60]
     assert measured.short_of_gpus() == "GPU 100% 4.0 GiB"
@@ -155,9 +165,9 @@ def test_without_nvml_there_are_no_figures_of_it(
 
     monkeypatch.setattr(pynvml, "nvmlInit", missing)
     with caplog.at_level(logging.INFO):
-        gpus = Gpus([0], None)
+        gpus = GpuSampler([0], None)
     gpus.keep_sampling()
-    measured = Figures(Position(), gpus)
-    measured.receive([measured.give()])
+    measured = HardwareMonitor(RankStatus(), gpus)
+    measured.deliver([measured.collect()])
     assert set(measured.interval(1.0)) == {"cpu_cores", "resident_gib", "torch_memory_gib"}
     assert len(caplog.records) == 1 and "Shared Library Not Found" in caplog.text

@@ -16,16 +16,16 @@ from torch import Tensor
 from torchvision.transforms.v2 import functional
 
 from ddp_train.config.auto import resolve
-from ddp_train.config.hardware import Machine
+from ddp_train.config.hardware import Hardware
 from ddp_train.config.schema import ImageFolderConfig, TuningConfig
 from ddp_train.data import crop
-from ddp_train.data.batch_plan import Plan, Share, evaluation_shares
-from ddp_train.data.datasets import build_sources
+from ddp_train.data.batch_plan import BatchPlan, MicroBatch, evaluation_batches
+from ddp_train.data.datasets import build_datasets
 from ddp_train.data.image_folder import IMAGENET_MEAN, IMAGENET_STD, FolderSource, require_decoder
 from ddp_train.data.loader import Loader
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, DataError
-from ddp_train.resilience.heartbeat import Position
+from ddp_train.resilience.heartbeat import RankStatus
 from tests.commands import THREE, read, run, weights
 from tests.jobs import config_of
 from tests.ranks import on_ranks
@@ -60,16 +60,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def source_of(root: Path, decode: str, split: int = 0, **more: object) -> FolderSource:
-    source = build_sources(ImageFolderConfig(root=str(root), image_size=SIZE, decode=decode, **more), 0)[split]
+    source = build_datasets(ImageFolderConfig(root=str(root), image_size=SIZE, decode=decode, **more), 0)[split]
     assert isinstance(source, FolderSource)
     return source
 
 
-def loader_of(source: FolderSource, shares: list[Share], workers: int, position: Position | None = None) -> Loader:
+def loader_of(
+    source: FolderSource, micro_batches: list[MicroBatch], workers: int, status: RankStatus | None = None
+) -> Loader:
     tuning = TuningConfig(
         precision="fp32", num_workers=workers, pin_memory=False, non_blocking=False, channels_last=False
     )
-    return Loader(source, shares, tuning, "cpu", position or Position())
+    return Loader(source, micro_batches, tuning, "cpu", status or RankStatus())
 
 
 # --- crops ----------------------------------------------------------------------------------------------------------
@@ -104,9 +106,9 @@ def test_a_crop_does_not_depend_on_its_batch(monkeypatch: pytest.MonkeyPatch) ->
 def test_pil_crops_as_torchvision_does_pil_images(folder: Path) -> None:
     for split, epoch in ((0, 3), (1, None)):
         source = source_of(folder, "pil", split)
-        ids = np.arange(6)
+        indices = np.arange(6)
         for crops, path, draws in zip(
-            source.fetch(ids, epoch)[0], source.paths, source._draws(ids, epoch), strict=False
+            source.get_batch(indices, epoch)[0], source.paths, source._draws(indices, epoch), strict=False
         ):
             image = Image.open(path)
             if draws is None:
@@ -118,14 +120,14 @@ def test_pil_crops_as_torchvision_does_pil_images(folder: Path) -> None:
 
 
 def test_inputs_are_mirrored_by_draw_and_normalised(folder: Path) -> None:
-    source, ids = source_of(folder, "threads"), np.arange(12)
-    crops, labels = source.fetch(ids, 2)
-    mirrored = torch.tensor([draws is not None and draws[4] < 0.5 for draws in source._draws(ids, 2)])
+    source, indices = source_of(folder, "threads"), np.arange(12)
+    crops, labels = source.get_batch(indices, 2)
+    mirrored = torch.tensor([draws is not None and draws[4] < 0.5 for draws in source._draws(indices, 2)])
     assert 0 < mirrored.sum() < 12 and labels.tolist() == [0] * 12 and crops.dtype == torch.uint8
     expected = torch.where(mirrored[:, None, None, None], crops.flip(-1), crops).double() / 255
     expected = functional.normalize(expected, list(IMAGENET_MEAN), list(IMAGENET_STD))
     for dtype, layout in ((torch.float32, torch.channels_last), (torch.float64, torch.contiguous_format)):
-        inputs = source.finish(crops.contiguous(memory_format=layout), ids, 2, dtype)
+        inputs = source.finish(crops.contiguous(memory_format=layout), indices, 2, dtype)
         assert inputs.dtype == dtype and inputs.is_contiguous(memory_format=layout)
         torch.testing.assert_close(inputs.double(), expected, rtol=0, atol=1e-6)
 
@@ -158,10 +160,10 @@ def test_odd_files_are_decoded_whatever_decodes(folder: Path, tmp_path: Path) ->
     root = shutil.copytree(folder, tmp_path / "odd")
     odd_files(root)
     sources = {decode: source_of(root, decode) for decode in DECODERS}
-    ids = np.arange(10)
-    crops = {decode: source.fetch(ids, 0)[0] for decode, source in sources.items()}
+    indices = np.arange(10)
+    crops = {decode: source.get_batch(indices, 0)[0] for decode, source in sources.items()}
     gpu = sources["gpu"]
-    crops["gpu"] = gpu.crops_on(torch.device("cpu"), gpu.read(ids), ids, 0)
+    crops["gpu"] = gpu.crops_on(torch.device("cpu"), gpu.read(indices), indices, 0)
     assert torch.equal(crops["processes"], crops["threads"])
     for decode in ("pil", "gpu"):
         difference = (crops[decode].float() - crops["threads"].float()).abs().flatten(1).mean(1)
@@ -182,23 +184,23 @@ def test_a_spoilt_file_is_named_with_its_sample(decode: str, folder: Path, tmp_p
     root = shutil.copytree(folder, tmp_path / "spoilt")
     source = source_of(root, decode)
     path = Path(source.paths[7])
-    shares, whole = evaluation_shares(20, 5, 0, 1), path.read_bytes()
+    micro_batches, whole = evaluation_batches(20, 5, 0, 1), path.read_bytes()
     for kind, spoil in SPOILT.items():
         path.write_bytes(spoil(whole))
         for workers in (0, 2) if decode == "threads" else (0,):
-            good, told, remedy = until_it_fails(source, shares, workers)
+            good, told, remedy = until_it_fails(source, micro_batches, workers)
             assert good == 5, "the batch before it is in order"
             assert told.startswith(f"{path} (sample 7) cannot be decoded: "), kind
             assert remedy == "repair or remove the file"
     path.unlink()
-    assert f"{path} (sample 7)" in until_it_fails(source, shares, 0)[1]
+    assert f"{path} (sample 7)" in until_it_fails(source, micro_batches, 0)[1]
 
 
-def until_it_fails(source: FolderSource, shares: list[Share], workers: int) -> tuple[int, str, str]:
+def until_it_fails(source: FolderSource, micro_batches: list[MicroBatch], workers: int) -> tuple[int, str, str]:
     """How many samples a loader gave, what it then said, and the remedy."""
     good = 0
     try:
-        for batch in loader_of(source, shares, workers):
+        for batch in loader_of(source, micro_batches, workers):
             good += len(batch.targets)
     except DataError as error:
         return good, str(error), error.remedy
@@ -206,7 +208,7 @@ def until_it_fails(source: FolderSource, shares: list[Share], workers: int) -> t
 
 
 def failures_of_processes(world: World, root: Path) -> list[tuple[int, str, str]]:
-    return [until_it_fails(source_of(root, decode), evaluation_shares(20, 5, 0, 1), 1) for decode in DECODERS[:2]]
+    return [until_it_fails(source_of(root, decode), evaluation_batches(20, 5, 0, 1), 1) for decode in DECODERS[:2]]
 
 
 @pytest.mark.slow
@@ -235,12 +237,12 @@ def tensors_by_sample(world: World, root: Path, workers: int) -> dict[tuple[str,
     seen = {}
     for decode in DECODERS:
         train, test = (source_of(root, decode, split) for split in (0, 1))
-        plan = Plan(len(train), 12, 1, 6, 0, world.rank, world.size)
-        loaders = (train, list(plan.shares())), (test, evaluation_shares(len(test), 2, world.rank, world.size))
-        for source, shares in loaders:
-            for batch in loader_of(source, shares, workers):
-                for row, number in enumerate(batch.share.ids[: batch.share.count].tolist()):
-                    seen[decode, batch.share.epoch, number] = batch.inputs[row].clone()
+        plan = BatchPlan(len(train), 12, 1, 6, 0, world.rank, world.size)
+        loaders = (train, list(plan.micro_batches())), (test, evaluation_batches(len(test), 2, world.rank, world.size))
+        for source, micro_batches in loaders:
+            for batch in loader_of(source, micro_batches, workers):
+                for row, number in enumerate(batch.micro_batch.indices[: batch.micro_batch.num_real].tolist()):
+                    seen[decode, batch.micro_batch.epoch, number] = batch.inputs[row].clone()
     return seen
 
 
@@ -274,19 +276,21 @@ def at_work() -> list[str]:
 def test_threads_keep_order_and_bounds_and_end_with_the_loader(
     decode: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, position, read_files = source_of(folder, decode), Position(), list[int]()
-    shares = evaluation_shares(36, 4, 0, 1)
+    source, status, read_files = source_of(folder, decode), RankStatus(), list[int]()
+    micro_batches = evaluation_batches(36, 4, 0, 1)
     look = source._read
     monkeypatch.setattr(source, "_read", lambda number: read_files.append(number) or look(number))
-    loader = loader_of(source, shares, 3, position)
+    loader = loader_of(source, micro_batches, 3, status)
     for _ in range(2):
-        assert [batch.share.ids.tolist() for batch in loader] == [share.ids.tolist() for share in shares]
-        assert position.phase == "end"
-    assert position.batches == 18
+        assert [batch.micro_batch.indices.tolist() for batch in loader] == [
+            micro_batch.indices.tolist() for micro_batch in micro_batches
+        ]
+        assert status.phase == "end"
+    assert status.batches == 18
     read_files.clear()
     batches = iter(loader)
     next(batches)
-    assert position.phase == "forward" and at_work()
+    assert status.phase == "forward" and at_work()
     time.sleep(0.3)
     assert max(read_files) < 4 * 3, "the batch that was asked for, and prefetch_factor=2 more"
     del batches
@@ -304,7 +308,7 @@ def test_an_error_of_a_thread_reaches_training(folder: Path, monkeypatch: pytest
 
     monkeypatch.setattr(source, "_crop", broken)
     with pytest.raises(RuntimeError, match="broken sample 0"):
-        list(loader_of(source, evaluation_shares(4, 4, 0, 1), 2))
+        list(loader_of(source, evaluation_batches(4, 4, 0, 1), 2))
 
 
 # --- what is chosen -------------------------------------------------------------------------------------------------
@@ -313,13 +317,13 @@ def test_an_error_of_a_thread_reaches_training(folder: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("machine", "decode", "workers"),
     [
-        (Machine(cpus=3), "processes", 1),  # over two processes
-        (Machine(16, gpus=1, compute_capability=(9, 0)), "processes", 16),
-        (Machine(128, gpus=8, compute_capability=(9, 0)), "processes", 16),
-        (Machine(32, gpus=8, compute_capability=(9, 0)), "gpu", 4),
+        (Hardware(cpus=3), "processes", 1),  # over two processes
+        (Hardware(16, gpus=1, compute_capability=(9, 0)), "processes", 16),
+        (Hardware(128, gpus=8, compute_capability=(9, 0)), "processes", 16),
+        (Hardware(32, gpus=8, compute_capability=(9, 0)), "gpu", 4),
     ],
 )
-def test_decoding_is_chosen_by_cores_per_gpu(machine: Machine, decode: str, workers: int) -> None:
+def test_decoding_is_chosen_by_cores_per_gpu(machine: Hardware, decode: str, workers: int) -> None:
     config = resolve(config_asked(), machine, None)
     assert (config.data.decode, config.tuning.num_workers) == (decode, workers)
 
@@ -360,7 +364,9 @@ def test_a_run_with_threads_resumes_in_mid_epoch_to_the_same_bytes(folder: Path,
 def test_a_spoilt_file_of_rank_1_ends_the_run(folder: Path, tmp_path: Path) -> None:
     root = shutil.copytree(folder, tmp_path / "spoilt")
     source = source_of(root, "threads")
-    number = next(share for share in Plan(36, 6, 1, 18, 0, 1, 3).shares() if share.step == 3).ids[0]
+    number = next(
+        micro_batch for micro_batch in BatchPlan(36, 6, 1, 18, 0, 1, 3).micro_batches() if micro_batch.step == 3
+    ).indices[0]
     path = Path(source.paths[number])
     path.write_bytes(path.read_bytes()[:200])
     done = run(f"run_dir={tmp_path}/run", *words(root))

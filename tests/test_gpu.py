@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 from torchvision.models import resnet50
 
-from ddp_train.config.hardware import Machine
+from ddp_train.config.hardware import Hardware
 from ddp_train.config.schema import DigitsConfig, TuningConfig
-from ddp_train.data.batch_plan import Plan
-from ddp_train.data.datasets import ArraySource, build_sources
+from ddp_train.data.batch_plan import BatchPlan
+from ddp_train.data.datasets import ArraySource, build_datasets
 from ddp_train.data.loader import Loader
 from ddp_train.distributed.world import World
 from ddp_train.errors import NonFiniteLossError
-from ddp_train.performance.activation_checkpointing import recompute_blocks
+from ddp_train.performance.activation_checkpointing import checkpoint_blocks
 from ddp_train.performance.cuda_graph import GraphedStepper
-from ddp_train.resilience.heartbeat import Position
-from ddp_train.telemetry.hardware_monitor import figures_on
+from ddp_train.resilience.heartbeat import RankStatus
+from ddp_train.telemetry.hardware_monitor import hardware_monitor_for
 from ddp_train.training.loop import Job, evaluate, train
 from tests.jobs import config_of, job_of, largest_difference
 from tests.ranks import on_ranks
@@ -42,7 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 def job(world: World, case: dict[str, Any], graph: bool, first_step: int = 0, **more: Any) -> Job:
     """A small convolutional network on digits: 15 batches an epoch, the last one short."""
-    machine = Machine(cpus=4, gpus=torch.cuda.device_count(), compute_capability=(9, 0), gpu_bytes=2**36)
+    machine = Hardware(cpus=4, gpus=torch.cuda.device_count(), compute_capability=(9, 0), gpu_bytes=2**36)
     config = config_of(
         world,
         machine,
@@ -106,7 +106,7 @@ def test_recorded_steps_exchange_gradients(name: str) -> None:
     ("precision", "optimizer"), [("fp32", "sgd"), ("fp16", "sgd"), ("fp32", "lamb"), ("fp16", "lars")]
 )
 def test_a_bad_loss_stays_out_of_the_weights_until_the_host_looks(graph: bool, precision: str, optimizer: str) -> None:
-    sources = build_sources(DigitsConfig(), 0)
+    sources = build_datasets(DigitsConfig(), 0)
     poisoned = 700
     sources[0].inputs[poisoned] = math.nan  # pyright: ignore[reportAttributeAccessIssue]
     case = {"tuning": {"precision": precision}, "optimizer": {"name": optimizer}}
@@ -149,12 +149,14 @@ def pixels() -> ArraySource:
 
 @pytest.mark.parametrize("name", ["digits", "digits, augmented", "pixels"])
 def test_data_on_the_device_are_those_of_the_host(name: str) -> None:
-    source = pixels() if name == "pixels" else build_sources(DigitsConfig(augment="augmented" in name), 0)[0]
-    plan = Plan(samples=len(source), global_batch_size=96, accumulation_steps=1, steps=40, seed=0)
+    source = pixels() if name == "pixels" else build_datasets(DigitsConfig(augment="augmented" in name), 0)[0]
+    plan = BatchPlan(samples=len(source), global_batch_size=96, accumulation_steps=1, steps=40, seed=0)
     tuning = TuningConfig(num_workers=0, pin_memory=False, non_blocking=False, channels_last=True, precision="fp32")
-    made = [Loader(source, list(plan.shares()), tuning, "cuda:0", Position(), resident=r) for r in (False, True)]
+    made = [
+        Loader(source, list(plan.micro_batches()), tuning, "cuda:0", RankStatus(), resident=r) for r in (False, True)
+    ]
     for batch, other in zip(*made, strict=True):
-        assert np.array_equal(batch.share.ids, other.share.ids)
+        assert np.array_equal(batch.micro_batch.indices, other.micro_batch.indices)
         assert batch.inputs.is_cuda and other.inputs.is_contiguous(memory_format=torch.channels_last)
         assert torch.equal(batch.inputs, other.inputs) and torch.equal(batch.targets, other.targets)
 
@@ -164,17 +166,17 @@ def test_batches_are_whole_however_late_they_are_read(copy_stream: bool) -> None
     """Training's stream is kept busy, so that every batch is used long after the next ones were sent."""
     pixels = torch.randint(0, 255, (64, 3, 64, 64), dtype=torch.uint8)
     source = ArraySource(pixels, torch.arange(64))
-    plan = Plan(samples=64, global_batch_size=16, accumulation_steps=1, steps=40, seed=0)
+    plan = BatchPlan(samples=64, global_batch_size=16, accumulation_steps=1, steps=40, seed=0)
     tuning = TuningConfig(num_workers=0, pin_memory=True, non_blocking=True, copy_stream=copy_stream)
     tuning.channels_last, tuning.precision = True, "fp32"
     busy, seen = torch.ones(4096, 4096, device="cuda"), []
-    for batch in Loader(source, plan.shares(), tuning, "cuda:0", Position()):
+    for batch in Loader(source, plan.micro_batches(), tuning, "cuda:0", RankStatus()):
         for _ in range(20):
             busy @ busy
-        seen.append((batch.inputs.clone(), batch.targets.clone(), batch.share.ids))
+        seen.append((batch.inputs.clone(), batch.targets.clone(), batch.micro_batch.indices))
         assert batch.inputs.is_contiguous(memory_format=torch.channels_last)
-    for inputs, targets, ids in seen:
-        assert torch.equal(inputs.cpu(), pixels[torch.from_numpy(ids)]) and targets.tolist() == ids.tolist()
+    for inputs, targets, indices in seen:
+        assert torch.equal(inputs.cpu(), pixels[torch.from_numpy(indices)]) and targets.tolist() == indices.tolist()
     assert len(seen) == 40
 
 
@@ -195,7 +197,7 @@ def test_blocks_that_compute_again_take_less_memory(compiled: bool) -> None:
         torch._dynamo.reset()
         torch.manual_seed(0)
         model = resnet50(num_classes=10).cuda().to(memory_format=torch.channels_last)
-        recompute_blocks(model, classes)
+        checkpoint_blocks(model, classes)
         if compiled:
             model.compile()
         images = torch.randn(32, 3, 128, 128, generator=torch.Generator().manual_seed(0)).cuda()
@@ -213,7 +215,7 @@ def test_blocks_that_compute_again_take_less_memory(compiled: bool) -> None:
 def test_figures_are_of_the_gpu_that_computes() -> None:
     for number in range(torch.cuda.device_count()):
         square = torch.randn(8192, 8192, device=f"cuda:{number}", dtype=torch.bfloat16)
-        measured = figures_on(f"cuda:{number}", False, Position())
+        measured = hardware_monitor_for(f"cuda:{number}", False, RankStatus())
         first = measured.give()
         measured.receive([first])
         before = measured.interval(1.0)["gpu_memory_gib"][0]

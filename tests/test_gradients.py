@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from torch import nn
 
 from ddp_train.distributed.world import World
-from ddp_train.launcher.local import Stop
+from ddp_train.launcher.local import StopRequests
 from ddp_train.study import gradients, trials
 from ddp_train.study.gradient_probe import GradientProbe
 from ddp_train.study.gradients import compare
@@ -164,10 +164,10 @@ def test_small_gradients_are_measured_by_the_large_ones() -> None:
 WORDS = ("study=gradients", "model=cnn", "model.channels=8", "data.limit=23", "train.global_batch_size=24")
 
 
-def runs_of(probes: Path, case: str, real: str = "") -> Callable[[Trial, Path, Stop], Outcome | None]:
+def runs_of(probes: Path, case: str, real: str = "") -> Callable[[Trial, Path, StopRequests], Outcome | None]:
     """What a study runs: processes that were probed before. real: the number of them in runs that are real ones."""
 
-    def made(trial: Trial, script: Path, stop: Stop) -> Outcome | None:
+    def made(trial: Trial, script: Path, stop: StopRequests) -> Outcome | None:
         processes = value(trial, "launch.nproc_per_node")
         if processes == real:
             return run(trial, script, stop)

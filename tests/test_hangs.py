@@ -20,9 +20,9 @@ from ddp_train.distributed.environment import tell_agent
 from ddp_train.distributed.world import World
 from ddp_train.errors import DataError
 from ddp_train.resilience import hang_detector, peer_check
-from ddp_train.resilience.failure_report import failure_from, failure_from_exit, headline, is_echo
-from ddp_train.resilience.hang_detector import Watch
-from ddp_train.resilience.heartbeat import Board, Position
+from ddp_train.resilience.failure_report import failure_from, failure_from_exit, headline, is_peer_error
+from ddp_train.resilience.hang_detector import HangDetector
+from ddp_train.resilience.heartbeat import RankStatus, StatusBoard
 from tests.commands import (
     LAUNCH,
     ONE,
@@ -216,14 +216,14 @@ def test_under_torchrun_a_roll_call_names_the_rank_that_stands_still(tmp_path: P
 
 def place_in_line(world: World) -> Any:
     """What each rank makes of a time-out; all of them answer."""
-    store, position = dist.distributed_c10d._get_default_store(), Position(step=7, phase="backward")
+    store, status = dist.distributed_c10d._get_default_store(), RankStatus(step=7, phase="backward")
     if world.rank == 2:
-        position.phase = "data"
+        status.phase = "data"
     peer_check.announce(store, world)
     dist.barrier()
     error = RuntimeError("Timed out waiting 6000ms for recv operation to complete")
-    failure = failure_from(error, world.rank, position, Path("logs/rank_0.log"), "")
-    assert peer_check.answer(store, world, position)
+    failure = failure_from(error, world.rank, status, Path("logs/rank_0.log"), "")
+    assert peer_check.answer(store, world, status)
     dist.barrier()  # in place of the patience of a worker
     return peer_check.blame(failure, error, store, world)
 
@@ -238,9 +238,9 @@ def test_a_store_that_is_gone_points_at_the_host_of_rank_0(monkeypatch: pytest.M
     monkeypatch.setenv("MASTER_ADDR", "node0")
     wishes = "This is typically caused by a remote worker crashing. Check the logs of the remote worker. GLHF!"
     error = RuntimeError(f"Connection closed by peer [10.0.0.1]:1234. {wishes}")
-    failure = failure_from(error, 1, Position(step=3, phase="backward"), Path("logs/rank_1.log"), "")
+    failure = failure_from(error, 1, RankStatus(step=3, phase="backward"), Path("logs/rank_1.log"), "")
     store = mock.Mock(**{"get.side_effect": dist.DistNetworkError("gone"), "set.side_effect": dist.DistStoreError("x")})
-    assert not peer_check.answer(store, World(1, 2, 0, 1), Position())
+    assert not peer_check.answer(store, World(1, 2, 0, 1), RankStatus())
     failure = peer_check.blame(failure, error, store, World(1, 2, 0, 1))
     assert (failure.kind, failure.exit_code, failure.rank, failure.host) == ("peer", 70, 0, "node0")
     assert "gives no answer" in failure.detail and "closed by peer" in failure.detail
@@ -250,7 +250,7 @@ def test_a_store_that_is_gone_points_at_the_host_of_rank_0(monkeypatch: pytest.M
 def test_torchruns_last_page_shows_the_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
-    failure = failure_from(DataError("sample 7 is spoilt", "repair it"), 1, Position(step=3), Path("r1.log"), "")
+    failure = failure_from(DataError("sample 7 is spoilt", "repair it"), 1, RankStatus(step=3), Path("r1.log"), "")
     tell_agent(headline(failure).removeprefix("FATAL "))
     page = str(ChildFailedError("launch.py", {1: ProcessFailure(1, 123, 65, str(file))}))
     assert "sample 7 is spoilt" in page and "repair it" in page and "FATAL" not in page
@@ -274,16 +274,16 @@ def watched(shares: list[float], monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether a rank ever stood still, of ranks that spend these shares of their time in forward."""
     now = 0.0
     monkeypatch.setattr(hang_detector.time, "monotonic", lambda: now)
-    board = Board.create(len(shares))
+    board = StatusBoard.create(len(shares))
     try:
-        eye, hung = Watch(board, [os.getpid()] * len(shares), timeout_seconds=5.0), False
+        eye, hung = HangDetector(board, [os.getpid()] * len(shares), timeout_seconds=5.0), False
         for beat in range(1, 200):
             now = beat * 0.2
             for rank, share in enumerate(shares):
-                position = board.positions[rank]
-                position.beats, position.step, position.batches = beat, beat // 4, beat
-                position.phase = "forward" if beat % 10 < round(share * 10) else "backward"
-            hung |= eye.look()
+                status = board.ranks[rank]
+                status.beats, status.step, status.batches = beat, beat // 4, beat
+                status.phase = "forward" if beat % 10 < round(share * 10) else "backward"
+            hung |= eye.is_hung()
         return hung
     finally:
         board.close()
@@ -326,7 +326,7 @@ def test_a_rank_that_leaves_is_named_with_what_it_died_of(how: str, tmp_path: Pa
 
 
 def test_a_kill_for_want_of_memory_is_told_from_other_kills() -> None:
-    arguments = -signal.SIGKILL, 2, Position(step=7, phase="forward"), Path("logs/rank_2.log")
+    arguments = -signal.SIGKILL, 2, RankStatus(step=7, phase="forward"), Path("logs/rank_2.log")
     failure = failure_from_exit(*arguments, oom_killed=True, sizes="rank 0 1.00 GiB, rank 1 9.00 GiB")
     assert (failure.kind, failure.rank, failure.step, failure.phase) == ("oom", 2, 7, "forward")
     assert "rank 1 9.00 GiB" in failure.detail and "train.accumulation_steps" in failure.remedy
@@ -347,9 +347,9 @@ def test_a_kill_for_want_of_memory_is_told_from_other_kills() -> None:
     ids=lambda error: type(error).__name__,
 )  # fmt: skip
 def test_want_of_memory_is_told_by_whoever_met_it(error: Exception) -> None:
-    failure = failure_from(error, 1, Position(step=3, phase="forward"), Path("log"), "rank 1 9.00 GiB")
+    failure = failure_from(error, 1, RankStatus(step=3, phase="forward"), Path("log"), "rank 1 9.00 GiB")
     assert failure.kind == "oom" and "rank 1 9.00 GiB" in failure.detail
-    assert failure_from(RuntimeError("CUDA error: an illegal memory access"), 1, Position(), Path(), "").kind != "oom"
+    assert failure_from(RuntimeError("CUDA error: an illegal memory access"), 1, RankStatus(), Path(), "").kind != "oom"
 
 
 def test_a_batch_that_died_with_its_loader_process_is_no_other_failure(tmp_path: Path) -> None:
@@ -359,11 +359,13 @@ def test_a_batch_that_died_with_its_loader_process_is_no_other_failure(tmp_path:
         with pytest.raises(type(error)) as caught:
             exec(code, {"error": error})
         seen = caught.value
-        failure = failure_from(seen, 1, Position(step=3, phase="data"), tmp_path / "log", "")
+        failure = failure_from(seen, 1, RankStatus(step=3, phase="data"), tmp_path / "log", "")
         assert (
-            failure.kind == "data_worker" and failure.detail.startswith("a loader process died: ") and not is_echo(seen)
+            failure.kind == "data_worker"
+            and failure.detail.startswith("a loader process died: ")
+            and not is_peer_error(seen)
         )
-    assert is_echo(ConnectionResetError(104, "Connection reset by peer"))
+    assert is_peer_error(ConnectionResetError(104, "Connection reset by peer"))
 
 
 @pytest.mark.slow

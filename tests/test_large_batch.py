@@ -19,9 +19,9 @@ from ddp_train.config.schema import OPTIONS, LambConfig, LarsConfig, OptimizerCo
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
 from ddp_train.optim.lars_lamb import Lamb, Lars
-from ddp_train.optim.nan_guard import DeviceGuard
+from ddp_train.optim.nan_guard import DeviceNonFiniteCheck
 from ddp_train.optim.optimizers import build_optimizer
-from ddp_train.resilience.heartbeat import Position
+from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.telemetry.metrics_log import RunningLoss
 from ddp_train.training.loop import evaluate, fit, train
 from ddp_train.training.setup import plan_rows
@@ -212,7 +212,7 @@ def test_the_guard_of_devices_needs_no_wait(name: str) -> None:
     parameter = nn.Parameter(torch.ones(3, 3))
     optimizer = build_optimizer([parameter], OPTIONS["optimizer"][name](), "fused" if name == "sgd" else "foreach")
     optimizer.param_groups[0]["initial_lr"] = 0.1
-    guard = DeviceGuard(optimizer, RunningLoss(), Position())
+    guard = DeviceNonFiniteCheck(optimizer, RunningLoss(), RankStatus())
     for step, gradient in enumerate((1.0, math.nan, 1.0)):
         before = parameter.detach().clone()
         parameter.grad = torch.full_like(parameter, gradient)
@@ -336,7 +336,7 @@ def test_the_rate_follows_the_global_batch(scaling: str, rate: float, shown: str
         asked = config.optimizer.lr
         config.strategy = OPTIONS["strategy"]["single"]()  # a job of one process of them, without a group
         job = job_of(config, World(0, processes, 0, processes), (table(48), table(12)))
-        assert job.stepper.full_rates == pytest.approx([rate], rel=1e-15)
+        assert job.stepper.base_lrs == pytest.approx([rate], rel=1e-15)
         assert plan_rows(config, job, {})["optimizer"].startswith(f"sgd, {shown}")
         assert config.optimizer.lr == asked == 0.1, "what is frozen is what was asked for"
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_train.resilience.restart_policy import Restarts
+from ddp_train.resilience.restart_policy import RestartPolicy
 from tests.commands import (
     ENDLESS,
     LAUNCH,
@@ -106,8 +106,9 @@ def test_a_run_that_fails_in_the_same_way_three_times_is_given_up(tmp_path: Path
 
 
 def failures(allowed: int, run_dir: Path, *seen: tuple[int, ...]) -> list[str]:
-    """What `Restarts` says to failures. seen: the step of each, the newest checkpoint at the time, and the rank."""
-    restarts, said = Restarts(allowed, run_dir), []
+    """What `RestartPolicy` says to failures. seen: the step of each, the newest checkpoint at the time, and the
+    rank."""
+    restarts, said = RestartPolicy(allowed, run_dir), []
     for step, newest, *rank in seen:
         (run_dir / f"checkpoints/step_{newest:08d}").mkdir(parents=True, exist_ok=True)
         failure = {"kind": "died", "rank": rank[0] if rank else 0, "step": step, "detail": f"pid {time.time()}"}

@@ -26,16 +26,16 @@ from ddp_train.config.schema import (
     SgdConfig,
     StepConfig,
 )  # fmt: skip
-from ddp_train.data.batch_plan import Share
+from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.datasets import ArraySource
 from ddp_train.distributed.world import World
 from ddp_train.errors import NonFiniteLossError
-from ddp_train.optim.nan_guard import DeviceGuard
+from ddp_train.optim.nan_guard import DeviceNonFiniteCheck
 from ddp_train.optim.optimizers import build_optimizer
 from ddp_train.optim.schedules import build_schedule
 from ddp_train.optim.split_fused import in_parts
 from ddp_train.optim.stepper import Stepper
-from ddp_train.resilience.heartbeat import Position
+from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.telemetry.metrics_log import RunningLoss
 from ddp_train.training.loop import fit, train
 from tests.jobs import config_of, job_of, table
@@ -116,7 +116,7 @@ def test_moments_of_another_memory_format_are_taken_over(config: Any) -> None:
         torch.manual_seed(0)
         layer = nn.Conv2d(3, 8, 3).to(memory_format=layout)  # pyright: ignore[reportCallIssue]
         optimizer = build_optimizer(layer.parameters(), config, "foreach")
-        steppers.append(Stepper(optimizer, lambda _: 1.0, None, torch.amp.GradScaler(enabled=False), Position()))
+        steppers.append(Stepper(optimizer, lambda _: 1.0, None, torch.amp.GradScaler(enabled=False), RankStatus()))
 
     def step(stepper: Stepper, seed: int) -> None:
         for parameter in stepper.parameters:
@@ -196,8 +196,14 @@ def poisoned_run(world: World, kind: str, accumulation: int, extra: dict[str, An
         step = next(s for s in range(4) if poisoned in job.plan.global_batch(s))
         guilty = None
         for rank in range(world.size):
-            shares = [p for p in type(job.plan)(**{**vars_of(job.plan), "rank": rank}).shares() if p.step == step]
-            guilty = rank if any(poisoned in share.ids[: share.count] for share in shares) else guilty
+            micro_batches = [
+                p for p in type(job.plan)(**{**vars_of(job.plan), "rank": rank}).micro_batches() if p.step == step
+            ]
+            guilty = (
+                rank
+                if any(poisoned in micro_batch.indices[: micro_batch.num_real] for micro_batch in micro_batches)
+                else guilty
+            )
         return str(error), error.rank, job.step, moved, step, guilty
     return ("no error",)
 
@@ -292,7 +298,7 @@ def test_a_device_keeps_a_bad_loss_out_of_the_weights_until_the_host_looks(optim
     job = job_of(config, World(), (bad, table(24)))
     step = next(step for step in range(4) if 40 in job.plan.global_batch(step))
     stepper = job.stepper
-    stepper.guard = DeviceGuard(stepper.optimizer, stepper.losses, stepper.position)
+    stepper.guard = DeviceNonFiniteCheck(stepper.optimizer, stepper.losses, stepper.status)
     batches = iter(job.batches)
     train(job, batches, until=step)
     stepper.guard.look(step)
@@ -305,7 +311,7 @@ def test_a_device_keeps_a_bad_loss_out_of_the_weights_until_the_host_looks(optim
             NonFiniteLossError, match=f"step {step}: the loss is not finite on rank 0; samples here: .*40"
         ):
             look()
-    assert stepper.position.step == step
+    assert stepper.status.step == step
 
 
 def test_a_first_step_that_is_left_out_leaves_no_garbage_in_the_momentum() -> None:
@@ -359,14 +365,14 @@ def test_dropout_is_keyed_by_seed_step_and_rank() -> None:
     assert (a[0] != drawn(1, 0)[0]).any() and (a[0] != drawn(0, 1)[0]).any()
 
 
-def share(count: int) -> Share:
-    return Share(epoch=0, step=0, ids=np.arange(max(count, 1)), count=count, scale=1.0, last=True)
+def micro_batch(count: int) -> MicroBatch:
+    return MicroBatch(epoch=0, step=0, indices=np.arange(max(count, 1)), num_real=count, scale=1.0, is_last=True)
 
 
 def test_losses_of_scalars_and_of_unequal_numbers_of_replicas_add_up() -> None:
     losses = RunningLoss()
-    losses.add(3.0, share(2))  # as on the CPU
-    losses.add(torch.tensor([1.0, 2.0, 4.0, 5.0]), share(8))  # DataParallel on four GPUs
-    losses.add(torch.tensor([6.0, 7.0, 8.0]), share(5))  # and a short batch, which fills three of them
-    losses.add(torch.tensor(100.0), share(0))  # a stand-in does not count
+    losses.add(3.0, micro_batch(2))  # as on the CPU
+    losses.add(torch.tensor([1.0, 2.0, 4.0, 5.0]), micro_batch(8))  # DataParallel on four GPUs
+    losses.add(torch.tensor([6.0, 7.0, 8.0]), micro_batch(5))  # and a short batch, which fills three of them
+    losses.add(torch.tensor(100.0), micro_batch(0))  # a stand-in does not count
     assert losses.mean("cpu") == 36 / 15

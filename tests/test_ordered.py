@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_train.config.schema import CustomConfig
-from ddp_train.data.batch_plan import Plan, Share
+from ddp_train.data.batch_plan import BatchPlan, MicroBatch
 from ddp_train.data.rng import StepSeed
 from ddp_train.distributed.world import World
 from ddp_train.errors import NonFiniteLossError
@@ -141,14 +141,19 @@ def test_the_tree_adds_neighbours_level_by_level_and_keeps_few_of_them(leaves: i
 def test_shards_are_the_same_for_every_world(samples: int) -> None:
     dealt = []
     for world_size in (1, 2, 4, 8):
-        plans = [Plan(samples, 48, 1, 1, 0, rank, world_size, virtual_shards=8) for rank in range(world_size)]
-        shares = [list(plan.shares()) for plan in plans]
-        assert all([share.last for share in of_rank] == [False] * (8 // world_size - 1) + [True] for of_rank in shares)
-        dealt.append([(s.part, s.ids[: s.count].tolist(), s.scale) for of_rank in shares for s in of_rank])
+        plans = [BatchPlan(samples, 48, 1, 1, 0, rank, world_size, virtual_shards=8) for rank in range(world_size)]
+        micro_batches = [list(plan.micro_batches()) for plan in plans]
+        assert all(
+            [micro_batch.is_last for micro_batch in of_rank] == [False] * (8 // world_size - 1) + [True]
+            for of_rank in micro_batches
+        )
+        dealt.append(
+            [(s.shard_index, s.indices[: s.num_real].tolist(), s.scale) for of_rank in micro_batches for s in of_rank]
+        )
     assert all(shards == dealt[0] for shards in dealt)
     assert [part for part, _, _ in dealt[0]] == list(range(8))
-    assert sorted(number for _, ids, _ in dealt[0] for number in ids) == list(range(samples))
-    assert {scale for _, ids, scale in dealt[0] if ids} == {1 / samples}
+    assert sorted(number for _, indices, _ in dealt[0] for number in indices) == list(range(samples))
+    assert {scale for _, indices, scale in dealt[0] if indices} == {1 / samples}
 
 
 class Odd(nn.Module):
@@ -176,10 +181,12 @@ def odd_step(world: World, counts: list[int]) -> tuple[Any, ...]:
     module = strategy.place(ModelWithLoss(model, lambda outputs, targets: outputs.sum(), "cpu", None))
     wrapped, each = strategy.wrap(module), 4 // world.size
     for part in range(world.rank * each, (world.rank + 1) * each):
-        share = Share(0, 0, np.array([part]), counts[part], float(counts[part] > 0), part % each == each - 1, part)
-        with strategy.sync_gradients(share):
+        micro_batch = MicroBatch(
+            0, 0, np.array([part]), counts[part], float(counts[part] > 0), part % each == each - 1, part
+        )
+        with strategy.sync_gradients(micro_batch):
             loss = wrapped(torch.full((1, 2), part + 1.0), torch.zeros(1))
-            loss.backward(torch.tensor(share.scale))
+            loss.backward(torch.tensor(micro_batch.scale))
             draw = torch.rand(1).item()
     gradients = [None if p.grad is None else p.grad.tolist() for p in (model.always, model.sometimes, model.never)]
     return gradients, model.seen.item(), model.running.tolist(), model.constant.tolist(), draw

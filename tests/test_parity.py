@@ -75,7 +75,9 @@ def shares_of(world: World, accumulation: int) -> list[tuple[int, list[int]]]:
     train = {"global_batch_size": 48, "accumulation_steps": accumulation, "epochs": 4}
     config = config_of(world, data={"name": "digits", "limit": SAMPLES}, train=train)
     plan = job_of(config, world).plan
-    return [(share.step, share.ids[: share.count].tolist()) for share in plan.shares()]
+    return [
+        (micro_batch.step, micro_batch.indices[: micro_batch.num_real].tolist()) for micro_batch in plan.micro_batches()
+    ]
 
 
 @pytest.mark.slow
@@ -83,9 +85,11 @@ def test_the_sequence_of_global_batches_is_the_same_for_every_world() -> None:
     sequences = []
     for ranks, accumulation in itertools.product((1, 2, 3, 4), (1, 4)):
         of_rank = on_ranks(ranks, shares_of, accumulation)
-        steps = max(step for shares in of_rank for step, _ in shares) + 1
+        steps = max(step for micro_batches in of_rank for step, _ in micro_batches) + 1
         batches = [
-            sorted(number for shares in of_rank for s, ids in shares if s == step for number in ids)
+            sorted(
+                number for micro_batches in of_rank for s, indices in micro_batches if s == step for number in indices
+            )
             for step in range(steps)
         ]
         sequences.append(batches)
@@ -119,7 +123,7 @@ BY_HAND = {
 
 
 def by_us(world: World) -> dict[str, Tensor]:
-    # Not `deterministic`: that settles the buckets before the first step, see strategy.settle_buckets.
+    # Not `deterministic`: that settles the buckets before the first step, see strategy.warm_up_ddp_buckets.
     return trained(world, config_of(world, **BY_HAND, deterministic=False))
 
 

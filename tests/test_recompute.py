@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
-from ddp_train.performance.activation_checkpointing import recompute_blocks
+from ddp_train.performance.activation_checkpointing import checkpoint_blocks
 from ddp_train.training.loop import fit
 from tests.jobs import config_of, job_of, largest_difference
 from tests.ranks import on_ranks
@@ -80,7 +80,7 @@ def bytes_kept(model: Any) -> int:
 
 def test_blocks_keep_their_inputs_alone() -> None:
     plain, recomputed = Net(), Net()
-    recompute_blocks(recomputed, ["Block"])
+    checkpoint_blocks(recomputed, ["Block"])
     assert bytes_kept(recomputed) < bytes_kept(plain) / 2
     assert list(recomputed.state_dict()) == list(plain.state_dict()) and str(recomputed) == str(plain)
     assert [type(block).__mro__[1] for block in recomputed.blocks] == [Block] * 3
@@ -88,7 +88,7 @@ def test_blocks_keep_their_inputs_alone() -> None:
 
 def test_two_backward_passes_through_one_graph_have_the_same_gradients() -> None:
     model = Net()
-    recompute_blocks(model, ["Block"])
+    checkpoint_blocks(model, ["Block"])
     loss = model(torch.randn(4, 1, 8, 8)).square().sum()
     first, second = (torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for _ in range(2))
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
@@ -105,7 +105,7 @@ def test_a_compiled_model_keeps_less_and_counts_a_batch_once() -> None:
         for block in model.blocks:
             block.drop.p = 0.0  # the compiler draws otherwise
             nn.utils.parametrize.remove_parametrizations(block.layer, "weight")
-        recompute_blocks(model, classes)
+        checkpoint_blocks(model, classes)
         torch._dynamo.reset()
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
         compiled(torch.arange(256.0).view(4, 1, 8, 8)).square().sum().backward()
@@ -118,7 +118,7 @@ def test_a_compiled_model_keeps_less_and_counts_a_batch_once() -> None:
 
 def test_a_class_that_the_model_has_not_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
-        recompute_blocks(Net(), ["Block", "Bottleneck"])
+        checkpoint_blocks(Net(), ["Block", "Bottleneck"])
     (problem,) = caught.value.problems
     assert problem.startswith("tuning.activation_checkpointing=[Block,Bottleneck]: the model has no module of class ")
     assert "class Bottleneck; it has Block (3), " in problem and "Linear" not in problem

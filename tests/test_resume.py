@@ -75,7 +75,7 @@ def test_random_kills_do_not_change_a_byte(ranks: int, seed: int, tmp_path: Path
 
 
 def test_without_the_throw_away_passes_three_ranks_would_differ() -> None:
-    """What they are for: see strategy.settle_buckets. If this fails, torch has mended it, and they can go."""
+    """What they are for: see strategy.warm_up_ddp_buckets. If this fails, torch has mended it, and they can go."""
     from tests.ranks import on_ranks
 
     first, second = on_ranks(3, one_step_of_a_fresh_and_of_a_used_ddp)[0]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ddp_train.data.datasets import ArraySource
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
-from ddp_train.launcher.local import Stop
+from ddp_train.launcher.local import StopRequests
 from ddp_train.study import scaling, trials
 from ddp_train.study.scaling import Cell, Split, _efficiency, split_of, verdict
 from ddp_train.study.step_times import StepTimes
@@ -144,14 +144,14 @@ def test_without_a_run_of_one_process_there_is_no_speed_up() -> None:
 WORDS = ("study=scaling", "study.steps=20", "study.processes=2", "model=mlp")
 
 
-def some_runs(trial: Trial, script: Path, stop: Stop) -> Outcome | None:
+def some_runs(trial: Trial, script: Path, stop: StopRequests) -> Outcome | None:
     """The run of two processes with its steps split is a real one."""
     processes, batch = (int(value(trial, key)) for key in ("launch.nproc_per_node", "train.global_batch_size"))
-    if "probe=step_times" in trial.words and processes == 2:
+    if "probe=step_times" in trial.overrides and processes == 2:
         return run_trial(trial, script, stop)
     rate = {(1, 48): 100.0, (2, 96): 180.0, (1, 96): 120.0}[processes, batch]
     left = leave(trial, script, [{"kind": "train", "samples_per_second": rate}])
-    if "probe=step_times" in trial.words:
+    if "probe=step_times" in trial.overrides:
         steps = [{"data": 0.1, "compute": 0.8, "exposed": 0.0, "host": 0.1}] * 20
         (trial.run_dir / "probe").mkdir()
         (trial.run_dir / "probe/step_times_rank_0.json").write_text(

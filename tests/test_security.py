@@ -16,7 +16,7 @@ import torch
 from ddp_train.config.overrides import read_config, read_overrides
 from ddp_train.config.prepare import examine
 from ddp_train.config.schema import CustomConfig
-from ddp_train.config.user_code import call
+from ddp_train.config.user_code import instantiate
 from ddp_train.config.values import is_secret
 from ddp_train.errors import ConfigError
 from ddp_train.training.checkpoint import _digest_of_values
@@ -63,12 +63,12 @@ def test_code_from_elsewhere_is_refused_before_it_is_imported(target: str) -> No
 def test_a_trusted_module_is_no_way_to_what_it_imports(target: str) -> None:
     assert problems_of(f"model._target_={target}") == [], "seen when it is loaded, before it is called"
     with pytest.raises(ConfigError, match=re.escape(f"model._target_={target}: ")):
-        call("model", CustomConfig(target=target, arguments={}))
+        instantiate("model", CustomConfig(target=target, arguments={}))
 
 
 @pytest.mark.parametrize("target", ["torch.nn.Identity", "torchvision.models.resnet18"])
 def test_what_is_meant_to_be_loaded_is(target: str) -> None:
-    assert isinstance(call("model", CustomConfig(target=target, arguments={})), torch.nn.Module)
+    assert isinstance(instantiate("model", CustomConfig(target=target, arguments={})), torch.nn.Module)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_train.data.batch_plan import Plan
+from ddp_train.data.batch_plan import BatchPlan
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
 from ddp_train.study import costs, mlperf, simulate
@@ -111,13 +111,20 @@ def test_published_steps_on_512_and_768_gpus_are_predicted_to_5_percent() -> Non
 
 @pytest.mark.parametrize(("samples", "world", "accumulation"), [(101, 3, 1), (48, 4, 4), (5, 4, 2), (1000, 7, 1)])
 def test_shares_are_numpys_parts(samples: int, world: int, accumulation: int) -> None:
-    plans = [Plan(samples, 28 * world, accumulation, 9, seed=0, rank=rank, world_size=world) for rank in range(world)]
+    plans = [
+        BatchPlan(samples, 28 * world, accumulation, 9, seed=0, rank=rank, world_size=world) for rank in range(world)
+    ]
     for step in range(plans[0].steps_per_epoch):
-        ids = plans[0].global_batch(step)
-        count = world * math.ceil(len(ids) / (plans[0].micro_batch_size * world))
-        parts = {number: part.tolist() for number, part in enumerate(np.array_split(ids, count))}
-        shares = [share for plan in plans for share in plan.shares() if share.step == step]
-        assert {share.part: share.ids[: share.count].tolist() for share in shares} == parts
+        indices = plans[0].global_batch(step)
+        count = world * math.ceil(len(indices) / (plans[0].micro_batch_size * world))
+        parts = {number: part.tolist() for number, part in enumerate(np.array_split(indices, count))}
+        micro_batches = [
+            micro_batch for plan in plans for micro_batch in plan.micro_batches() if micro_batch.step == step
+        ]
+        assert {
+            micro_batch.shard_index: micro_batch.indices[: micro_batch.num_real].tolist()
+            for micro_batch in micro_batches
+        } == parts
 
 
 def dry_plan(ranks: int) -> dict[str, dict[str, float]]:
@@ -129,10 +136,10 @@ def dry_plan(ranks: int) -> dict[str, dict[str, float]]:
 @pytest.mark.slow
 def test_a_rank_of_4096_plans_as_a_single_one_does() -> None:
     one, many = dry_plan(1), dry_plan(4096)
-    shares = "shares of a step"
-    assert many[shares]["bytes"] == one[shares]["bytes"] == 32 * 8
-    assert many[shares]["seconds"] < 10 * one[shares]["seconds"] < 1e-3
-    assert many["shares of an evaluation"]["bytes"] < 1e4
+    micro_batches = "micro-batches of a step"
+    assert many[micro_batches]["bytes"] == one[micro_batches]["bytes"] == 32 * 8
+    assert many[micro_batches]["seconds"] < 10 * one[micro_batches]["seconds"] < 1e-3
+    assert many["micro-batches of an evaluation"]["bytes"] < 1e4
     assert many["buffers of a checkpoint, group norm"]["bytes"] == 0
     statistics = "buffers of a checkpoint, batch norm"
     assert many[statistics]["bytes"] == 4096 * one[statistics]["bytes"] == 4096 * 2000 * 8, "gathered from all ranks"

@@ -21,8 +21,8 @@ import pytest
 
 from ddp_train.distributed.world import World
 from ddp_train.resilience import preemption
-from ddp_train.resilience.failure_report import Position
-from ddp_train.resilience.preemption import NEVER, Brake
+from ddp_train.resilience.failure_report import RankStatus
+from ddp_train.resilience.preemption import NEVER, StopController
 from ddp_train.training.loop import fit
 from tests.commands import (
     ENDLESS,
@@ -63,7 +63,7 @@ class Board:
         return all(key in self.content for key in keys)
 
 
-class Racy(Position):
+class Racy(RankStatus):
     """Lets others run between the reading of the step and the use of it."""
 
     def __getattribute__(self, name: str) -> Any:
@@ -77,21 +77,21 @@ class Racer:
     """A rank: the real loop at full speed, with stand-ins for all that takes time."""
 
     def __init__(self, rank: int, size: int, store: Board, meet: Callable[[], Any], due_every: int) -> None:
-        self.position, self.meet, self.due_every = Racy(), meet, due_every
+        self.status, self.meet, self.due_every = Racy(), meet, due_every
         self.stops: list[int] = []
-        batch = SimpleNamespace(share=SimpleNamespace(last=True), inputs=None, targets=None)
+        batch = SimpleNamespace(micro_batch=SimpleNamespace(is_last=True), inputs=None, targets=None)
         self.job: Any = SimpleNamespace(
-            step=0, brake=Brake(), hooks=[self], stepper=self, batches=itertools.repeat(batch),
+            step=0, stop=StopController(), hooks=[self], stepper=self, batches=itertools.repeat(batch),
             seed_step=lambda _: None,
             plan=SimpleNamespace(steps=NEVER, epoch_end=lambda step: step + 1_000), wrapped=lambda *_: None,
             strategy=SimpleNamespace(sync_gradients=lambda *_, **__: contextlib.nullcontext()),
             module=SimpleNamespace(train=lambda: None),
         )  # fmt: skip
-        self.job.brake.patience_seconds = 1e6
+        self.job.stop.patience_seconds = 1e6
         world = World(rank, size, rank, size)
         self.threads = [
             threading.Thread(target=fit, args=[self.job]),
-            threading.Thread(name="agree", target=self.job.brake.agree, args=[self.position, world, store]),
+            threading.Thread(name="agree", target=self.job.stop.agree, args=[self.status, world, store]),
         ]
         for thread in self.threads:
             thread.daemon = True
@@ -101,13 +101,13 @@ class Racer:
         self.meet()
 
     def step(self) -> None:
-        self.position.step += 1
+        self.status.step += 1
 
     def due(self, job: Any) -> int:
         return job.step + self.due_every
 
     def act(self, job: Any) -> None:
-        if job.step >= job.brake.agreed:
+        if job.step >= job.stop.last_step:
             self.stops.append(job.step)
 
 
@@ -130,19 +130,19 @@ def test_ranks_at_full_speed_stop_after_one_and_the_same_step(in_step: bool, hur
         racers = [Racer(rank, 3, store, meet, due_every=1 + number % 4) for rank in range(3)]
         time.sleep(0.0005 * (number % 5))
         for rank in {0: [0], 1: [1], 2: [2], 3: [0, 1, 2]}[number % 4]:  # one is told, or all
-            racers[rank].job.brake.pull(signal.SIGTERM)
+            racers[rank].job.stop.request_stop(signal.SIGTERM)
         for racer in racers:
             for thread in racer.threads:
                 thread.join(30)
                 assert not thread.is_alive(), f"round {number}: a rank waits for ever"
         assert len({racer.job.step for racer in racers}) == 1, number
         for racer in racers:
-            assert racer.stops == [racer.job.step] == [racer.job.brake.agreed] == [racer.position.step], number
+            assert racer.stops == [racer.job.step] == [racer.job.stop.last_step] == [racer.status.step], number
 
 
 @pytest.fixture
 def handlers() -> Iterator[None]:
-    """Puts back what `armed` leaves behind: in a worker it is for good."""
+    """Puts back what `listening` leaves behind: in a worker it is for good."""
     before = {number: signal.signal(number, signal.SIG_DFL) for number in preemption.SIGNALS}
     yield
     for number, handler in before.items():
@@ -154,23 +154,23 @@ def test_a_peer_without_an_answer_is_waited_for_no_longer_than_patience_allows(
     number: int, code: int, handlers: None
 ) -> None:
     left: list[int] = []
-    brake = Brake()
-    with brake.armed(Position(), World(0, 2, 0, 2), Board(), 0.3, left.append):
+    stop = StopController()
+    with stop.listening(RankStatus(), World(0, 2, 0, 2), Board(), 0.3, left.append):
         os.kill(os.getpid(), number)
         assert wait_until(lambda: bool(left), "end", 5) > 0.25
         assert left == [code]
-        assert not brake.settled.is_set()
+        assert not stop.is_agreed.is_set()
 
 
 def test_signals_that_come_together_are_one_request_and_a_later_one_ends_it(
     handlers: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left: list[int] = []
-    brake = Brake()
-    with brake.armed(Position(), World(0, 2, 0, 2), Board(), 1e6, left.append):
+    stop = StopController()
+    with stop.listening(RankStatus(), World(0, 2, 0, 2), Board(), 1e6, left.append):
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGUSR1)
-        wait_until(brake.pulled.is_set, "request", 5)
+        wait_until(stop.requested.is_set, "request", 5)
         time.sleep(0.2)
         assert left == []
         time.sleep(preemption.SAME_REQUEST_SECONDS)
@@ -181,14 +181,14 @@ def test_signals_that_come_together_are_one_request_and_a_later_one_ends_it(
 
 def test_one_process_needs_nobody_and_an_ignored_signal_stays_ignored(handlers: None) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # what nohup does
-    brake, position = Brake(), Position(step=7)
-    with brake.armed(position, World(), None, 1e6, os._exit):
+    stop, status = StopController(), RankStatus(step=7)
+    with stop.listening(status, World(), None, 1e6, os._exit):
         os.kill(os.getpid(), signal.SIGHUP)
         time.sleep(0.1)
-        assert brake.allows(10**9) and not brake.pulled.is_set()
+        assert stop.allows(10**9) and not stop.requested.is_set()
         os.kill(os.getpid(), signal.SIGTERM)
-        assert brake.settled.wait(5)
-        assert (brake.allows(7), brake.allows(8)) == (True, False)
+        assert stop.is_agreed.wait(5)
+        assert (stop.allows(7), stop.allows(8)) == (True, False)
 
 
 # --- the real thing -------------------------------------------------------------------------------------------------
@@ -362,7 +362,7 @@ def test_a_run_that_is_stopped_in_every_way_ends_where_it_would_have(slowly: Slo
         assert job.end() == 0, job.said()
     assert read(slowly.run_dir, "summary.json")["status"] == "completed"
     assert len(slowly.steps()) == 2 * EPOCHS
-    learned = Counter(number for rank in range(3) for ids in slowly.steps(rank) for number in ids)
+    learned = Counter(number for rank in range(3) for indices in slowly.steps(rank) for number in indices)
     assert learned == dict.fromkeys(range(160), EPOCHS), "every sample once per epoch"
     steps = [line["step"] for line in metrics(slowly.run_dir) if line["kind"] == "train"]
     assert steps == sorted(set(steps))

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from ddp_train.config.overrides import read_overrides
 from ddp_train.errors import ConfigError
-from ddp_train.launcher.local import Stop
+from ddp_train.launcher.local import StopRequests
 from ddp_train.resilience import run_lock
 from ddp_train.resilience.failure_report import write_json
 from ddp_train.study import main, results, tables, trials
@@ -198,7 +198,7 @@ def test_every_study_of_variants_can_be_made_here(name: str) -> None:
     gpu = [
         variant
         for variant in study.variants
-        if "device=cuda" in variant.words or variant.name in study.config.needs_gpu
+        if "device=cuda" in variant.overrides or variant.name in study.config.needs_gpu
     ]
     assert gpu == [] or all(variant.reason for variant in gpu)
     assert all("python launch.py" in command for command in tables.report(request, study, {}, 0.0).commands)
@@ -217,9 +217,9 @@ def test_a_rung_has_the_tips_below_it_but_for_those_that_cannot_run_here() -> No
     rungs = {variant.name: variant for variant in study.variants}
     fused = rungs["fused optimizer"]
     assert {"tuning=none", "tuning.precision=bf16", "tuning.channels_last=true", "tuning.optimizer=fused"} <= {
-        *fused.words
+        *fused.overrides
     }
-    assert rungs["pin_memory"].reason == NEEDS_GPU and "tuning.pin_memory=true" not in fused.words
+    assert rungs["pin_memory"].reason == NEEDS_GPU and "tuning.pin_memory=true" not in fused.overrides
     assert (fused.against, rungs["AMP"].against) == ("channels_last", "workers auto")
 
 
@@ -297,7 +297,7 @@ def test_help_shows_what_there_is_and_the_keys_of_one(capsys: pytest.CaptureFixt
 
 
 def test_nothing_is_begun_once_a_study_is_stopped(tmp_path: Path) -> None:
-    trial, stop = Trial(["train.epochs=1"], tmp_path / "trial"), Stop()
+    trial, stop = Trial(["train.epochs=1"], tmp_path / "trial"), StopRequests()
     stop.received.append(signal.SIGTERM)
     trial.run_dir.mkdir()
     assert trials.run(trial, ROOT / "launch.py", stop) is None
@@ -414,7 +414,7 @@ def test_a_trial_is_run_once_and_none_after_a_stop(
     one, other = (Trial([f"seed={seed}"], tmp_path / "trials" / str(seed)) for seed in range(2))
     began: list[Trial] = []
 
-    def begin(trial: Trial, script: Path, _: Stop) -> Outcome | None:
+    def begin(trial: Trial, script: Path, _: StopRequests) -> Outcome | None:
         began.append(trial)
         return leave(trial, script, [])
 

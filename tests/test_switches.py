@@ -33,11 +33,11 @@ from ddp_train.config.auto import reasons, resolve
 from ddp_train.config.bind import all_keys, bind
 from ddp_train.config.external_checks import TORCHVISION_FILES
 from ddp_train.config.freeze import FILE, freeze
-from ddp_train.config.hardware import Machine
+from ddp_train.config.hardware import Hardware
 from ddp_train.config.overrides import read_overrides
 from ddp_train.config.schema import OPTIONS, SECTIONS, Config
 from ddp_train.config.validate import check
-from ddp_train.data.datasets import ArraySource, build_sources
+from ddp_train.data.datasets import ArraySource, build_datasets
 from ddp_train.data.loader import Loader
 from ddp_train.distributed.world import World
 from ddp_train.errors import NonFiniteLossError
@@ -46,7 +46,7 @@ from ddp_train.optim.optimizers import build_optimizer
 from ddp_train.optim.schedules import build_schedule
 from ddp_train.parallel.strategy import build_strategy
 from ddp_train.performance import switches
-from ddp_train.resilience.heartbeat import Position
+from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.resilience.preemption import SIGNALS
 from ddp_train.telemetry import tracker_queue
 from ddp_train.training import worker
@@ -54,8 +54,8 @@ from ddp_train.training.setup import advice, build_evaluation, build_job, build_
 
 ROOT = Path(__file__).resolve().parent.parent
 CONF = ROOT / "conf"
-CPU = Machine(cpus=4)
-GPU = Machine(cpus=4, gpus=1, gpu_name="NVIDIA H200", compute_capability=(9, 0))
+CPU = Hardware(cpus=4)
+GPU = Hardware(cpus=4, gpus=1, gpu_name="NVIDIA H200", compute_capability=(9, 0))
 
 SMALL = "strategy=single model.channels=4 data.limit=48 train.global_batch_size=24 train.epochs=2"
 """A run of 4 steps, 2 per epoch."""
@@ -78,14 +78,14 @@ class Case:
 
     asked: Config
     config: Config
-    machine: Machine
+    machine: Hardware
 
     @property
     def problems(self) -> list[str]:
         return check(self.asked, self.config, self.machine, None)
 
 
-def case_of(line: str, machine: Machine) -> Case:
+def case_of(line: str, machine: Hardware) -> Case:
     """What the entry would make of a command line; Hydra's part, 0.1 s of merging files, is left to test_config."""
     read = read_overrides(CONF, line.split())
     values: dict[str, Any] = {}
@@ -111,8 +111,8 @@ def content(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def samples(case: Case) -> Any:
     """Both splits: their lengths and some samples as training sees them in epoch 0."""
-    train, test = build_sources(case.config.data, case.config.seed)
-    inputs, targets = train.fetch(np.arange(min(8, len(train))), 0)
+    train, test = build_datasets(case.config.data, case.config.seed)
+    inputs, targets = train.get_batch(np.arange(min(8, len(train))), 0)
     return len(train), len(test), train.outputs, content(inputs), content(targets)
 
 
@@ -167,7 +167,7 @@ def asked_of_torchvision(case: Case) -> Any:
 
 def module_of(case: Case) -> nn.Module:
     """The model that trains, on random images or on the data that was asked for."""
-    source = build_sources(case.config.data, case.config.seed)[0]
+    source = build_datasets(case.config.data, case.config.seed)[0]
     return build_module(case.config, source, "cpu").model
 
 
@@ -194,9 +194,9 @@ def schedule(case: Case) -> Any:
 
 def learning_rates(case: Case) -> Any:
     """Of the first steps, as the run will have them."""
-    sources = build_sources(case.config.data, case.config.seed)
-    job = build_job(case.config, World(), "cpu", build_module(case.config, sources[0], "cpu"), sources, Position(), 0)
-    return [job.stepper.full_rates[0] * job.stepper.factor(step) for step in range(4)]
+    sources = build_datasets(case.config.data, case.config.seed)
+    job = build_job(case.config, World(), "cpu", build_module(case.config, sources[0], "cpu"), sources, RankStatus(), 0)
+    return [job.stepper.base_lrs[0] * job.stepper.factor(step) for step in range(4)]
 
 
 def wrapped(case: Case) -> Any:
@@ -208,13 +208,13 @@ def wrapped(case: Case) -> Any:
         given.update(arguments)
         real(self, module, **arguments)
 
-    source = build_sources(case.config.data, case.config.seed)[0]
+    source = build_datasets(case.config.data, case.config.seed)[0]
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with mock.patch.object(nn.parallel.DistributedDataParallel, "__init__", init):
             ddp: Any = build_strategy(case.config.strategy, "cpu").wrap(build_module(case.config, source, "cpu"))
         if case.config.strategy.comm_hook != "bf16":  # gloo on CPU cannot average bfloat16
-            ddp(*source.fetch(np.arange(4), 0)).sum().backward()
+            ddp(*source.get_batch(np.arange(4), 0)).sum().backward()
         hooks = [(hook.__name__, getattr(state, "matrix_approximation_rank", None)) for hook, state in ddp._comm_hooks]
         return {name: str(value) for name, value in given.items()}, hooks
     finally:
@@ -223,21 +223,21 @@ def wrapped(case: Case) -> Any:
 
 def placed_modules(case: Case) -> Any:
     """The layers after `place` has converted them."""
-    source = build_sources(case.config.data, case.config.seed)[0]
+    source = build_datasets(case.config.data, case.config.seed)[0]
     return [type(layer).__name__ for layer in build_module(case.config, source, "cpu").modules()]
 
 
 def number_types(case: Case) -> Any:
-    source = build_sources(case.config.data, case.config.seed)[0]
+    source = build_datasets(case.config.data, case.config.seed)[0]
     module = build_module(case.config, source, "cpu")
-    shares = build_plan(case.config, World(), 48).shares()
-    batch = next(iter(Loader(source, shares, case.config.tuning, "cpu", Position())))
+    micro_batches = build_plan(case.config, World(), 48).micro_batches()
+    batch = next(iter(Loader(source, micro_batches, case.config.tuning, "cpu", RankStatus())))
     outputs = module.model(batch.inputs)
     return module.autocast, outputs.dtype, batch.inputs.dtype
 
 
 def memory_formats(case: Case) -> Any:
-    loader = Loader(ArraySource(torch.zeros(4, 1), torch.zeros(4)), [], case.config.tuning, "cpu", Position())
+    loader = Loader(ArraySource(torch.zeros(4, 1), torch.zeros(4)), [], case.config.tuning, "cpu", RankStatus())
     weights = [weight for weight in module_of(case).parameters() if weight.ndim == 4]
     four = [*weights, loader._place(torch.zeros(2, 3, 4, 4))]
     return [tensor.is_contiguous(memory_format=torch.channels_last) for tensor in four]
@@ -246,7 +246,7 @@ def memory_formats(case: Case) -> Any:
 def data_loader(case: Case) -> Any:
     """The settings of the DataLoader. On GPUs: nothing is loaded."""
     source = ArraySource(torch.zeros(4, 1), torch.zeros(4))
-    built = Loader(source, [], case.config.tuning, World().device(case.config.device), Position()).batches
+    built = Loader(source, [], case.config.tuning, World().device(case.config.device), RankStatus()).batches
     return built.num_workers, built.prefetch_factor, built.persistent_workers, built.pin_memory
 
 
@@ -254,9 +254,9 @@ def where_data_are_held(case: Case) -> Any:
     """What batches come from, or why they cannot."""
     if case.problems:
         return case.problems
-    train, test = build_sources(case.config.data, case.config.seed)
+    train, test = build_datasets(case.config.data, case.config.seed)
     evaluation = build_evaluation(
-        case.config, World(), "cpu", build_module(case.config, train, "cpu"), test, Position()
+        case.config, World(), "cpu", build_module(case.config, train, "cpu"), test, RankStatus()
     )
     assert isinstance(evaluation.batches, Loader)
     return type(evaluation.batches.batches)
@@ -265,12 +265,14 @@ def where_data_are_held(case: Case) -> Any:
 def copies_to_the_device(case: Case) -> Any:
     tensor = mock.Mock(spec=torch.Tensor)
     tensor.to.return_value = torch.zeros(2)
-    Loader(ArraySource(torch.zeros(4, 1), torch.zeros(4)), [], case.config.tuning, "cuda:0", Position())._place(tensor)
+    Loader(ArraySource(torch.zeros(4, 1), torch.zeros(4)), [], case.config.tuning, "cuda:0", RankStatus())._place(
+        tensor
+    )
     return tensor.to.call_args.kwargs
 
 
 def copies_beside_the_computation(case: Case) -> Any:
-    return Loader(ArraySource(torch.zeros(4, 1), torch.zeros(4)), [], case.config.tuning, "cuda:0", Position()).beside
+    return Loader(ArraySource(torch.zeros(4, 1), torch.zeros(4)), [], case.config.tuning, "cuda:0", RankStatus()).beside
 
 
 def process_flags(case: Case) -> Any:
@@ -283,12 +285,12 @@ def compiled(case: Case) -> Any:
     """How many graphs torch's compiler found in a training step and an evaluation; they are not turned into kernels."""
     from torch._dynamo import utils
 
-    source = build_sources(case.config.data, case.config.seed)[0]
+    source = build_datasets(case.config.data, case.config.seed)[0]
     torch._dynamo.reset()
     utils.counters.clear()
     with mock.patch("torch._inductor.compile_fx.compile_fx", lambda graph, *_, **__: graph.forward):
         module = build_module(case.config, source, "cpu")
-        inputs, targets = source.fetch(np.arange(4), None)
+        inputs, targets = source.get_batch(np.arange(4), None)
         module(inputs, targets).backward()
         module.score(inputs, targets)
     return utils.counters["stats"]["unique_graphs"]
@@ -296,7 +298,7 @@ def compiled(case: Case) -> Any:
 
 def asked_of_the_compiler(case: Case) -> Any:
     """The options with which a training step is turned into kernels; it is not."""
-    source, asked = build_sources(case.config.data, case.config.seed)[0], []
+    source, asked = build_datasets(case.config.data, case.config.seed)[0], []
 
     def compile_fx(graph: Any, *_: Any, config_patches: Any = None, **__: Any) -> Any:
         asked.append(config_patches)
@@ -304,75 +306,78 @@ def asked_of_the_compiler(case: Case) -> Any:
 
     torch._dynamo.reset()
     with mock.patch("torch._inductor.compile_fx.compile_fx", compile_fx):
-        build_module(case.config, source, "cpu")(*source.fetch(np.arange(4), None))
+        build_module(case.config, source, "cpu")(*source.get_batch(np.arange(4), None))
     return asked
 
 
 def tensors_kept(case: Case) -> Any:
     """The bytes of each for the backward pass."""
-    source, kept = build_sources(case.config.data, case.config.seed)[0], []
+    source, kept = build_datasets(case.config.data, case.config.seed)[0], []
     module = build_module(case.config, source, "cpu")
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.nbytes), lambda _: None):
-        module(*source.fetch(np.arange(4), None))
+        module(*source.get_batch(np.arange(4), None))
     return kept
 
 
 def advised(case: Case) -> Any:
-    source = build_sources(case.config.data, case.config.seed)[0]
+    source = build_datasets(case.config.data, case.config.seed)[0]
     return advice(case.config, build_module(case.config, source, "cpu"), source)
 
 
 def steppers(case: Case) -> Any:
     """The one that a job has. On GPUs: no step is taken."""
-    sources = build_sources(case.config.data, case.config.seed)
+    sources = build_datasets(case.config.data, case.config.seed)
     module = build_module(case.config, sources[0], "cpu")
     with (
         mock.patch.object(torch.cuda, "Stream"),
         mock.patch("ddp_train.training.setup.on_stream", contextlib.nullcontext),
     ):
         config = dataclasses.replace(case.config, strategy=OPTIONS["strategy"]["single"]())
-        return type(build_job(config, World(), "cpu", module, sources, Position(), 0).stepper)
+        return type(build_job(config, World(), "cpu", module, sources, RankStatus(), 0).stepper)
 
 
 def spared_objects(case: Case) -> Any:
-    with switches.spared_garbage(case.config.tuning):
+    with switches.frozen_gc(case.config.tuning):
         return gc.get_freeze_count() > 0
 
 
 def loss(case: Case) -> Any:
-    source = build_sources(case.config.data, case.config.seed)[0]
+    source = build_datasets(case.config.data, case.config.seed)[0]
     module = build_module(case.config, source, "cpu")
     return str(module.loss), vars(module.loss).get("label_smoothing")
 
 
 def plan(case: Case) -> Any:
     made = build_plan(case.config, World(), 240)
-    return made, [(share.step, content(torch.from_numpy(share.ids)), share.last) for share in made.shares()]
+    return made, [
+        (micro_batch.step, content(torch.from_numpy(micro_batch.indices)), micro_batch.is_last)
+        for micro_batch in made.micro_batches()
+    ]
 
 
 def evaluation_batches(case: Case) -> Any:
-    sources = build_sources(case.config.data, case.config.seed)
+    sources = build_datasets(case.config.data, case.config.seed)
     module = build_module(case.config, sources[0], "cpu")
-    evaluation = build_evaluation(case.config, World(), "cpu", module, sources[1], Position())
+    evaluation = build_evaluation(case.config, World(), "cpu", module, sources[1], RankStatus())
     return [len(batch.targets) for batch in evaluation.batches]
 
 
 def weights_after_a_step(case: Case) -> Any:
-    sources = build_sources(case.config.data, case.config.seed)
+    sources = build_datasets(case.config.data, case.config.seed)
     module = build_module(case.config, sources[0], "cpu")
-    job = build_job(case.config, World(), "cpu", module, sources, Position(), 0)
+    job = build_job(case.config, World(), "cpu", module, sources, RankStatus(), 0)
     batch = next(iter(job.batches))
-    job.stepper.backward(job.wrapped(batch.inputs, batch.targets), batch.share)
+    job.stepper.backward(job.wrapped(batch.inputs, batch.targets), batch.micro_batch)
     job.stepper.step()
     return [content(parameter.detach()) for parameter in module.parameters()]
 
 
 def steps_after_a_bad_loss(case: Case) -> Any:
-    sources = build_sources(case.config.data, case.config.seed)
+    sources = build_datasets(case.config.data, case.config.seed)
     module = build_module(case.config, sources[0], "cpu")
-    job = build_job(case.config, World(), "cpu", module, sources, Position(), 0)
+    job = build_job(case.config, World(), "cpu", module, sources, RankStatus(), 0)
     batch = next(iter(job.batches))
-    job.stepper.backward(job.wrapped(batch.inputs * torch.nan, batch.targets), batch.share)
+    job.stepper.backward(job.wrapped(batch.inputs * torch.nan, batch.targets), batch.micro_batch)
     with contextlib.suppress(NonFiniteLossError):
         job.stepper.step()
     return job.stepper.steps_done
@@ -382,7 +387,7 @@ def run(case: Case) -> Any:
     """A whole run in this process: what stands in its files, but for the clock."""
     freeze(case.config)
     run_dir = Path(str(case.config.run_dir))
-    worker._work(case.config, World(), "cpu", run_dir, Position(), store=None)
+    worker._work(case.config, World(), "cpu", run_dir, RankStatus(), store=None)
     lines = (run_dir / "metrics.jsonl").read_text().splitlines() if (run_dir / "metrics.jsonl").exists() else []
     summary = json.loads((run_dir / "summary.json").read_text())
     timeless = [{k: v for k, v in json.loads(line).items() if "second" not in k and k != "figures"} for line in lines]
@@ -394,7 +399,7 @@ def trackers(case: Case) -> Any:
     """Those of a run, and what they are told of it; none is opened."""
     told: list[Any] = []
     with mock.patch.object(
-        tracker_queue, "Background", lambda tracker, run, book: told.append((tracker.name, run.project))
+        tracker_queue, "TrackerThread", lambda tracker, run, book: told.append((tracker.name, run.project))
     ):
         made = tracker_queue.Tracking(
             tracker_queue.trackers_of(case.config), Path(str(case.config.run_dir)), case.config
@@ -437,7 +442,7 @@ def worker_environments(case: Case) -> Any:
     """What our own launcher gives to its workers."""
     started: list[Any] = []
     with mock.patch.object(subprocess, "Popen", lambda command, env, **more: started.append(env)):
-        local._start(case.config, ROOT, 0, mock.Mock(descriptor=3), [], local.Stop(), None)
+        local._start(case.config, ROOT, 0, mock.Mock(descriptor=3), [], local.StopRequests(), None)
     names = ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
     return [{name: env[name] for name in names} for env in started]
 
@@ -447,12 +452,12 @@ def asked_to_fork(case: Case) -> Any:
     workers: list[Any] = []
     server = mock.Mock(**{"fork.side_effect": lambda specs, given_up: specs})
     with mock.patch.object(subprocess, "Popen", lambda *words, **more: None):
-        local._start(case.config, ROOT, 0, mock.Mock(descriptor=3), workers, local.Stop(), server)
+        local._start(case.config, ROOT, 0, mock.Mock(descriptor=3), workers, local.StopRequests(), server)
     return [worker is not None for worker in workers]
 
 
 def torchrun_command(case: Case) -> Any:
-    return multihost.command(case.config, multihost.Place("10.0.0.1", "eth0", True), ROOT / "launch.py", [])
+    return multihost.command(case.config, multihost.NetworkLocation("10.0.0.1", "eth0", True), ROOT / "launch.py", [])
 
 
 def attempts(case: Case) -> Any:
@@ -463,7 +468,7 @@ def attempts(case: Case) -> Any:
 
 def patience_at_the_end(case: Case) -> Any:
     """How many seconds workers that do not listen are left alive once somebody asked them to stop."""
-    stop, worker, seconds = local.Stop(), mock.Mock(**{"poll.return_value": None}), itertools.count()
+    stop, worker, seconds = local.StopRequests(), mock.Mock(**{"poll.return_value": None}), itertools.count()
     stop.received.append(signal.SIGTERM)
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(local, "_start", lambda *given: given[4].append(worker)))
@@ -497,7 +502,7 @@ class Row:
     changed: str
     observe: Callable[[Case], Any]
     base: str = ""
-    machine: Machine = CPU
+    machine: Hardware = CPU
 
 
 WORKERS, TWO_HOSTS = "tuning.num_workers=2", "launch.nnodes=2 launch.rdzv_endpoint=a:1 run_dir=here"
@@ -653,7 +658,7 @@ def test_what_cannot_be_recorded_is_refused_or_left_out() -> None:
 def test_the_plan_says_why() -> None:
     """For each switch that `auto` chose; nothing of those that are on for every GPU, or off for want of one."""
 
-    def rows(line: str, machine: Machine) -> dict[str, str]:
+    def rows(line: str, machine: Hardware) -> dict[str, str]:
         config = case_of(line, machine).config
         return tuning_rows(config.tuning, reasons(config, machine))
 
@@ -764,7 +769,7 @@ def observed(row: Row, line: str, place: Path, things: Path) -> Any:
         return row.observe(case)
 
 
-BASELINES: dict[tuple[Callable[[Case], Any], str, Machine], Any] = {}
+BASELINES: dict[tuple[Callable[[Case], Any], str, Hardware], Any] = {}
 
 
 def baseline(row: Row, line: str, place: Path, things: Path) -> Any:

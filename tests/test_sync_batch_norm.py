@@ -156,7 +156,7 @@ def test_the_parity_ladder_holds_with_batch_norm(samples: int) -> None:
 def compiled(world: World) -> float:
     torch.manual_seed(0)
     config = config_of(world, strategy={"name": "ddp", "sync_bn": True})
-    inputs, labels = table(24).fetch(torch.arange(world.rank, 24, 3).numpy(), 0)
+    inputs, labels = table(24).get_batch(torch.arange(world.rank, 24, 3).numpy(), 0)
     model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
     module = ModelWithLoss(model, nn.functional.cross_entropy, "cpu", None)
     losses = []

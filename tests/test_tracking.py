@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from ddp_train.config.overrides import read_config, read_overrides
-from ddp_train.config.prepare import prepare, set_aside
+from ddp_train.config.prepare import archive_previous_run, prepare
 from ddp_train.config.schema import Config, TrackerConfig
 from ddp_train.errors import ConfigError
-from ddp_train.telemetry.tracker_queue import Background, Book, Tracking, flat, scalars_of
+from ddp_train.telemetry.tracker_queue import DeliveryLog, TrackerThread, Tracking, flat, scalars_of
 from ddp_train.telemetry.trackers import Mlflow, Run
 from tests.commands import ROOT, SMALL, THREE, metrics, read, run
 
@@ -274,7 +274,7 @@ def test_a_password_in_an_address_is_not_told(tmp_path: Path, caplog: pytest.Log
     def failing() -> None:
         raise ConnectionError("no answer from https://me:open-sesame@host:5000/api")
 
-    background = Background(Noted(), Run(tmp_path, "", "", {}, 0), Book(tmp_path))
+    background = TrackerThread(Noted(), Run(tmp_path, "", "", {}, 0), DeliveryLog(tmp_path))
     background.do(failing)
     background.waiting.join()
     assert "no answer from https://host:5000/api" in caplog.text and "Traceback" in caplog.text
@@ -327,7 +327,7 @@ def test_each_later_line_is_tried_and_nobody_waits_for_ever(tmp_path: Path, capl
 
 def test_a_tracker_that_stands_still_does_not_fill_the_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     release, run = threading.Event(), Run(tmp_path, "", "", {}, 0)
-    background = Background(Noted(), run, Book(tmp_path))
+    background = TrackerThread(Noted(), run, DeliveryLog(tmp_path))
     background.do(release.wait)
     for _ in range(10_010):
         background.do(lambda: None)
@@ -379,14 +379,14 @@ def test_a_wrong_tracker_and_a_missing_library_are_told_before_the_start(
 
 
 def test_a_run_that_is_not_continued_has_other_ids(tmp_path: Path) -> None:
-    assert set_aside(tmp_path) == []
+    assert archive_previous_run(tmp_path) == []
     for name in ("checkpoints", "tensorboard"):
         (tmp_path / name).mkdir()
     for name in ("trackers.json", "metrics.jsonl"):
         (tmp_path / name).touch()
-    set_aside(tmp_path)
+    archive_previous_run(tmp_path)
     expected = ["checkpoints_before_1", "tensorboard_before_1", "trackers_before_1.json", "metrics_before_1.jsonl"]
     assert Counter(path.name for path in tmp_path.iterdir()) == Counter(expected)
     (tmp_path / "trackers.json").touch()  # of a run that was killed before its first checkpoint
-    (note,) = set_aside(tmp_path)
+    (note,) = archive_previous_run(tmp_path)
     assert note.endswith("is called trackers_before_2.json now")

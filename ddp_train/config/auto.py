@@ -1,4 +1,5 @@
-"""From what the user asked for to what this machine will do: every `auto` gets its value, before anything is frozen."""
+"""From what the user asked for to what this hardware will do: every `auto` gets its value, before anything is
+frozen."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from ddp_train.config.hardware import Machine
+from ddp_train.config.hardware import Hardware
 from ddp_train.config.schema import Config, TuningConfig
 from ddp_train.distributed.environment import new_run_id
 from ddp_train.distributed.world import World
@@ -36,7 +37,7 @@ FUSED = ("sgd", "adam", "adamw")
 """Optimizers with a fused implementation in torch 2.11 to 2.15 (adadelta, rmsprop, lars and lamb have none)."""
 LAYER_WISE = ("lars", "lamb")
 """Optimizers that adapt their rate to each layer."""
-RECORDABLE = (*FUSED, *LAYER_WISE)
+CAPTURABLE = (*FUSED, *LAYER_WISE)
 """Optimizers that a flag on the device stops, and whose rate may lie there: no step waits for the host."""
 IMAGE_MODELS = ("cnn", "torchvision")
 LAUNCH_BOUND = ("cnn", "mlp", "linear_regression", "gelu_mlp")
@@ -49,19 +50,19 @@ LR_POWERS = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}
 """Of the global batch over lr_base_batch. linear: arXiv:1706.02677, for SGD; sqrt: arXiv:1404.5997, for LAMB too."""
 
 
-def resolve(config: Config, machine: Machine, world: World | None) -> Config:
-    """A copy of `config` without `auto`. What contradicts the machine is left for `check` to name."""
-    device = config.device if config.device != "auto" else "cuda" if machine.gpus else "cpu"
+def resolve(config: Config, hardware: Hardware, world: World | None) -> Config:
+    """A copy of `config` without `auto`. What contradicts the hardware is left for `check` to name."""
+    device = config.device if config.device != "auto" else "cuda" if hardware.gpus else "cpu"
     launch = dataclasses.replace(config.launch)
     if world:
         launch.nproc_per_node, launch.nnodes = world.local_size, world.hosts
     elif launch.nproc_per_node == "auto":
         alone = config.strategy.name != "ddp"
-        launch.nproc_per_node = 1 if alone else machine.gpus if device == "cuda" else 2
+        launch.nproc_per_node = 1 if alone else hardware.gpus if device == "cuda" else 2
     if launch.backend == "auto":
         launch.backend = "nccl" if device == "cuda" else "gloo"
     processes_here = max(1, int(launch.nproc_per_node))
-    cores = machine.cpus // processes_here
+    cores = hardware.cpus // processes_here
     ordered = config.train.reduction == "ordered"
     if launch.threads_per_process == "auto":  # the number of threads changes the bits
         launch.threads_per_process = 1 if ordered else max(1, cores if device == "cpu" else min(cores, HOST_THREADS))
@@ -73,25 +74,25 @@ def resolve(config: Config, machine: Machine, world: World | None) -> Config:
         device=device,
         deterministic=deterministic,
         launch=launch,
-        data=_data(config, device, machine),
+        data=_data(config, device, hardware),
         run_dir=config.run_dir or f"runs/{config.name}/{new_run_id(world)}",
     )
-    return dataclasses.replace(config, tuning=_tuning(config, machine))
+    return dataclasses.replace(config, tuning=_tuning(config, hardware))
 
 
-def _data(config: Config, device: str, machine: Machine) -> Any:
+def _data(config: Config, device: str, hardware: Hardware) -> Any:
     if getattr(config.data, "loader", "host") != "auto":
         return config.data
     size = IN_MEMORY[config.data.name](config.data) if config.data.name in IN_MEMORY else math.inf
-    fits = math.isfinite(size) if device == "cpu" else size <= RESIDENT_SHARE * machine.gpu_bytes
+    fits = math.isfinite(size) if device == "cpu" else size <= RESIDENT_SHARE * hardware.gpu_bytes
     wanted = config.tuning.name != "none" and config.tuning.num_workers in ("auto", 0)
     return dataclasses.replace(config.data, loader="device" if fits and wanted else "host")
 
 
-def _tuning(config: Config, machine: Machine) -> TuningConfig:
+def _tuning(config: Config, hardware: Hardware) -> TuningConfig:
     tuning = dataclasses.replace(config.tuning)
     for choose in (_choices, _choice_of_cuda_graph):  # the latter looks at what the others have become
-        for name, (value, _) in choose(dataclasses.replace(config, tuning=tuning), machine).items():
+        for name, (value, _) in choose(dataclasses.replace(config, tuning=tuning), hardware).items():
             if getattr(tuning, name) == "auto":
                 setattr(tuning, name, value)
     return tuning
@@ -101,20 +102,20 @@ Choice = tuple[Any, str]
 """What `auto` means here, and why, in a few words; none where it is on for every GPU."""
 
 
-def reasons(config: Config, machine: Machine) -> dict[str, str]:
+def reasons(config: Config, hardware: Hardware) -> dict[str, str]:
     """Why the switches of a resolved config are what they are: those that have the value that `auto` gives them."""
     if config.tuning.name == "none":
         return {}
-    choices = _choices(config, machine) | _choice_of_cuda_graph(config, machine)
+    choices = _choices(config, hardware) | _choice_of_cuda_graph(config, hardware)
     return {name: why for name, (value, why) in choices.items() if getattr(config.tuning, name) == value}
 
 
-def _choices(config: Config, machine: Machine) -> dict[str, Choice]:
+def _choices(config: Config, hardware: Hardware) -> dict[str, Choice]:
     """For each switch but one. Of a config that is resolved but for `tuning`."""
     gpu, model, data = config.device == "cuda", config.model.name, config.data
     no_gpu, no_dp = (not gpu, "no GPU"), (config.strategy.name == "dp", "strategy=dp")
     repeatable = (bool(config.deterministic), "deterministic=true")
-    capability, cores = machine.compute_capability, machine.cpus // max(1, int(config.launch.nproc_per_node))
+    capability, cores = hardware.compute_capability, hardware.cpus // max(1, int(config.launch.nproc_per_node))
     bf16, why = _on_unless(
         f"compute capability {capability[0]}.{capability[1]}",
         no_gpu,
@@ -148,13 +149,13 @@ def _choices(config: Config, machine: Machine) -> dict[str, Choice]:
     }
 
 
-def _choice_of_cuda_graph(config: Config, machine: Machine) -> dict[str, Choice]:
+def _choice_of_cuda_graph(config: Config, hardware: Hardware) -> dict[str, Choice]:
     largest, launch_bound = config.tuning.name == "max", config.model.name in LAUNCH_BOUND
     choice = _on_unless(
         "tuning=max" if largest else "a small model",
         (config.device != "cuda", "no GPU"),
         (not largest and not launch_bound, "not a small model of ours"),
-        *((True, f"because of {key}") for key in against_cuda_graph(config)),
+        *((True, f"because of {key}") for key in capture_blockers(config)),
     )
     return {"cuda_graph": choice}
 
@@ -164,7 +165,7 @@ def _on_unless(why: str, *against: tuple[bool, str]) -> Choice:
     return next(((False, why_not) for applies, why_not in against if applies), (True, why))
 
 
-def against_cuda_graph(config: Config) -> dict[str, str]:
+def capture_blockers(config: Config) -> dict[str, str]:
     """What stands against recording a step: key -> what it must be, and why. Of a config that is resolved otherwise."""
     train, strategy, tuning, replayed = (
         config.train, config.strategy, config.tuning, "a recorded step has no Python in it"
@@ -179,7 +180,7 @@ def against_cuda_graph(config: Config) -> dict[str, str]:
             strategy.name == "ddp" and config.launch.backend == "gloo", "nccl", "gloo takes gradients to the host"
         ),
         "optimizer": (
-            config.optimizer.name not in RECORDABLE, " or ".join(RECORDABLE), "others are checked from the host"
+            config.optimizer.name not in CAPTURABLE, " or ".join(CAPTURABLE), "others are checked from the host"
         ),
         "tuning.compile_mode": (
             bool(tuning.compile) and tuning.compile_mode in OWN_GRAPHS,

@@ -1,22 +1,22 @@
-"""Which performance switches contradict each other, the machine or the rest of the config."""
+"""Which performance switches contradict each other, the hardware or the rest of the config."""
 
 from __future__ import annotations
 
 import shutil
 
-from ddp_train.config.auto import FUSED, IN_MEMORY, OWN_GRAPHS, against_cuda_graph
-from ddp_train.config.hardware import Machine
+from ddp_train.config.auto import FUSED, IN_MEMORY, OWN_GRAPHS, capture_blockers
+from ddp_train.config.hardware import Hardware
 from ddp_train.config.schema import Config
 from ddp_train.distributed.world import World
 
 
-def problems(asked: Config, config: Config, machine: Machine, world: World | None) -> list[str]:
+def problems(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
     """As `check` reports them. asked: what the user wrote; config: after `resolve`."""
     tuning, found = config.tuning, []
     if tuning.precision == "fp16" and config.device == "cpu":
         found.append("tuning.precision=fp16: needs a GPU; use tuning.precision=bf16 or fp32 on CPU")
-    if tuning.precision == "bf16" and config.device == "cuda" and (0, 0) < machine.compute_capability < (8, 0):
-        found.append(f"tuning.precision=bf16: {machine.gpu_name} has no bfloat16 units; use tuning.precision=fp16")
+    if tuning.precision == "bf16" and config.device == "cuda" and (0, 0) < hardware.compute_capability < (8, 0):
+        found.append(f"tuning.precision=bf16: {hardware.gpu_name} has no bfloat16 units; use tuning.precision=fp16")
     if config.deterministic and tuning.cudnn_benchmark:
         found.append(
             "tuning.cudnn_benchmark=true: picks algorithms by timing, which deterministic=true forbids; "
@@ -35,7 +35,7 @@ def problems(asked: Config, config: Config, machine: Machine, world: World | Non
     if tuning.cuda_graph and config.device == "cuda":
         found += [
             f"tuning.cuda_graph=true: needs {key}={rule}; or use tuning.cuda_graph=false"
-            for key, rule in against_cuda_graph(config).items()
+            for key, rule in capture_blockers(config).items()
         ]
     if getattr(config.data, "loader", "host") == "device":
         if config.data.name not in IN_MEMORY:

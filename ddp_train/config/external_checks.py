@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from ddp_train.config.bind import bind
-from ddp_train.config.hardware import Machine
+from ddp_train.config.hardware import Hardware
 from ddp_train.config.schema import TRACKERS, Config, CustomConfig
 from ddp_train.config.values import is_secret, leaves
 from ddp_train.distributed.world import World
@@ -40,7 +40,7 @@ TORCHVISION_FILES = {
 """The files that torchvision looks for, under data.root."""
 
 
-def _model(asked: Config, config: Config, machine: Machine, world: World | None) -> list[str]:
+def _model(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
     model = config.model
     if config.data.name == "linear_regression" and model.name in ("cnn", "torchvision"):
         return [
@@ -70,7 +70,7 @@ def torchvision_classifiers() -> list[str]:
     return sorted(name for names in found for name in names)
 
 
-def _data(asked: Config, config: Config, machine: Machine, world: World | None) -> list[str]:
+def _data(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
     return [] if config.mode == "doctor" else missing_data(config)  # the doctor asks on every host
 
 
@@ -114,7 +114,7 @@ def _is_cut(path: Path) -> bool:
     return path.stat().st_size < 4 + len(sizes) + math.prod(numbers)
 
 
-def _checkpoint(asked: Config, config: Config, machine: Machine, world: World | None) -> list[str]:
+def _checkpoint(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
     resume = config.checkpoint.resume
     if resume not in ("auto", "never") and not Path(resume).is_dir():
         return [f"checkpoint.resume={resume}: no such folder; use auto, never, or the path of a run or a checkpoint"]
@@ -143,7 +143,7 @@ def manifest_config(resume: Path) -> dict[str, Any]:
         try:
             config = json.loads(path.read_text())["config"]
         except (OSError, ValueError, KeyError, TypeError):
-            continue  # spoilt: the worker passes over it, with a warning
+            continue  # corrupt: the worker passes over it, with a warning
         if isinstance(config, dict):
             return config
     return {}
@@ -177,7 +177,7 @@ def _differences(values: dict[str, tuple[Any, Any]], where: str, instead: str) -
     ]
 
 
-def _same_run(asked: Config, config: Config, machine: Machine, world: World | None) -> list[str]:
+def _same_run(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
     """A run directory that is given again goes on with the run it holds: what defines that run must not change."""
     held = Path(str(config.run_dir))
     if config.mode == "doctor":  # it goes on with no run, and finds out by itself whether that disk answers
@@ -235,7 +235,7 @@ def _same_words(section: Any) -> dict[str, Any]:
     return values
 
 
-def _code(asked: Config, config: Config, machine: Machine, world: World | None) -> list[str]:
+def _code(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
     """Which code `_target_` may load. Nothing is imported to find out."""
     problems = []
     for section in ("model", "data", "optimizer"):
@@ -267,7 +267,7 @@ def is_trusted(path: str, trusted_modules: list[str]) -> bool:
     return any(f"{path}.".startswith(f"{module}.") for module in (*TRUSTED_MODULES, *trusted_modules))
 
 
-def _secrets(asked: Config, config: Config, machine: Machine, world: World | None) -> list[str]:
+def _secrets(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
     """What is in the config is in files, on terminals and in checkpoints: a secret must stay in the environment."""
     return [
         f"{section}.{path}=(hidden): a secret does not belong into the config, which is written to files; put it into "
@@ -278,7 +278,7 @@ def _secrets(asked: Config, config: Config, machine: Machine, world: World | Non
     ]
 
 
-def _tracker(asked: Config, config: Config, machine: Machine, world: World | None) -> list[str]:
+def _tracker(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
     """Whether the library of each tracker is there. It is not imported: that takes a second and more."""
     return [
         f"tracker.{name}=true: {name} is not installed; {sys.executable} -m pip install '.[{name}]'"
@@ -288,7 +288,7 @@ def _tracker(asked: Config, config: Config, machine: Machine, world: World | Non
     ]
 
 
-def _run_dir(asked: Config, config: Config, machine: Machine, world: World | None) -> list[str]:
+def _run_dir(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
     """Asks without writing; `freeze` tries, and fails with the same words."""
     if not re.fullmatch(r"[\w][\w .+=-]*", config.name):
         return [f"name={config.name}: must be usable as a folder's name: letters, digits, and . _ + = -"]

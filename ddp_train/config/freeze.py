@@ -38,7 +38,7 @@ def freeze(config: Config) -> str:
 
 
 def to_text(config: Config) -> str:
-    """What `thaw` reads."""
+    """What `load_frozen` reads."""
     return yaml.safe_dump(to_values(config), sort_keys=False)
 
 
@@ -47,8 +47,8 @@ def to_values(config: Config) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
-def thaw(text: str) -> Config:
-    """The config from the text that `freeze` wrote. Raises ConfigError if somebody spoilt it."""
+def load_frozen(text: str) -> Config:
+    """The config from the text that `freeze` wrote. Raises ConfigError if somebody corrupt it."""
     try:
         values = yaml.safe_load(text)
     except yaml.YAMLError as error:

@@ -9,7 +9,7 @@ import pynvml
 
 
 @dataclass(frozen=True)
-class Machine:
+class Hardware:
     """GPUs that this process may use, and CPU cores."""
 
     cpus: int
@@ -22,18 +22,18 @@ class Machine:
     """Visible GPUs that the driver cannot reach, and why. `gpus` counts them."""
 
 
-def this_machine(visible_devices: str | None) -> Machine:
+def detect_hardware(visible_devices: str | None) -> Hardware:
     """Asks NVML. `visible_devices` is CUDA_VISIBLE_DEVICES: indices or UUIDs; CUDA stops at the first invalid one."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
-        return Machine(cpus)
+        return Hardware(cpus)
     try:
         present = pynvml.nvmlDeviceGetCount()
         visible = list(range(present)) if visible_devices is None else _visible(visible_devices, present)
         if not visible:
-            return Machine(cpus)
+            return Hardware(cpus)
         indices = [entry for entry in visible if isinstance(entry, int)]
         found, lost = [], []
         for index in indices or range(present):
@@ -43,9 +43,9 @@ def this_machine(visible_devices: str | None) -> Machine:
                 lost.append(f"GPU {index}: {error}")
         name, capability, memory = found[0] if found else ("", (0, 0), 0)
         known = bool(indices) or not found  # a GPU that is lost does not tell whether a UUID is its own
-        return Machine(cpus, len(visible), name, capability, memory, tuple(lost) if known else ())
+        return Hardware(cpus, len(visible), name, capability, memory, tuple(lost) if known else ())
     except pynvml.NVMLError:  # it cannot even count them
-        return Machine(cpus)
+        return Hardware(cpus)
     finally:
         pynvml.nvmlShutdown()
 

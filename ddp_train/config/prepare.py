@@ -10,7 +10,7 @@ from typing import Any
 from ddp_train.config.auto import resolve
 from ddp_train.config.external_checks import changed, held_run, manifest_config, unwritable
 from ddp_train.config.freeze import freeze, to_text
-from ddp_train.config.hardware import this_machine
+from ddp_train.config.hardware import detect_hardware
 from ddp_train.config.overrides import Overrides, read_config, read_overrides
 from ddp_train.config.schema import Config
 from ddp_train.config.validate import check, check_rules, notices
@@ -32,9 +32,9 @@ class Prepared:
     """Held for the life of the run, so that no second one works in its directory."""
 
 
-def prepare(conf: Path, words: list[str], world: World | None, run_dir: str | None = None) -> Prepared:
+def prepare(conf: Path, overrides: list[str], world: World | None, run_dir: str | None = None) -> Prepared:
     """Raises ConfigError with every problem. run_dir: that of a trial, in place of the one that the words name."""
-    config, problems = read_run(conf, read_overrides(conf, words))
+    config, problems = read_run(conf, read_overrides(conf, overrides))
     if run_dir:
         config = replace(config, run_dir=run_dir)
     return settle(config, problems, world)
@@ -51,7 +51,7 @@ def read_run(conf: Path, overrides: Overrides) -> tuple[Config, list[str]]:
         and config.checkpoint.resume != "never"
         and getattr(config.data, "decode", "") == "auto"
     ):
-        # Another machine may decode otherwise, to slightly other pixels: a run keeps to what it began with.
+        # Another hardware may decode otherwise, to slightly other pixels: a run keeps to what it began with.
         then = manifest_config(Path(config.run_dir)).get("data", {})
         if then.get("name") == config.data.name:
             config.data = replace(config.data, decode=then.get("decode", "auto"))
@@ -59,13 +59,13 @@ def read_run(conf: Path, overrides: Overrides) -> tuple[Config, list[str]]:
 
 
 def examine(config: Config, world: World | None) -> tuple[Config, list[str]]:
-    """The config as this machine will run it, and everything that is wrong with it."""
+    """The config as this hardware will run it, and everything that is wrong with it."""
     problems = check_rules(config)
     if problems:  # arithmetic on values that break their rules would only add noise
         return config, problems
-    machine = this_machine(visible_devices())
-    resolved = resolve(config, machine, world)
-    return resolved, check(config, resolved, machine, world)
+    hardware = detect_hardware(visible_devices())
+    resolved = resolve(config, hardware, world)
+    return resolved, check(config, resolved, hardware, world)
 
 
 def settle(config: Config, problems: list[str], world: World | None) -> Prepared:
@@ -83,7 +83,7 @@ def settle(config: Config, problems: list[str], world: World | None) -> Prepared
     if before and (other := changed(before, resolved)):
         told.append(f"run_dir={resolved.run_dir} goes on with {', '.join(other)}")
     if resolved.mode == "train" and resolved.checkpoint.resume == "never" and not (world and world.attempt):
-        told += set_aside(Path(str(resolved.run_dir)))
+        told += archive_previous_run(Path(str(resolved.run_dir)))
     return Prepared(resolved, freeze(resolved), told, held)
 
 
@@ -93,7 +93,7 @@ def lock_run_dir(config: Config, world: World | None) -> run_lock.Lock:
     patience_seconds = 35.0 if world and (world.attempt or world.hosts > 1) else 0.0
     try:
         return run_lock.acquire(Path(str(config.run_dir)) / run_lock.FILE, patience_seconds)
-    except run_lock.HeldError as error:
+    except run_lock.LockHeldError as error:
         remedy = "wait for it, stop it, or name another run_dir"
         raise ConfigError([f"run_dir={config.run_dir}: another run is in it, {error}; {remedy}"]) from None
     except OSError as error:
@@ -103,7 +103,7 @@ def lock_run_dir(config: Config, world: World | None) -> run_lock.Lock:
 LEFT_BY_RUNS = ("checkpoints", "metrics.jsonl", "trackers.json", "tensorboard")
 
 
-def set_aside(run_dir: Path) -> list[str]:
+def archive_previous_run(run_dir: Path) -> list[str]:
     """Renames what a run that is not continued left: nothing is lost, and none is taken for new. Says what it did."""
     left = [path for name in LEFT_BY_RUNS if (path := run_dir / name).exists()]
     number = next(n for n in itertools.count(1) if not any(run_dir.glob(f"*_before_{n}*")))
@@ -115,6 +115,6 @@ def set_aside(run_dir: Path) -> list[str]:
 def adopted_sections(resume: Path) -> dict[str, Any]:
     """The model and the data that a checkpoint was trained with, from its manifest; nothing if there is none."""
     frozen = manifest_config(resume)
-    if "data" in frozen:  # where its samples are held and decoded is this machine's affair
+    if "data" in frozen:  # where its samples are held and decoded is this hardware's affair
         frozen["data"] = {name: value for name, value in frozen["data"].items() if name not in ("loader", "decode")}
     return {section: frozen[section] for section in ("model", "data") if section in frozen}

@@ -13,7 +13,7 @@ from ddp_train.errors import ConfigError
 from ddp_train.text import did_you_mean
 
 
-def call(section: str, custom: CustomConfig, *args: Any, **more: Any) -> Any:
+def instantiate(section: str, custom: CustomConfig, *args: Any, **more: Any) -> Any:
     """Imports `custom.target` and calls it, with the values of `${oc.env:...}` among its arguments.
 
     Raises ConfigError if it does not exist, is not what it seems, or has no such arguments; what it raises itself comes

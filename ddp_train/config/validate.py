@@ -9,14 +9,14 @@ from typing import Any
 
 from ddp_train.config import conflicts, external_checks
 from ddp_train.config.auto import IMAGE_MODELS, IN_MEMORY, LAYER_WISE, process_count
-from ddp_train.config.hardware import Machine
+from ddp_train.config.hardware import Hardware
 from ddp_train.config.schema import OPTIONS, SECTIONS, Config
 from ddp_train.distributed.environment import hosts_asked, srun_tasks
 from ddp_train.distributed.world import World
 from ddp_train.text import counted, did_you_mean, shown
 
 
-def check(asked: Config, config: Config, machine: Machine, world: World | None) -> list[str]:
+def check(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
     """The problems of a config whose values obey `check_rules`. asked: what the user wrote; config: after `resolve`."""
     problems: list[str] = []
     for one_check in (
@@ -29,7 +29,7 @@ def check(asked: Config, config: Config, machine: Machine, world: World | None) 
         _numbers,
         *external_checks.CHECKS,
     ):
-        problems += one_check(asked, config, machine, world)
+        problems += one_check(asked, config, hardware, world)
     return problems
 
 
@@ -77,32 +77,32 @@ def _broken_rule(value: Any, rules: Any) -> str:
     return f"must be {' and '.join(broken)}" if broken else ""
 
 
-def _mode(asked: Config, config: Config, machine: Machine, world: World | None) -> list[str]:
+def _mode(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
     """A study is no single run: it is known by the word itself, before anything is composed."""
     if config.mode != "study":
         return []
     return [f"mode={config.mode}: is no run that can be swept or frozen; type mode={config.mode} as it stands here"]
 
 
-def _processes(asked: Config, config: Config, machine: Machine, world: World | None) -> list[str]:
+def _processes(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
     problems, launch, wanted = [], asked.launch, int(config.launch.nproc_per_node)
-    if config.device == "cuda" and not machine.gpus:
+    if config.device == "cuda" and not hardware.gpus:
         problems.append("device=cuda: no GPU is visible on this host; use device=cpu")
-    elif config.device == "cuda" and machine.lost and config.mode != "doctor":  # which examines them
+    elif config.device == "cuda" and hardware.lost and config.mode != "doctor":  # which examines them
         problems.append(
-            f"device=cuda: the driver cannot reach {', '.join(machine.lost)}; reset it or reboot (see `dmesg | "
+            f"device=cuda: the driver cannot reach {', '.join(hardware.lost)}; reset it or reboot (see `dmesg | "
             "grep -i xid`), or leave it out with CUDA_VISIBLE_DEVICES"
         )
-    elif config.device == "cuda" and wanted > machine.gpus:
+    elif config.device == "cuda" and wanted > hardware.gpus:
         problems.append(
-            f"launch.nproc_per_node={wanted}: {counted(machine.gpus, 'GPU')} visible on this host, one per "
-            f"process is needed; use launch.nproc_per_node={machine.gpus} or device=cpu"
+            f"launch.nproc_per_node={wanted}: {counted(hardware.gpus, 'GPU')} visible on this host, one per "
+            f"process is needed; use launch.nproc_per_node={hardware.gpus} or device=cpu"
         )
-    if config.device == "cpu" and wanted > 8 * machine.cpus:
-        cores = counted(machine.cpus, "core")
-        problems.append(f"launch.nproc_per_node={wanted}: this host has {cores}; use at most {8 * machine.cpus}")
+    if config.device == "cpu" and wanted > 8 * hardware.cpus:
+        cores = counted(hardware.cpus, "core")
+        problems.append(f"launch.nproc_per_node={wanted}: this host has {cores}; use at most {8 * hardware.cpus}")
     if config.launch.backend == "nccl" and config.device == "cpu":
-        why = "no GPU is visible on this host" if not machine.gpus else "device=cpu"
+        why = "no GPU is visible on this host" if not hardware.gpus else "device=cpu"
         problems.append(f"launch.backend=nccl: NCCL connects GPUs and {why}; use launch.backend=gloo")
     if world:
         # Asked for two hosts and started with one: that is no mistake in the config, distributed.preflight tells.
@@ -152,7 +152,7 @@ def _processes(asked: Config, config: Config, machine: Machine, world: World | N
     return problems
 
 
-def _batch(asked: Config, config: Config, machine: Machine, world: World | None) -> list[str]:
+def _batch(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
     batch, accumulation, processes = (
         config.train.global_batch_size,
         config.train.accumulation_steps,
@@ -170,7 +170,7 @@ def _batch(asked: Config, config: Config, machine: Machine, world: World | None)
     return [f"train.global_batch_size={batch}: cannot be split over {over}; use train.global_batch_size={use}"]
 
 
-def _strategy(asked: Config, config: Config, machine: Machine, world: World | None) -> list[str]:
+def _strategy(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
     strategy, problems = config.strategy, []
     if strategy.name != "ddp":
         return []
@@ -206,7 +206,7 @@ def _strategy(asked: Config, config: Config, machine: Machine, world: World | No
     return problems
 
 
-def _reduction(asked: Config, config: Config, machine: Machine, world: World | None) -> list[str]:
+def _reduction(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
     train, strategy, processes = config.train, config.strategy, process_count(config)
     shards, mode = train.virtual_shards, "train.reduction=ordered"
     if train.reduction != "ordered":
@@ -240,7 +240,7 @@ def _reduction(asked: Config, config: Config, machine: Machine, world: World | N
     ]
 
 
-def _numbers(asked: Config, config: Config, machine: Machine, world: World | None) -> list[str]:
+def _numbers(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
     problems = []
     if getattr(config.optimizer, "nesterov", False) and not config.optimizer.momentum:
         problems.append("optimizer.nesterov=true: needs optimizer.momentum above 0")

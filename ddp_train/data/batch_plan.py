@@ -8,33 +8,34 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ddp_train.data.rng import mix, order
+from ddp_train.data.rng import hash_key, order
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class MicroBatch:
     """The samples of one forward pass on one process."""
 
     epoch: int | None
     """None in evaluation: nothing is augmented."""
     step: int
     """Optimizer steps completed before this one; in evaluation, the number of the batch."""
-    ids: np.ndarray
-    """Sample numbers, int64. Never empty: see `count`."""
-    count: int
-    """How many of `ids` count: all, or none where a stand-in fills the place of an empty share."""
+    indices: np.ndarray
+    """Sample numbers, int64. Never empty: see `num_real`."""
+    num_real: int
+    """How many of `indices` count: all, or none where a stand-in fills the place of an empty micro-batch."""
     scale: float
-    """What the sum of the sample losses is multiplied by before backward: the world's mean of all shares' gradients
-    (or, with virtual shards, their sum) is then the gradient of the mean loss over the global batch, however unevenly
+    """What the sum of the sample losses is multiplied by before backward: the world's mean of all micro-batches'
+    gradients (or, with virtual shards, their sum) is then the gradient of the mean loss over the global batch, however
+    unevenly
     that was split."""
-    last: bool
-    """The last share of its optimizer step: gradients are synchronised in its backward pass."""
-    part: int = 0
+    is_last: bool
+    """The last micro-batch of its optimizer step: gradients are synchronised in its backward pass."""
+    shard_index: int = 0
     """Which part of its global batch it is, counted over all processes."""
 
 
 @dataclass(frozen=True)
-class Plan:
+class BatchPlan:
     """The whole training of one process, in numbers."""
 
     samples: int
@@ -80,40 +81,42 @@ class Plan:
         start = place * self.global_batch_size
         return epoch_order(self.seed, epoch, self.samples)[start : start + self.global_batch_size]
 
-    def shares(self, first_step: int = 0) -> Iterator[Share]:
+    def micro_batches(self, first_step: int = 0) -> Iterator[MicroBatch]:
         """What this process computes from `first_step` on."""
         for step in range(first_step, self.steps):
             yield from self._split(step, self.global_batch(step))
 
-    def _split(self, step: int, ids: np.ndarray) -> Iterator[Share]:
+    def _split(self, step: int, indices: np.ndarray) -> Iterator[MicroBatch]:
         """As evenly as it goes, never padded. A short last batch takes as few micro-batches as hold it."""
         if self.virtual_shards:
             count, each = self.virtual_shards, self.virtual_shards // self.world_size
-            numbers, sum_to_mean = range(self.rank * each, (self.rank + 1) * each), 1 / len(ids)
+            numbers, sum_to_mean = range(self.rank * each, (self.rank + 1) * each), 1 / len(indices)
         else:  # DDP takes the mean over the processes
-            count = -(-len(ids) // (self.micro_batch_size * self.world_size)) * self.world_size
-            numbers, sum_to_mean = range(self.rank, count, self.world_size), self.world_size / len(ids)
-        each, longer = divmod(len(ids), count)  # np.array_split's parts, of which only this process's are cut
+            count = -(-len(indices) // (self.micro_batch_size * self.world_size)) * self.world_size
+            numbers, sum_to_mean = range(self.rank, count, self.world_size), self.world_size / len(indices)
+        each, longer = divmod(len(indices), count)  # np.array_split's parts, of which only this process's are cut
         epoch = step // self.steps_per_epoch
         for number in numbers:
             start = number * each + min(number, longer)
-            mine = ids[start : start + each + (number < longer)]
+            mine = indices[start : start + each + (number < longer)]
             # Every process must take part in the synchronised backward pass: one without samples computes the first
             # sample of the batch with weight zero.
             real = len(mine) > 0
             scale = sum_to_mean if real else 0.0
-            yield Share(epoch, step, mine if real else ids[:1], len(mine), scale, number == numbers[-1], number)
+            yield MicroBatch(
+                epoch, step, mine if real else indices[:1], len(mine), scale, number == numbers[-1], number
+            )
 
 
 @functools.lru_cache(maxsize=2)
 def epoch_order(seed: int, epoch: int, samples: int) -> np.ndarray:
     """The order of the samples in an epoch: a permutation of range(samples)."""
-    return order(mix(seed, "order", epoch), samples).numpy()
+    return order(hash_key(seed, "order", epoch), samples).numpy()
 
 
-def evaluation_shares(samples: int, batch_size: int, rank: int, world_size: int) -> list[Share]:
+def evaluation_batches(samples: int, batch_size: int, rank: int, world_size: int) -> list[MicroBatch]:
     """Each sample once. The batches are the same for every world, only who computes them differs."""
-    ids = np.arange(samples)
+    indices = np.arange(samples)
     starts = range(rank * batch_size, samples, world_size * batch_size)
-    batches = [(start // batch_size, ids[start : start + batch_size]) for start in starts]
-    return [Share(None, number, batch, len(batch), 0.0, True) for number, batch in batches]
+    batches = [(start // batch_size, indices[start : start + batch_size]) for start in starts]
+    return [MicroBatch(None, number, batch, len(batch), 0.0, True) for number, batch in batches]

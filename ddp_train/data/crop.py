@@ -19,7 +19,7 @@ TOGETHER = 2**26
 """Pixels that are resized at once: 256 MiB in float32."""
 
 
-class Window(NamedTuple):
+class CropBox(NamedTuple):
     """A box of an image is resized to rows x columns, of which a square from (first_row, first_column) on is shown."""
 
     top: int
@@ -32,28 +32,28 @@ class Window(NamedTuple):
     first_column: int = 0
 
 
-def window(height: int, width: int, size: int, draws: Sequence[float] | None) -> Window:
+def window(height: int, width: int, size: int, draws: Sequence[float] | None) -> CropBox:
     """What a sample shows of an image, size x size in the end: a random crop if there are draws (four, uniform in
     [0, 1)), else the usual evaluation crop, the middle of an image whose short side is 8/7 of the crop."""
     if draws is not None:
-        return Window(*crop_box(width, height, draws), size, size)
+        return CropBox(*crop_box(width, height, draws), size, size)
     short = round(size * 8 / 7)
     rows = short if height <= width else int(short * height / width)
     columns = short if width <= height else int(short * width / height)
-    return Window(0, 0, height, width, rows, columns, round((rows - size) / 2), round((columns - size) / 2))
+    return CropBox(0, 0, height, width, rows, columns, round((rows - size) / 2), round((columns - size) / 2))
 
 
-def resized(image: Tensor, at: Window, size: int) -> Tensor:
+def resized(image: Tensor, at: CropBox, size: int) -> Tensor:
     """One image, uint8 [3, height, width], by torch's own kernel: the pixels of torchvision. On the CPU."""
     whole = functional.interpolate(_box(image, at)[None], (at.rows, at.columns), mode="bilinear", antialias=True)
     return whole[0, :, at.first_row : at.first_row + size, at.first_column : at.first_column + size]
 
 
-def _box(image: Tensor, at: Window) -> Tensor:
+def _box(image: Tensor, at: CropBox) -> Tensor:
     return image[:, at.top : at.top + at.height, at.left : at.left + at.width]
 
 
-def resized_together(images: Sequence[Tensor], windows: Sequence[Window], size: int) -> Tensor:
+def resized_together(images: Sequence[Tensor], windows: Sequence[CropBox], size: int) -> Tensor:
     """Many images of any sizes, each uint8 [3, height, width], on one device: uint8 [n, 3, size, size].
 
     Resizing is linear and separable: a product with a matrix of weights from the left and one from the right, which
@@ -73,7 +73,7 @@ def resized_together(images: Sequence[Tensor], windows: Sequence[Window], size: 
     return torch.cat(parts)
 
 
-def _resized_group(images: list[Tensor], windows: list[Window], size: int) -> Tensor:
+def _resized_group(images: list[Tensor], windows: list[CropBox], size: int) -> Tensor:
     count, device = len(images), images[0].device
     height, width = max(at.height for at in windows), max(at.width for at in windows)
     boxes = torch.zeros(count, 3, height, width, dtype=torch.uint8, device=device)

@@ -18,7 +18,7 @@ from torch import Tensor
 from ddp_train.data import augment
 from ddp_train.data.copy_stream import sent
 from ddp_train.data.image_folder import FolderSource
-from ddp_train.data.rng import mix, uniform
+from ddp_train.data.rng import hash_key, uniform
 from ddp_train.errors import ConfigError, DataError
 from ddp_train.tensor_tree import tensors
 from ddp_train.text import first_line
@@ -32,7 +32,7 @@ PIECE = 1_024
 WORD = torch.int64
 
 
-class Source(Protocol):
+class BatchSource(Protocol):
     """One split of a data set."""
 
     def __len__(self) -> int: ...
@@ -42,7 +42,7 @@ class Source(Protocol):
         """What a model must produce for one sample: a number per class, or 1 for a regression."""
         ...
 
-    def fetch(self, ids: np.ndarray, epoch: int | None) -> tuple[Any, Tensor]:
+    def get_batch(self, indices: np.ndarray, epoch: int | None) -> tuple[Any, Tensor]:
         """The inputs and targets of these samples as batches. Augmented as in `epoch`, or not at all if it is None."""
         ...
 
@@ -77,8 +77,8 @@ class ArraySource:
         return self._with(inputs=self.inputs[:count], targets=self.targets[:count])
 
     def to(self, device: torch.device, channels_last: bool = False) -> ArraySource:
-        """The same split on a device, where `fetch` then works: the same draws, the same arithmetic. channels_last: the
-        memory format of images there, and of what is fetched."""
+        """The same split on a device, where `get_batch` then works: the same draws, the same arithmetic. channels_last:
+        the memory format of images there, and of what is fetched."""
         targets = self.targets.to(device)
         if not channels_last or self.inputs.ndim != 4:
             return self._with(inputs=self.inputs.to(device), targets=targets)
@@ -92,13 +92,13 @@ class ArraySource:
         vars(other).update(changed)
         return other
 
-    def fetch(self, ids: np.ndarray, epoch: int | None) -> tuple[Tensor, Tensor]:
-        index = sent(torch.from_numpy(ids), self.inputs.device)
+    def get_batch(self, indices: np.ndarray, epoch: int | None) -> tuple[Tensor, Tensor]:
+        index = sent(torch.from_numpy(indices), self.inputs.device)
         inputs = _rows(self.inputs, index)
         if self.std:
             inputs = augment.normalise(inputs, self.mean, self.std, torch.float32)
         if self.augmentation and epoch is not None:
-            inputs = self.augmentation(inputs, uniform(mix(self.seed, "augment", epoch), index, 3))
+            inputs = self.augmentation(inputs, uniform(hash_key(self.seed, "augment", epoch), index, 3))
         return inputs, self.targets[index]
 
 
@@ -116,7 +116,7 @@ def _rows(held: Tensor, index: Tensor) -> Tensor:
     return samples.view(WORD)[index].view(held.dtype).view(-1, *held.shape[1:])
 
 
-class ForeignSource:
+class UserDataset:
     """Anyone's own map-style dataset. Its random draws (torch's and Python's) are keyed by seed, epoch and sample."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
@@ -140,13 +140,13 @@ class ForeignSource:
             )
         return len(self.dataset.classes)
 
-    def fetch(self, ids: np.ndarray, epoch: int | None) -> tuple[Any, Tensor]:
+    def get_batch(self, indices: np.ndarray, epoch: int | None) -> tuple[Any, Tensor]:
         from torch.utils.data import default_collate
 
         samples, state = [], random.getstate()
         with torch.random.fork_rng(devices=[]):
-            for number in ids.tolist():
-                key = mix(self.seed, "augment", -1 if epoch is None else epoch, number)
+            for number in indices.tolist():
+                key = hash_key(self.seed, "augment", -1 if epoch is None else epoch, number)
                 torch.manual_seed(key)
                 random.seed(key)
                 sample = self.dataset[number]
@@ -167,47 +167,47 @@ class ForeignSource:
 class LimitedSource:
     """The first samples of another source."""
 
-    def __init__(self, source: Source, limit: int) -> None:
-        self.fetch, self.outputs = source.fetch, source.outputs
+    def __init__(self, source: BatchSource, limit: int) -> None:
+        self.get_batch, self.outputs = source.get_batch, source.outputs
         self.whole, self.count = source, min(limit, len(source))
 
     def __len__(self) -> int:
         return self.count
 
 
-def folder_of(source: Source) -> FolderSource | None:
+def folder_of(source: BatchSource) -> FolderSource | None:
     """The image folder that a source is, or the first part of."""
     whole = source.whole if isinstance(source, LimitedSource) else source
     return whole if isinstance(whole, FolderSource) else None
 
 
-def build_sources(data: Any, seed: int) -> tuple[Source, Source]:
+def build_datasets(data: Any, seed: int) -> tuple[BatchSource, BatchSource]:
     """The training and the test split of a data section of the config.
 
-    Raises DataError if files are missing or spoilt.
+    Raises DataError if files are missing or corrupt.
     """
     train, test = _BUILDERS[data.name](data, seed)
     limit = getattr(data, "limit", None)
     return (_limited(train, limit), _limited(test, limit)) if limit else (train, test)
 
 
-def _limited(source: Source, limit: int) -> Source:
+def _limited(source: BatchSource, limit: int) -> BatchSource:
     return source.first(limit) if isinstance(source, ArraySource) else LimitedSource(source, limit)
 
 
-def digests(source: Source, samples: int = 8) -> dict[str, str]:
+def digests(source: BatchSource, samples: int = 8) -> dict[str, str]:
     """What identifies a data set: the number of its samples, and sha256 of some of them by their number."""
     numbers = [place * (len(source) - 1) // max(samples - 1, 1) for place in range(samples)]
     found = {"count": str(len(source))}
     for number in dict.fromkeys(numbers):
         digest = hashlib.sha256()
-        for tensor in tensors(source.fetch(np.array([number]), None)):
+        for tensor in tensors(source.get_batch(np.array([number]), None)):
             digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         found[str(number)] = digest.hexdigest()
     return found
 
 
-def refuse_other_data(data: Any, then: dict[str, str], now: dict[str, str]) -> None:
+def check_same_data(data: Any, then: dict[str, str], now: dict[str, str]) -> None:
     """Raises DataError if the data are not those of a checkpoint. then, now: as `digests` gave them."""
     if then == now:
         return
@@ -220,7 +220,7 @@ def refuse_other_data(data: Any, then: dict[str, str], now: dict[str, str]) -> N
     )
 
 
-def _digits(data: Any, seed: int) -> tuple[Source, Source]:
+def _digits(data: Any, seed: int) -> tuple[BatchSource, BatchSource]:
     """scikit-learn's digits, from the file it ships: importing sklearn takes a second in every process."""
     spec = importlib.util.find_spec("sklearn")
     if spec is None or not spec.submodule_search_locations:
@@ -238,7 +238,7 @@ def _digits(data: Any, seed: int) -> tuple[Source, Source]:
     )
 
 
-def _torchvision(data: Any, seed: int) -> tuple[Source, Source]:
+def _torchvision(data: Any, seed: int) -> tuple[BatchSource, BatchSource]:
     from torchvision import datasets
 
     cls, mean, std, flips, pixels = {
@@ -263,7 +263,7 @@ def _torchvision(data: Any, seed: int) -> tuple[Source, Source]:
     return splits[0], splits[1]
 
 
-def _image_folder(data: Any, seed: int) -> tuple[Source, Source]:
+def _image_folder(data: Any, seed: int) -> tuple[BatchSource, BatchSource]:
     train = FolderSource(Path(data.root, "train"), data.image_size, data.augment, seed, data.decode)
     test = FolderSource(Path(data.root, "val"), data.image_size, False, seed, data.decode)
     if train.classes != test.classes:
@@ -274,12 +274,12 @@ def _image_folder(data: Any, seed: int) -> tuple[Source, Source]:
     return train, test
 
 
-def _synthetic(data: Any, seed: int) -> tuple[Source, Source]:
+def _synthetic(data: Any, seed: int) -> tuple[BatchSource, BatchSource]:
     count = data.samples + data.test_samples
     shape = (data.channels, data.image_size, data.image_size)
     numbers = torch.arange(count)
     labels = numbers % data.classes
-    generator = torch.Generator().manual_seed(mix(seed, "synthetic"))
+    generator = torch.Generator().manual_seed(hash_key(seed, "synthetic"))
     patterns = torch.randint(0, 128, (data.classes, *shape), dtype=torch.uint8, generator=generator)
     noise = torch.randint(0, 128, (count, *shape), dtype=torch.uint8, generator=generator)
     images = patterns[labels] + noise
@@ -290,8 +290,8 @@ def _synthetic(data: Any, seed: int) -> tuple[Source, Source]:
     )
 
 
-def _linear_regression(data: Any, seed: int) -> tuple[Source, Source]:
-    generator = torch.Generator().manual_seed(mix(seed, "linear_regression"))
+def _linear_regression(data: Any, seed: int) -> tuple[BatchSource, BatchSource]:
+    generator = torch.Generator().manual_seed(hash_key(seed, "linear_regression"))
     weights = torch.randn(data.features, generator=generator)
     table = torch.randn(data.samples + data.test_samples, data.features, generator=generator)
     noise = torch.randn(len(table), generator=generator) * data.noise
@@ -302,14 +302,14 @@ def _linear_regression(data: Any, seed: int) -> tuple[Source, Source]:
     )
 
 
-def _custom(data: Any, seed: int) -> tuple[Source, Source]:
-    from ddp_train.config.user_code import call
+def _custom(data: Any, seed: int) -> tuple[BatchSource, BatchSource]:
+    from ddp_train.config.user_code import instantiate
 
-    train, test = (call("data", data, train=train) for train in (True, False))
-    return ForeignSource(train, seed), ForeignSource(test, seed)
+    train, test = (instantiate("data", data, train=train) for train in (True, False))
+    return UserDataset(train, seed), UserDataset(test, seed)
 
 
-_BUILDERS: dict[str, Callable[[Any, int], tuple[Source, Source]]] = {
+_BUILDERS: dict[str, Callable[[Any, int], tuple[BatchSource, BatchSource]]] = {
     "digits": _digits,
     "mnist": _torchvision,
     "fashion_mnist": _torchvision,

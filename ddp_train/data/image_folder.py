@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ddp_train.data import augment
 from ddp_train.data.copy_stream import sent
-from ddp_train.data.crop import Window, resized, resized_together, window
-from ddp_train.data.rng import mix, uniform
+from ddp_train.data.crop import CropBox, resized, resized_together, window
+from ddp_train.data.rng import hash_key, uniform
 from ddp_train.errors import ConfigError, DataError
 from ddp_train.text import first_line
 
@@ -25,8 +25,8 @@ class FolderSource:
     """One split, its images decoded when they are asked for.
 
     decode: pil (PIL decodes and resizes), else torchvision's decoder, libjpeg-turbo, on the host, whatever calls
-    `fetch`; `crops_on` decodes on a GPU. A file that torchvision cannot take, PIL may. Draws are keyed by seed, epoch
-    and sample; what a sample becomes depends on the decoder besides, never on its batch.
+    `get_batch`; `crops_on` decodes on a GPU. A file that torchvision cannot take, PIL may. Draws are keyed by seed,
+    epoch and sample; what a sample becomes depends on the decoder besides, never on its batch.
     """
 
     def __init__(self, folder: Path, image_size: int, augmented: bool, seed: int, decode: str) -> None:
@@ -44,62 +44,65 @@ class FolderSource:
     def outputs(self) -> int:
         return len(self.classes)
 
-    def fetch(self, ids: np.ndarray, epoch: int | None) -> tuple[Tensor, Tensor]:
+    def get_batch(self, indices: np.ndarray, epoch: int | None) -> tuple[Tensor, Tensor]:
         """Crops, uint8 [n, 3, size, size], and labels. `finish` mirrors and normalises them."""
-        crops = self.empty(len(ids))
-        self.fill(crops, ids, epoch)
-        return crops, self.targets[torch.from_numpy(ids)]
+        crops = self.empty(len(indices))
+        self.fill(crops, indices, epoch)
+        return crops, self.targets[torch.from_numpy(indices)]
 
     def empty(self, count: int, pinned: bool = False) -> Tensor:
         """Room for `count` crops."""
         return torch.empty(count, 3, self.image_size, self.image_size, dtype=torch.uint8, pin_memory=pinned)
 
-    def fill(self, crops: Tensor, ids: np.ndarray, epoch: int | None) -> None:
+    def fill(self, crops: Tensor, indices: np.ndarray, epoch: int | None) -> None:
         """Writes the crop of each sample into its row: contiguous, uint8 [n, 3, size, size]."""
         crop = self._crop_by_pil if self.decode == "pil" else self._crop
-        for row, number, draws in zip(crops.numpy(), ids.tolist(), self._draws(ids, epoch), strict=True):
+        for row, number, draws in zip(crops.numpy(), indices.tolist(), self._draws(indices, epoch), strict=True):
             np.copyto(row, crop(number, draws))  # torch would copy with all its threads, in each thread that calls this
 
-    def finish(self, crops: Tensor, ids: np.ndarray, epoch: int | None, dtype: torch.dtype) -> Tensor:
-        """The inputs of a model, from the crops of `fetch`: mirrored by draw and normalised, where the crops are."""
+    def finish(self, crops: Tensor, indices: np.ndarray, epoch: int | None, dtype: torch.dtype) -> Tensor:
+        """The inputs of a model, from the crops of `get_batch`: mirrored by draw and normalised, where the crops
+        are."""
         if self.augmented and epoch is not None:
-            draws = uniform(mix(self.seed, "augment", epoch), torch.from_numpy(ids), 5)[:, 4]
+            draws = uniform(hash_key(self.seed, "augment", epoch), torch.from_numpy(indices), 5)[:, 4]
             crops = augment.flip(crops, sent(draws.contiguous(), crops.device))
         return augment.normalise(crops, IMAGENET_MEAN, IMAGENET_STD, dtype)
 
-    def read(self, ids: np.ndarray) -> list[np.ndarray]:
+    def read(self, indices: np.ndarray) -> list[np.ndarray]:
         """The bytes of the files."""
-        return [self._read(number) for number in ids.tolist()]
+        return [self._read(number) for number in indices.tolist()]
 
-    def crops_on(self, device: torch.device, files: Sequence[np.ndarray], ids: np.ndarray, epoch: int | None) -> Tensor:
-        """Crops as `fetch` gives them, on a device that decodes them itself. files: what `read` gave for `ids`.
+    def crops_on(
+        self, device: torch.device, files: Sequence[np.ndarray], indices: np.ndarray, epoch: int | None
+    ) -> Tensor:
+        """Crops as `get_batch` gives them, on a device that decodes them itself. files: what `read` gave for `indices`.
 
         What its decoder cannot take is decoded on the host: other formats, and files that do not end as a JPEG does, of
         which a GPU would show what there is without a word.
         """
         images = decoded_on(device, [torch.from_numpy(file) if _is_whole_jpeg(file) else None for file in files])
-        for row, (number, file) in enumerate(zip(ids.tolist(), files, strict=True)):
+        for row, (number, file) in enumerate(zip(indices.tolist(), files, strict=True)):
             if images[row] is None:
                 images[row] = self._decoded(number, file).to(device)
         whole = [image for image in images if image is not None]
         windows = [
-            self._window(image.shape, draws) for image, draws in zip(whole, self._draws(ids, epoch), strict=True)
+            self._window(image.shape, draws) for image, draws in zip(whole, self._draws(indices, epoch), strict=True)
         ]
         return resized_together(whole, windows, self.image_size)
 
-    def _draws(self, ids: np.ndarray, epoch: int | None) -> list[list[float] | None]:
+    def _draws(self, indices: np.ndarray, epoch: int | None) -> list[list[float] | None]:
         if not self.augmented or epoch is None:
-            return [None] * len(ids)
-        return uniform(mix(self.seed, "augment", epoch), torch.from_numpy(ids), 5).tolist()
+            return [None] * len(indices)
+        return uniform(hash_key(self.seed, "augment", epoch), torch.from_numpy(indices), 5).tolist()
 
-    def _window(self, shape: Sequence[int], draws: list[float] | None) -> Window:
+    def _window(self, shape: Sequence[int], draws: list[float] | None) -> CropBox:
         return window(shape[-2], shape[-1], self.image_size, draws and draws[:4])
 
     def _read(self, number: int) -> np.ndarray:
         try:
             return np.fromfile(self.paths[number], np.uint8)
         except OSError as error:
-            raise self._spoilt(number, error) from error
+            raise self._corrupt(number, error) from error
 
     def _crop(self, number: int, draws: list[float] | None) -> np.ndarray:
         image = self._decoded(number, self._read(number))
@@ -130,9 +133,9 @@ class FolderSource:
         try:
             return Image.open(io.BytesIO(file.tobytes())).convert("RGB")
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # what PIL raises
-            raise self._spoilt(number, error) from error
+            raise self._corrupt(number, error) from error
 
-    def _spoilt(self, number: int, error: Exception) -> DataError:
+    def _corrupt(self, number: int, error: Exception) -> DataError:
         text = str(error) if "<_io.BytesIO" not in str(error) else "no image format that PIL knows"
         return DataError(
             f"{self.paths[number]} (sample {number}) cannot be decoded: {text}", "repair or remove the file"
@@ -147,7 +150,7 @@ def decoded_on(device: torch.device, files: Sequence[Tensor | None]) -> list[Ten
     """uint8 [3, height, width] on the device for each JPEG file in memory; None for None and what cannot be decoded."""
     there = [row for row, file in enumerate(files) if file is not None]
     images: list[Tensor | None] = [None] * len(files)
-    for rows in (there, *([row] for row in there)):  # all together; if one spoils that, each alone
+    for rows in (there, *([row] for row in there)):  # all together; if one corrupts that, each alone
         try:
             decoded = _decode([file for row in rows if (file := files[row]) is not None], device)
         except torch.OutOfMemoryError:

@@ -1,4 +1,4 @@
-"""From shares to batches on the device."""
+"""From micro-batches to batches on the device."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from ddp_train.config.schema import TuningConfig
-from ddp_train.data.batch_plan import Share
+from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.copy_stream import CopyStream
-from ddp_train.data.datasets import ArraySource, Source, folder_of
-from ddp_train.data.prefetch import InThreads, OnGpu
+from ddp_train.data.datasets import ArraySource, BatchSource, folder_of
+from ddp_train.data.prefetch import GpuDecoder, ThreadedDecoder
 from ddp_train.errors import LaunchError
 from ddp_train.linux import end_loader_with_parent
-from ddp_train.resilience.heartbeat import Position
+from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.resilience.preemption import ignore_signals
 from ddp_train.tensor_tree import map_tensors
 
 
 @dataclass(slots=True)
 class Batch:
-    """The samples of one share. inputs: a tensor [n, ...], or a list, tuple or dict of them; targets: [n]."""
+    """The samples of one micro-batch. inputs: a tensor [n, ...], or a list, tuple or dict of them; targets: [n]."""
 
     inputs: Any
     targets: Tensor
-    share: Share
+    micro_batch: MicroBatch
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        return Batch(map_tensors(change, self.inputs), change(self.targets), self.share)
+        return Batch(map_tensors(change, self.inputs), change(self.targets), self.micro_batch)
 
     def pin_memory(self) -> Batch:
         """Called by the DataLoader's pin_memory thread."""
@@ -41,14 +41,14 @@ class Batch:
 
 
 class _Batches(Dataset):
-    """A dataset whose index is a share: the DataLoader's worker processes need no epoch and keep no state."""
+    """A dataset whose index is a micro-batch: the DataLoader's worker processes need no epoch and keep no state."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: BatchSource) -> None:
         self.source = source
 
-    def __getitem__(self, share: Share) -> Batch | LaunchError:
+    def __getitem__(self, micro_batch: MicroBatch) -> Batch | LaunchError:
         try:
-            return Batch(*self.source.fetch(share.ids, share.epoch), share)
+            return Batch(*self.source.get_batch(micro_batch.indices, micro_batch.epoch), micro_batch)
         except LaunchError as error:  # as a value: the DataLoader would wrap it into text and drop its remedy
             return error
 
@@ -62,42 +62,44 @@ def _enter_worker(worker: int) -> None:
 class _Noted:
     """Shares, noted as they are handed to loader processes."""
 
-    def __init__(self, shares: Iterable[Share], handed_out: deque[Share]) -> None:
-        self.shares, self.handed_out = shares, handed_out
+    def __init__(self, micro_batches: Iterable[MicroBatch], handed_out: deque[MicroBatch]) -> None:
+        self.micro_batches, self.handed_out = micro_batches, handed_out
 
-    def __iter__(self) -> Iterator[Share]:
+    def __iter__(self) -> Iterator[MicroBatch]:
         self.handed_out.clear()
-        for share in self.shares:
-            self.handed_out.append(share)
-            yield share
+        for micro_batch in self.micro_batches:
+            self.handed_out.append(micro_batch)
+            yield micro_batch
 
 
 class _Resident:
     """Batches cut out of a data set that is held where it is needed: no process, no queue, no copy from the host.
 
-    Many shares are fetched as one, so that the dozen operations of a fetch are shared by many small batches.
+    Many micro-batches are fetched as one, so that the dozen operations of a fetch are shared by many small batches.
     """
 
-    def __init__(self, source: ArraySource, shares: Iterable[Share], place: Callable[[Tensor], Tensor]) -> None:
-        self.source, self.shares, self.place = source, shares, place
+    def __init__(
+        self, source: ArraySource, micro_batches: Iterable[MicroBatch], place: Callable[[Tensor], Tensor]
+    ) -> None:
+        self.source, self.micro_batches, self.place = source, micro_batches, place
         at_once = 2**26 if source.inputs.is_cuda else 2**19  # bytes; on CPU they stay in a core's cache
         self.samples_at_once = at_once // max(1, 4 * source.inputs[0].numel())
 
     def __iter__(self) -> Iterator[Batch]:
         for group in self._groups():
-            ids = np.concatenate([share.ids for share in group])
-            inputs, targets = map(self.place, self.source.fetch(ids, group[0].epoch))
-            sizes = [len(share.ids) for share in group]
+            indices = np.concatenate([micro_batch.indices for micro_batch in group])
+            inputs, targets = map(self.place, self.source.get_batch(indices, group[0].epoch))
+            sizes = [len(micro_batch.indices) for micro_batch in group]
             yield from map(Batch, inputs.split(sizes), targets.split(sizes), group)
 
-    def _groups(self) -> Iterator[list[Share]]:
+    def _groups(self) -> Iterator[list[MicroBatch]]:
         group, samples = [], 0
-        for share in self.shares:
-            samples += len(share.ids)
-            if group and (samples > self.samples_at_once or share.epoch != group[0].epoch):
+        for micro_batch in self.micro_batches:
+            samples += len(micro_batch.indices)
+            if group and (samples > self.samples_at_once or micro_batch.epoch != group[0].epoch):
                 yield group
-                group, samples = [], len(share.ids)
-            group.append(share)
+                group, samples = [], len(micro_batch.indices)
+            group.append(micro_batch)
         if group:
             yield group
 
@@ -105,16 +107,16 @@ class _Resident:
 class _Ahead:
     """Batches that threads of this process prepare: what a DataLoader is for loader processes."""
 
-    def __init__(self, prepared: InThreads) -> None:
+    def __init__(self, prepared: ThreadedDecoder) -> None:
         self.prepared = prepared
 
     def __iter__(self) -> Iterator[Batch]:
-        for share, crops, labels in self.prepared:
-            yield Batch(crops, labels, share)
+        for micro_batch, crops, labels in self.prepared:
+            yield Batch(crops, labels, micro_batch)
 
 
 class Loader:
-    """Batches of the given shares in order: on the device, in the run's precision and memory format.
+    """Batches of the given micro-batches in order: on the device, in the run's precision and memory format.
 
     Iterated again it starts over. Training makes one pass over the shares of the whole run, so that its loader
     processes live through all epochs and fetch across their borders. Iterating raises the DataError of a source.
@@ -122,20 +124,20 @@ class Loader:
 
     def __init__(
         self,
-        source: Source,
-        shares: Iterable[Share],
+        source: BatchSource,
+        micro_batches: Iterable[MicroBatch],
         tuning: TuningConfig,
         device: str,
-        position: Position,
+        status: RankStatus,
         phases: str = "",
         resident: bool = False,
     ) -> None:
         """phases: what stands before the names of its phases, data and forward. resident: the data set, one that is
         held in memory, is held on the device."""
-        self.device, self.tuning, self.position, self.resident = torch.device(device), tuning, position, resident
+        self.device, self.tuning, self.status, self.resident = torch.device(device), tuning, status, resident
         self.dtype = torch.float64 if tuning.precision == "fp64" else None
         self.data, self.forward, self.end = phases + "data", phases + "forward", phases + "end"
-        self.fetching: deque[Share] = deque()
+        self.fetching: deque[MicroBatch] = deque()
         """What loader processes are working on."""
         self.folder = folder_of(source)
         decoded_there = self.folder is not None and self.folder.decode == "gpu"
@@ -144,23 +146,23 @@ class Loader:
         self.batches: Iterable[Batch | LaunchError]
         if resident:
             assert isinstance(source, ArraySource), "config.check lets no other data set be resident"
-            self.batches = _Resident(source.to(self.device, bool(tuning.channels_last)), shares, self._place)
+            self.batches = _Resident(source.to(self.device, bool(tuning.channels_last)), micro_batches, self._place)
         else:
-            self.batches = self._from_host(source, shares, tuning)
+            self.batches = self._from_host(source, micro_batches, tuning)
 
     def _from_host(
-        self, source: Source, shares: Iterable[Share], tuning: TuningConfig
+        self, source: BatchSource, micro_batches: Iterable[MicroBatch], tuning: TuningConfig
     ) -> Iterable[Batch | LaunchError]:
         workers = int(tuning.num_workers)
         pinned = bool(tuning.pin_memory) and self.device.type == "cuda"
         if self.folder and self.folder.decode == "gpu":
-            return _Ahead(OnGpu(self.folder, shares, max(1, workers), tuning.prefetch_factor, self.device))
+            return _Ahead(GpuDecoder(self.folder, micro_batches, max(1, workers), tuning.prefetch_factor, self.device))
         if self.folder and self.folder.decode == "threads" and workers:
-            return _Ahead(InThreads(self.folder, shares, workers, tuning.prefetch_factor, pinned))
+            return _Ahead(ThreadedDecoder(self.folder, micro_batches, workers, tuning.prefetch_factor, pinned))
         return DataLoader(
             _Batches(source),
             batch_size=None,  # an item is a batch already
-            sampler=_Noted(shares, self.fetching) if workers else shares,
+            sampler=_Noted(micro_batches, self.fetching) if workers else micro_batches,
             num_workers=workers,
             prefetch_factor=tuning.prefetch_factor if workers else None,
             persistent_workers=tuning.persistent_workers and workers > 0,
@@ -170,9 +172,9 @@ class Loader:
         )
 
     def __iter__(self) -> Iterator[Batch]:
-        position = self.position
+        status = self.status
         copies = CopyStream(self.device) if self.beside else None
-        position.phase, position.fetching = self.data, self.fetching
+        status.phase, status.fetching = self.data, self.fetching
         for batch in self.batches:
             if self.fetching:
                 self.fetching.popleft()
@@ -181,19 +183,21 @@ class Loader:
                     raise batch
                 finally:
                     del batch  # it would keep this frame, and both the loader processes, until some later collection
-            position.batches += 1
-            position.phase = self.forward  # from here on it is the device that one waits for
+            status.batches += 1
+            status.phase = self.forward  # from here on it is the device that one waits for
             if copies:
                 inputs, targets = copies.place([batch.inputs, batch.targets], self._place)
-                placed = Batch(inputs, targets, batch.share)
+                placed = Batch(inputs, targets, batch.micro_batch)
             else:
                 placed = batch if self.resident else batch.map(self._place)
             if self.folder:
                 dtype = self.dtype or torch.float32
-                placed.inputs = self.folder.finish(placed.inputs, batch.share.ids, batch.share.epoch, dtype)
+                placed.inputs = self.folder.finish(
+                    placed.inputs, batch.micro_batch.indices, batch.micro_batch.epoch, dtype
+                )
             yield placed
-            position.phase, position.fetching = self.data, self.fetching
-        position.phase = self.end
+            status.phase, status.fetching = self.data, self.fetching
+        status.phase = self.end
 
     def _place(self, tensor: Tensor) -> Tensor:
         placed = tensor.to(self.device, non_blocking=bool(self.tuning.non_blocking))

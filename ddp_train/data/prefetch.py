@@ -15,85 +15,91 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddp_train.data.batch_plan import Share
+from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.image_folder import FolderSource, require_decoder
 
 CHUNK = 16
 """The most images that one thread takes at once: all threads work on one batch, and few batches are in memory."""
 Result = Callable[[], Tensor]
-"""Waits for the crops of a share and returns them. Raises what their threads raised."""
+"""Waits for the crops of a micro-batch and returns them. Raises what their threads raised."""
 
 
-class InThreads:
-    """(share, crops, labels) of each share, in order; iterated again it starts over. The threads end with it."""
+class ThreadedDecoder:
+    """(share, crops, labels) of each micro-batch, in order; iterated again it starts over. The threads end with it."""
 
     def __init__(
-        self, source: FolderSource, shares: Iterable[Share], threads: int, batches_ahead: int, pinned: bool
+        self, source: FolderSource, micro_batches: Iterable[MicroBatch], threads: int, batches_ahead: int, pinned: bool
     ) -> None:
         """pinned: the crops lie in page-locked memory."""
-        self.source, self.shares, self.threads = source, shares, threads
+        self.source, self.micro_batches, self.threads = source, micro_batches, threads
         self.batches_ahead, self.pinned = batches_ahead, pinned
 
-    def __iter__(self) -> Iterator[tuple[Share, Tensor, Tensor]]:
-        pending: deque[tuple[Share, Result]] = deque()
+    def __iter__(self) -> Iterator[tuple[MicroBatch, Tensor, Tensor]]:
+        pending: deque[tuple[MicroBatch, Result]] = deque()
         with contextlib.ExitStack() as stack:
             start = self._starter(stack)
-            for share in self.shares:
-                pending.append((share, start(share)))
+            for micro_batch in self.micro_batches:
+                pending.append((micro_batch, start(micro_batch)))
                 if len(pending) > self.batches_ahead:
                     yield self._next(pending)
             while pending:
                 yield self._next(pending)
 
-    def _next(self, pending: deque[tuple[Share, Result]]) -> tuple[Share, Tensor, Tensor]:
-        share, result = pending.popleft()
-        return share, result(), self.source.targets[torch.from_numpy(share.ids)]
+    def _next(self, pending: deque[tuple[MicroBatch, Result]]) -> tuple[MicroBatch, Tensor, Tensor]:
+        micro_batch, result = pending.popleft()
+        return micro_batch, result(), self.source.targets[torch.from_numpy(micro_batch.indices)]
 
-    def _starter(self, stack: contextlib.ExitStack) -> Callable[[Share], Result]:
-        """What starts the work on a share. stack: where its threads are left to be ended."""
+    def _starter(self, stack: contextlib.ExitStack) -> Callable[[MicroBatch], Result]:
+        """What starts the work on a micro-batch. stack: where its threads are left to be ended."""
         pool = _pool(stack, self.threads, "decode")
 
-        def start(share: Share) -> Result:
-            crops = self.source.empty(len(share.ids), self.pinned)
+        def start(micro_batch: MicroBatch) -> Result:
+            crops = self.source.empty(len(micro_batch.indices), self.pinned)
             parts = [
-                pool.submit(self.source.fill, crops[rows], share.ids[rows], share.epoch)
-                for rows in _chunks(len(share.ids), self.threads)
+                pool.submit(self.source.fill, crops[rows], micro_batch.indices[rows], micro_batch.epoch)
+                for rows in _chunks(len(micro_batch.indices), self.threads)
             ]
             return lambda: _filled(crops, parts)
 
         return start
 
 
-class OnGpu(InThreads):
+class GpuDecoder(ThreadedDecoder):
     """The same with crops that the device decoded: threads read the files, one more feeds the device."""
 
     def __init__(
-        self, source: FolderSource, shares: Iterable[Share], threads: int, batches_ahead: int, device: torch.device
+        self,
+        source: FolderSource,
+        micro_batches: Iterable[MicroBatch],
+        threads: int,
+        batches_ahead: int,
+        device: torch.device,
     ) -> None:
-        super().__init__(source, shares, threads, batches_ahead, pinned=False)
+        super().__init__(source, micro_batches, threads, batches_ahead, pinned=False)
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def _starter(self, stack: contextlib.ExitStack) -> Callable[[Share], Result]:
+    def _starter(self, stack: contextlib.ExitStack) -> Callable[[MicroBatch], Result]:
         require_decoder(self.device)
         readers, feeder = _pool(stack, self.threads, "read"), _pool(stack, 1, "decode")
 
-        def start(share: Share) -> Result:
+        def start(micro_batch: MicroBatch) -> Result:
             parts = [
-                readers.submit(self.source.read, share.ids[rows]) for rows in _chunks(len(share.ids), self.threads)
+                readers.submit(self.source.read, micro_batch.indices[rows])
+                for rows in _chunks(len(micro_batch.indices), self.threads)
             ]
-            crops = feeder.submit(self._crops, parts, share)
+            crops = feeder.submit(self._crops, parts, micro_batch)
             return lambda: self._handed_over(crops.result())
 
         return start
 
-    def _crops(self, parts: list[Future[list[np.ndarray]]], share: Share) -> Tensor:
+    def _crops(self, parts: list[Future[list[np.ndarray]]], micro_batch: MicroBatch) -> Tensor:
         """In a thread and a stream of its own, beside training."""
         files = [file for part in parts for file in part.result()]
         if self.stream is None:
-            return self.source.crops_on(self.device, files, share.ids, share.epoch)
+            return self.source.crops_on(self.device, files, micro_batch.indices, micro_batch.epoch)
         with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
-            crops = self.source.crops_on(self.device, files, share.ids, share.epoch)
+            crops = self.source.crops_on(self.device, files, micro_batch.indices, micro_batch.epoch)
         # torchvision decodes in a third stream, which does not wait for this one to have read what it overwrites.
         self.stream.synchronize()
         return crops

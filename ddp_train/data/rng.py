@@ -13,7 +13,7 @@ _MASK = (1 << 64) - 1
 _GAMMA, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
-def mix(*parts: int | str) -> int:
+def hash_key(*parts: int | str) -> int:
     """One 63-bit key from several numbers or words; the order matters."""
     state = 0
     for part in parts:
@@ -25,9 +25,9 @@ def mix(*parts: int | str) -> int:
     return state >> 1
 
 
-def bits(key: int, numbers: Tensor) -> Tensor:
+def hash_bits(key: int, numbers: Tensor) -> Tensor:
     """A random non-negative int64 for each number (an int64 tensor of any shape), on the same device."""
-    state = numbers * _signed(_GAMMA) + _signed(mix(key))
+    state = numbers * _signed(_GAMMA) + _signed(hash_key(key))
     state = (state ^ _shift(state, 30)) * _signed(_MIX_1)
     state = (state ^ _shift(state, 27)) * _signed(_MIX_2)
     return (state ^ _shift(state, 31)) & (1 << 63) - 1
@@ -36,12 +36,12 @@ def bits(key: int, numbers: Tensor) -> Tensor:
 def uniform(key: int, numbers: Tensor, draws: int) -> Tensor:
     """Numbers in [0, 1): shape [len(numbers), draws], float64. Row i depends on `key` and numbers[i] alone."""
     each = numbers[:, None] * draws + torch.arange(draws, device=numbers.device)
-    return _shift(bits(key, each), 10).double() * 2.0**-53
+    return _shift(hash_bits(key, each), 10).double() * 2.0**-53
 
 
 def order(key: int, count: int) -> Tensor:
     """A permutation of range(count), int64."""
-    return bits(key, torch.arange(count)).argsort(stable=True)
+    return hash_bits(key, torch.arange(count)).argsort(stable=True)
 
 
 def _signed(number: int) -> int:
@@ -60,7 +60,7 @@ class StepSeed:
     """
 
     def __init__(self, seed: int, part: int, device: str) -> None:
-        self.key = mix(seed, "step", part)
+        self.key = hash_key(seed, "step", part)
         self.generators = [torch.default_generator]
         if device.startswith("cuda"):
             torch.cuda.init()

@@ -33,7 +33,7 @@ SHARED_PATIENCE_SECONDS = 10.0
 Facts = dict[str, str]
 
 
-def agree(store: Store, world: World, words: list[str], frozen: Path, text: str, timeout_seconds: float) -> None:
+def agree(store: Store, world: World, argv: list[str], frozen: Path, text: str, timeout_seconds: float) -> None:
     """Returns if all processes of all hosts fit together.
 
     words: the command line; frozen: the file that rank 0 wrote; text: what it holds. Raises on all ranks alike:
@@ -42,7 +42,7 @@ def agree(store: Store, world: World, words: list[str], frozen: Path, text: str,
     """
     store.set_timeout(timedelta(seconds=timeout_seconds))
     try:
-        store.set(f"{FACTS}/{world.rank}", json.dumps({"words": words, **facts_here(world, frozen, text)}))
+        store.set(f"{FACTS}/{world.rank}", json.dumps({"words": argv, **facts_here(world, frozen, text)}))
         if world.is_leader:
             verdict = _verdict(store, world, timeout_seconds)
             store.set(VERDICT, json.dumps(verdict))
@@ -130,7 +130,7 @@ def _verdict(store: Store, world: World, timeout_seconds: float) -> list[str]:
             "see their logs; launch.join_timeout_seconds is the time they have",
         ]
     everybody = [json.loads(store.get(f"{FACTS}/{rank}")) for rank in range(world.size)]
-    words = [facts.pop("words") for facts in everybody]
+    argv = [facts.pop("words") for facts in everybody]
     hosts = [facts.pop("host") for facts in everybody]
     started = hosts_started(world)
     low, high = hosts_asked() or (started, started)
@@ -139,8 +139,8 @@ def _verdict(store: Store, world: World, timeout_seconds: float) -> list[str]:
             f"torchrun was asked for {low} hosts and started {started}: {', '.join(dict.fromkeys(hosts))}",
             "start it on the others too, and compare their clocks: one that is 15 s behind is left out",
         ]
-    if any(sorted(others) != sorted(words[0]) for others in words):
-        return ["\n".join(differing_words(words, hosts)), ""]
+    if any(sorted(others) != sorted(argv[0]) for others in argv):
+        return ["\n".join(differing_words(argv, hosts)), ""]
     silent = _silent(store, CLOCK, world, deadline)
     answered = time.time()
     clocks = [asked if rank in silent else float(store.get(f"{CLOCK}/{rank}")) for rank in range(world.size)]
@@ -167,10 +167,10 @@ REMEDIES = {
 }
 
 
-def differing_words(words: list[list[str]], hosts: list[str]) -> list[str]:
+def differing_words(argv: list[list[str]], hosts: list[str]) -> list[str]:
     """One line per key that not all have alike, by the first rank that differs. No value of a key is shown twice."""
     problems: dict[str, str] = {}
-    given = [{word.partition("=")[0]: word.partition("=")[2] for word in others} for others in words]
+    given = [{word.partition("=")[0]: word.partition("=")[2] for word in others} for others in argv]
     ours = given[0]
     for rank, theirs in enumerate(given):
         for key in {**ours, **theirs}:

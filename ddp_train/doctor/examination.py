@@ -68,7 +68,7 @@ def examine_here(config: Config, import_path: Path) -> int:
     return report(on_host(host, findings), [host], Path(str(config.run_dir)), began)
 
 
-def examine_together(store: Store, world: World, words: list[str], config: Config, import_path: Path) -> int:
+def examine_together(store: Store, world: World, argv: list[str], config: Config, import_path: Path) -> int:
     """This process of torchrun. The first one of each host is its doctor, the others wait for what host 0 says.
 
     words: the command line. Returns the exit code, the same on all.
@@ -84,10 +84,10 @@ def examine_together(store: Store, world: World, words: list[str], config: Confi
         if not world.is_local_leader:
             code = peers.hear("verdict", limit)
         elif peers.is_leader:
-            code = _lead(peers, world, words, config, import_path)
+            code = _lead(peers, world, argv, config, import_path)
             peers.tell("verdict", code)
         else:
-            code = _follow(peers, world, words, config, import_path, limit)
+            code = _follow(peers, world, argv, config, import_path, limit)
             print(f"doctor: {socket.gethostname()} was examined; host 0 has the table (exit code {code})")
     except PeerError as error:
         print(f"FATAL {error.kind} (rank {world.rank}): {error}\n  remedy: {error.remedy}", file=sys.stderr)
@@ -122,14 +122,14 @@ def _give_up_after(seconds: float) -> None:
     timer.start()
 
 
-def _lead(peers: Peers, world: World, words: list[str], config: Config, import_path: Path) -> int:
+def _lead(peers: Peers, world: World, argv: list[str], config: Config, import_path: Path) -> int:
     """Host 0: examines itself, collects what the others found, shows it. Returns the exit code."""
     from ddp_train.doctor import peers as several
 
     began, run_dir = time.monotonic(), Path(str(config.run_dir))
     reports: dict[int, Facts] = {}
     with several.listening() as place:
-        found, facts = _facts(place, world, words, config, peers.count > 1)
+        found, facts = _facts(place, world, argv, config, peers.count > 1)
         everybody = peers.gather("facts", facts, FACTS_SECONDS - (time.monotonic() - began))
         offsets = peers.offsets([number for number in everybody if number], CLOCK_SECONDS)
         if len(everybody) < peers.count:
@@ -168,7 +168,7 @@ def _lead(peers: Peers, world: World, words: list[str], config: Config, import_p
     return report(of_hosts + together, names, run_dir, began)
 
 
-def _follow(peers: Peers, world: World, words: list[str], config: Config, import_path: Path, limit: float) -> int:
+def _follow(peers: Peers, world: World, argv: list[str], config: Config, import_path: Path, limit: float) -> int:
     """Every other host: examines itself, tells host 0. Returns the exit code that host 0 has found.
 
     limit: seconds to wait for host 0.
@@ -176,7 +176,7 @@ def _follow(peers: Peers, world: World, words: list[str], config: Config, import
     from ddp_train.doctor import peers as several
 
     with several.listening() as place:
-        found, facts = _facts(place, world, words, config, several=True)
+        found, facts = _facts(place, world, argv, config, several=True)
         peers.gather("facts", facts, 0)
         peers.answer_clock(limit)
         told = peers.hear("everybody", limit)
@@ -186,9 +186,7 @@ def _follow(peers: Peers, world: World, words: list[str], config: Config, import
     return peers.hear("verdict", limit)
 
 
-def _facts(
-    place: Facts, world: World, words: list[str], config: Config, several: bool
-) -> tuple[gpu.Gpus | None, Facts]:
+def _facts(place: Facts, world: World, argv: list[str], config: Config, several: bool) -> tuple[gpu.Gpus | None, Facts]:
     """What this host says of itself before it meets the others."""
     from ddp_train.distributed.preflight import versions_here
 
@@ -207,7 +205,7 @@ def _facts(
     return found, {
         **place,
         "host": host,
-        "words": words,
+        "words": argv,
         "versions": versions,
         "data": data,
         "findings": [asdict(finding) for finding in on_host(host, findings)],

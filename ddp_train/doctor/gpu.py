@@ -164,7 +164,7 @@ def _ask(question: Callable[..., Any], *arguments: Any) -> Any:
 def slowdowns(handle: Any) -> tuple[str, ...]:
     """Why a GPU is slowed down at this moment, in words."""
     reasons = _ask(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
-    return tuple(words for bit, words in SLOWDOWNS.items() if reasons & bit)
+    return tuple(argv for bit, argv in SLOWDOWNS.items() if reasons & bit)
 
 
 def load_of(uuid: str) -> dict[str, Any]:

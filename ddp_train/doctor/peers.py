@@ -190,11 +190,11 @@ def clocks(offsets: dict[int, float], everybody: dict[int, Facts], count: int) -
 
 def same_words(everybody: dict[int, Facts], count: int) -> Finding:
     """The command lines: what rank 0 composes is meant for all, but each host was told something."""
-    check, words = "config", [facts["words"] for facts in everybody.values()]
-    if len(words) < 2:
+    check, argv = "config", [facts["words"] for facts in everybody.values()]
+    if len(argv) < 2:
         return skipped(check, ALONE)
-    if any(sorted(other) != sorted(words[0]) for other in words):
-        differing = "; ".join(differing_words(words, [facts["host"] for facts in everybody.values()]))
+    if any(sorted(other) != sorted(argv[0]) for other in argv):
+        differing = "; ".join(differing_words(argv, [facts["host"] for facts in everybody.values()]))
         return failure(check, differing, "give the same command on all hosts", ConfigError.exit_code)
     return ok(check, f"the same words on {_compared(everybody, count)}")
 

@@ -38,8 +38,8 @@ def main() -> None:
     assert world, "the doctor sets the environment of its probes"
     say(MEET, versions=versions_here(), cuda_available=torch.cuda.is_available(), torch_cuda=torch.version.cuda)
     store = PrefixStore(f"doctor/probe/{spec.run_id}", open_store(world, spec.timeout_seconds))
-    store.add("arrived", 1)
-    while store.add("arrived", 0) < world.size:  # all compute at once, as in training
+    store.add("present_hosts", 1)
+    while store.add("present_hosts", 0) < world.size:  # all compute at once, as in training
         time.sleep(0.01)
     say(COMPUTE)
     if spec.device != "cpu":

@@ -33,7 +33,7 @@ from ddp_train.doctor.stages import (
 )
 from ddp_train.errors import HangError, LaunchError
 from ddp_train.linux import end_with_parent, state_of
-from ddp_train.resilience.failure_report import is_echo
+from ddp_train.resilience.failure_report import is_peer_error
 from ddp_train.text import counted
 
 PATIENCE_SECONDS = 20.0
@@ -88,8 +88,8 @@ def patience(config: Config, size: int, several: bool) -> dict[str, float]:
 
 def longest(limits: dict[str, float]) -> float:
     """Seconds from the start of probes to their end, at most. limits: `patience`."""
-    words = MEASURED_SIZES * WORDS_OF_A_SIZE  # one limit each, the stages have theirs
-    return sum(limits.values()) + words * limits[EXCHANGE] + ECHO_SECONDS + END_SECONDS
+    argv = MEASURED_SIZES * WORDS_OF_A_SIZE  # one limit each, the stages have theirs
+    return sum(limits.values()) + argv * limits[EXCHANGE] + ECHO_SECONDS + END_SECONDS
 
 
 def probe_alone(config: Config, import_path: Path, more: dict[str, str] | None = None) -> list[Answer]:
@@ -131,7 +131,7 @@ def _probe(
             spec = Spec(world.device(config.device), config.launch.backend, longest(limits), run_id)
             errors = Path(folder, f"{world.rank}")
             process = subprocess.Popen(
-                spec.words(), env=env, pass_fds=descriptors, stdout=subprocess.PIPE,
+                spec.argv(), env=env, pass_fds=descriptors, stdout=subprocess.PIPE,
                 stderr=stack.enter_context(errors.open("wb")), preexec_fn=end_with_parent, start_new_session=True,
             )  # fmt: skip
             running.append(_Running(process, Answer(world.rank, socket.gethostname(), process.pid), errors))
@@ -268,7 +268,7 @@ def _stuck(answers: list[Answer], backend: str, without_peer_access: list[Answer
         return failure(check, said, remedy, HangError.exit_code)
     died = [answer for answer in answers if answer.code]
     if died:
-        first = next((a for a in died if not is_echo(RuntimeError(a.error))), died[0])
+        first = next((a for a in died if not is_peer_error(RuntimeError(a.error))), died[0])
         left = f"signal {-(first.code or 0)}" if (first.code or 0) < 0 else f"exit code {first.code}"
         said = f"{first.who} died in '{first.stage}' ({left}): {first.error or 'without a word'}"
         remedy = "see that message; `dmesg` tells whether the kernel ended it"

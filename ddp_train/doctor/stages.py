@@ -29,6 +29,6 @@ class Spec:
     run_id: str
     """Of this try: several may use one store."""
 
-    def words(self) -> list[str]:
+    def argv(self) -> list[str]:
         """The command line."""
         return [sys.executable, "-P", "-m", "ddp_train.doctor.probe", json.dumps(asdict(self))]

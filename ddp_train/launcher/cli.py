@@ -30,7 +30,7 @@ def through_hydra(
     usage: str,
     script: Path,
     conf: Path,
-    words: list[str],
+    argv: list[str],
     world: World | None,
     server: ForkServer | None,
     report: Report | None = None,
@@ -40,7 +40,7 @@ def through_hydra(
 
     Raises ConfigError before any trial starts.
     """
-    flags = [word.partition("=")[0] for word in words if word.startswith("-")]
+    flags = [word.partition("=")[0] for word in argv if word.startswith("-")]
     unknown = [flag for flag in flags if flag not in FLAGS]
     if unknown:
         raise ConfigError([f"{flag}: no such flag{did_you_mean(flag, list(FLAGS))}" for flag in unknown])
@@ -53,14 +53,14 @@ def through_hydra(
         print(f"ddp_train {ddp_train.__version__}")
         return 0
     if world and sweep:
-        instead = f"python launch.py {' '.join(words)} launch.nproc_per_node={world.local_size}"
+        instead = f"python launch.py {' '.join(argv)} launch.nproc_per_node={world.local_size}"
         raise ConfigError([f"-m: torchrun would start one sweep per rank; use: {instead}"])
     if not sweep and set(flags) <= {"--resolve", "-p", "--package"}:
         raise ConfigError([f"{flags[0]}: belongs to --cfg job; add that, or leave it out"])
     trials = Trials(script, conf, server, report)
     if {"-sc", "--shell-completion", "--hydra-help"}.isdisjoint(flags):
-        words = trials.check(words, sweep)
-    sys.argv = [str(script), *words]
+        argv = trials.check(argv, sweep)
+    sys.argv = [str(script), *argv]
     try:
         hydra.main(config_path=str(conf), config_name="config", version_base="1.3")(trials.run)()
     except BaseException:
@@ -105,9 +105,9 @@ def folded(text: str, width: int) -> str:
 
 def _keys(prefix: str, schema: type) -> list[str]:
     if schema is CustomConfig:
-        words = {"_target_=package.Name": "target", "ANY=value": "arguments"}
+        argv = {"_target_=package.Name": "target", "ANY=value": "arguments"}
         meanings = {f.name: f.metadata.get("meaning") for f in dataclasses.fields(schema)}
-        return [f"  {prefix + word:<44} {meanings[name]}" for word, name in words.items()]
+        return [f"  {prefix + word:<44} {meanings[name]}" for word, name in argv.items()]
     lines = []
     for f in dataclasses.fields(schema):
         if "meaning" in f.metadata:

@@ -22,10 +22,10 @@ from ddp_train.errors import ConfigError, DataError, HangError, LaunchError, Wri
 from ddp_train.launcher.fork_server import PROBED_WORKER, WORKER, ForkedWorker, ForkServer, WorkerSpec
 from ddp_train.linux import adopting_orphans, oom_kills
 from ddp_train.resilience import failure_report
-from ddp_train.resilience.hang_detector import Watch, working_stack
-from ddp_train.resilience.heartbeat import END, Board
+from ddp_train.resilience.hang_detector import HangDetector, working_stack
+from ddp_train.resilience.heartbeat import END, StatusBoard
 from ddp_train.resilience.preemption import INTERRUPTED, SAME_REQUEST_SECONDS, SAVED, SIGNALS, UNSAVED, exit_code, heard
-from ddp_train.resilience.restart_policy import Restarts
+from ddp_train.resilience.restart_policy import RestartPolicy
 
 POLL_SECONDS = 0.02
 Workers = list[ForkedWorker | subprocess.Popen[bytes]]
@@ -35,7 +35,7 @@ STOPPED = (UNSAVED, INTERRUPTED, *(-number for number in SIGNALS))
 """Exit codes of workers that were stopped: they gave up to wait for the others, or did not listen yet."""
 
 
-class Stop:
+class StopRequests:
     """The signals that ask the launcher to stop; handlers only take note."""
 
     def __init__(self) -> None:
@@ -70,14 +70,16 @@ class Stop:
         return exit_code(self.received[0]) if self.received and exit_code(self.received[0]) == INTERRUPTED else code
 
 
-def launch(config: Config, import_path: Path, stop: Stop | None = None, server: ForkServer | None = None) -> int:
+def launch(
+    config: Config, import_path: Path, stop: StopRequests | None = None, server: ForkServer | None = None
+) -> int:
     """Runs a frozen config in fresh processes, again if it fails and restarts are left. Returns the exit code.
 
     import_path: the folder from which workers import this package, and the user's own modules. stop: for those who
     want to know whether the run was asked to stop, even if it was completed all the same. server: forks the workers,
     if it can and `launch.fork_server` wants it; without one each starts by itself.
     """
-    stop, restarts = stop or Stop(), Restarts(config.launch.max_restarts, Path(str(config.run_dir)))
+    stop, restarts = stop or StopRequests(), RestartPolicy(config.launch.max_restarts, Path(str(config.run_dir)))
     with stop.listening(), adopting_orphans():
         for attempt in itertools.count():
             code = _attempt(config, import_path, attempt, stop, server)
@@ -100,29 +102,29 @@ def launch(config: Config, import_path: Path, stop: Stop | None = None, server: 
     raise AssertionError("unreachable: it counts for ever")
 
 
-def _attempt(config: Config, import_path: Path, attempt: int, stop: Stop, server: ForkServer | None) -> int:
+def _attempt(config: Config, import_path: Path, attempt: int, stop: StopRequests, server: ForkServer | None) -> int:
     """One start of all workers. Returns 0, SAVED, UNSAVED, or the exit code of a failure."""
     run_dir = Path(str(config.run_dir))
     (run_dir / failure_report.FILE).unlink(missing_ok=True)
     workers: Workers = []
-    board, oom_kills_before = Board.create(int(config.launch.nproc_per_node)), oom_kills()
+    board, oom_kills_before = StatusBoard.create(int(config.launch.nproc_per_node)), oom_kills()
     try:
         _start(config, import_path, attempt, board, workers, stop, server)
         if not workers:  # asked to stop before
             return UNSAVED
-        watch = Watch(board, [worker.pid for worker in workers], config.launch.timeout_seconds)
+        detector = HangDetector(board, [worker.pid for worker in workers], config.launch.timeout_seconds)
         deadline = math.inf
         while True:
             codes = [worker.poll() for worker in workers]
             over = stop.insists or time.monotonic() > deadline
             if any(code in STOPPED for code in codes) or (over and None in codes):
                 return UNSAVED  # with one that left unsaved the others can agree on nothing
-            early = [rank for rank, code in enumerate(codes) if code == 0 and board.positions[rank].phase != END]
+            early = [rank for rank, code in enumerate(codes) if code == 0 and board.ranks[rank].phase != END]
             failed = early + [rank for rank, code in enumerate(codes) if code not in (None, 0, SAVED)]
             if failed:
                 code = _blame(config, run_dir, workers, failed, board, oom_kills() > oom_kills_before)
                 patience = min(config.launch.grace_seconds, deadline - time.monotonic())
-                board.positions[0].wait_until_saved(patience, lambda: workers[0].poll() is not None or stop.insists)
+                board.ranks[0].wait_until_saved(patience, lambda: workers[0].poll() is not None or stop.insists)
                 return code
             if None not in codes:
                 return SAVED if SAVED in codes else 0
@@ -130,8 +132,8 @@ def _attempt(config: Config, import_path: Path, attempt: int, stop: Stop, server
                 deadline = time.monotonic() + config.launch.grace_seconds
                 if stop.received:
                     _ask_to_stop(workers)
-            if deadline == math.inf and watch.look():
-                return _report_hang(config, run_dir, watch)
+            if deadline == math.inf and detector.is_hung():
+                return _report_hang(config, run_dir, detector)
             time.sleep(POLL_SECONDS)
     finally:
         _end(workers)
@@ -142,9 +144,9 @@ def _start(
     config: Config,
     import_path: Path,
     attempt: int,
-    board: Board,
+    board: StatusBoard,
     workers: Workers,
-    stop: Stop,
+    stop: StopRequests,
     server: ForkServer | None,
 ) -> None:
     """One process per rank, each in a session of its own so that it can be ended with all its children.
@@ -174,9 +176,9 @@ def _start(
                 workers.append(subprocess.Popen(spec.command(), env=env, pass_fds=fds, start_new_session=True))
 
 
-def _report_hang(config: Config, run_dir: Path, watch: Watch) -> int:
+def _report_hang(config: Config, run_dir: Path, detector: HangDetector) -> int:
     """Names the rank that keeps the run from going on, here and in its own log. Returns the exit code."""
-    hang = watch.explain(run_dir)
+    hang = detector.diagnose(run_dir)
     log_file = run_dir / "logs" / f"rank_{hang.rank}.log"
     detail = f"no progress for {hang.seconds:.1f} s (launch.timeout_seconds={config.launch.timeout_seconds:g})"
     detail += "".join(f"; {known}" for known in (hang.reason, hang.others) if known)
@@ -196,23 +198,27 @@ def _report_hang(config: Config, run_dir: Path, watch: Watch) -> int:
     return failure.exit_code
 
 
-def _blame(config: Config, run_dir: Path, workers: Workers, failed: list[int], board: Board, oom_killed: bool) -> int:
+def _blame(
+    config: Config, run_dir: Path, workers: Workers, failed: list[int], board: StatusBoard, oom_killed: bool
+) -> int:
     """The exit code of a failed attempt. A worker that could not speak for itself is reported here."""
-    silent = [rank for rank in failed if workers[rank].returncode not in _SPOKEN]
+    silent = [rank for rank in failed if workers[rank].returncode not in SELF_REPORTED]
     if silent:
         rank = silent[0]
         code, log_file = workers[rank].returncode, run_dir / "logs" / f"rank_{rank}.log"
-        position = board.positions[rank]
-        failure = failure_report.failure_from_exit(code, rank, position, log_file, oom_killed, board.sizes())
+        status = board.ranks[rank]
+        failure = failure_report.failure_from_exit(code, rank, status, log_file, oom_killed, board.sizes())
         # A fault (SIGSEGV, SIGABRT ...) writes the stack where it happened.
         failure_report.report(run_dir, failure, described(config), stack=working_stack(run_dir, rank))
     else:
         failure_report.wait_for_report(run_dir, 5.0)
     codes = [worker.returncode for worker in workers if worker.returncode and worker.returncode > 0]
-    return next((code for code in codes if code in _SPOKEN and code != LaunchError.exit_code), LaunchError.exit_code)
+    return next(
+        (code for code in codes if code in SELF_REPORTED and code != LaunchError.exit_code), LaunchError.exit_code
+    )
 
 
-_SPOKEN = tuple(cls.exit_code for cls in (LaunchError, *LaunchError.__subclasses__()))
+SELF_REPORTED = tuple(cls.exit_code for cls in (LaunchError, *LaunchError.__subclasses__()))
 """Exit codes by which a worker says that it reported its failure itself."""
 
 

@@ -28,7 +28,7 @@ from ddp_train.config.auto import described
 from ddp_train.config.schema import Config
 from ddp_train.distributed.environment import TOLD, agent_environment
 from ddp_train.errors import LaunchError, PeerError
-from ddp_train.launcher.local import FINAL, Stop
+from ddp_train.launcher.local import FINAL, StopRequests
 from ddp_train.linux import children_of, end_with_parent
 from ddp_train.resilience import failure_report, run_lock
 from ddp_train.resilience.preemption import SAVED, UNSAVED
@@ -40,7 +40,7 @@ AGENT_PATIENCE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class Place:
+class NetworkLocation:
     """Where this host stands among the others."""
 
     address: str
@@ -50,19 +50,19 @@ class Place:
     """Whether the endpoint is here; None leaves it to torchrun."""
 
 
-def join_hosts(config: Config, script: Path, words: list[str]) -> int:
+def join_hosts(config: Config, script: Path, argv: list[str]) -> int:
     """Runs this host's part. Returns the exit code; what kept the hosts apart is told and in failure.json."""
-    run_dir, stop = Path(str(config.run_dir)), Stop()
+    run_dir, stop = Path(str(config.run_dir)), StopRequests()
     try:
-        with stop.listening(), signed_in(run_dir), tempfile.TemporaryDirectory() as folder:
-            if arrived(run_dir) == [socket.gethostname()]:  # the first: what it finds is of an earlier run
+        with stop.listening(), registered(run_dir), tempfile.TemporaryDirectory() as folder:
+            if present_hosts(run_dir) == [socket.gethostname()]:  # the first: what it finds is of an earlier run
                 (run_dir / failure_report.FILE).unlink(missing_ok=True)
             last_words = Path(folder, "last_words")
             last_words.touch()
-            place = find_place(str(config.launch.rdzv_endpoint))
+            place = find_location(str(config.launch.rdzv_endpoint))
             env = agent_environment(place.interface, last_words)
             agent = subprocess.Popen(  # if this launcher is killed, so is the agent, and with it its workers
-                command(config, place, script, words), env=env, preexec_fn=end_with_parent, start_new_session=True
+                command(config, place, script, argv), env=env, preexec_fn=end_with_parent, start_new_session=True
             )
             return _watch(config, agent, script, last_words, stop)
     except LaunchError as error:
@@ -74,7 +74,7 @@ def join_hosts(config: Config, script: Path, words: list[str]) -> int:
         return error.exit_code
 
 
-def command(config: Config, place: Place, script: Path, words: list[str]) -> list[str]:
+def command(config: Config, place: NetworkLocation, script: Path, argv: list[str]) -> list[str]:
     """torchrun's command line."""
     launch = config.launch
     rendezvous = [f"join_timeout={launch.join_timeout_seconds}", f"read_timeout={launch.join_timeout_seconds}"]
@@ -94,11 +94,11 @@ def command(config: Config, place: Place, script: Path, words: list[str]) -> lis
         f"--rdzv-conf={','.join(rendezvous)}",
         f"--local-addr={place.address}",
         str(script),
-        *[word for word in words if not word.startswith("launch.max_restarts")],
+        *[word for word in argv if not word.startswith("launch.max_restarts")],
     ]
 
 
-def find_place(endpoint: str) -> Place:
+def find_location(endpoint: str) -> NetworkLocation:
     """Asks the resolver and the routing table; sends nothing. Raises PeerError if hosts could not meet there."""
     name, _, port = endpoint.rpartition(":")
     here = socket.gethostname()
@@ -120,7 +120,7 @@ def find_place(endpoint: str) -> Place:
         address = str(probe.getsockname()[0])
     if ipaddress.ip_address(address).is_loopback:
         if name == "localhost" or name == target[0]:  # all "hosts" are this one: torchrun finds out who serves
-            return Place(address, None, None)
+            return NetworkLocation(address, None, None)
         raise PeerError(
             f"launch.rdzv_endpoint={endpoint}: {name} resolves to {target[0]} on {here}, where no other host finds it",
             f"give {name} its own address in /etc/hosts (Debian writes 127.0.1.1), or use the address",
@@ -129,7 +129,7 @@ def find_place(endpoint: str) -> Place:
     if is_head:
         _check_free(endpoint, family, int(port))
     interfaces = {held: name for name, held in addresses_of_interfaces().items()}
-    return Place(address, interfaces.get(address), is_head)
+    return NetworkLocation(address, interfaces.get(address), is_head)
 
 
 def _check_free(endpoint: str, family: int, port: int) -> None:
@@ -160,12 +160,12 @@ def addresses_of_interfaces() -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def signed_in(run_dir: Path) -> Iterator[None]:
-    """Inside, `arrived` counts this host, wherever it sees the same run directory."""
+def registered(run_dir: Path) -> Iterator[None]:
+    """Inside, `present_hosts` counts this host, wherever it sees the same run directory."""
     path = run_dir / "hosts" / socket.gethostname()
     try:
         mine = run_lock.acquire(path)
-    except run_lock.HeldError as error:
+    except run_lock.LockHeldError as error:
         raise PeerError(
             f"{path} is held by {error}: this host takes part already, or another one has its name",
             "start one launcher per host, and give each host a name of its own",
@@ -181,12 +181,12 @@ def signed_in(run_dir: Path) -> Iterator[None]:
         mine.release()
 
 
-def arrived(run_dir: Path) -> list[str]:
+def present_hosts(run_dir: Path) -> list[str]:
     """The hosts whose launchers are at work."""
     return sorted(path.name for path in (run_dir / "hosts").iterdir() if run_lock.is_held(path))
 
 
-def _watch(config: Config, agent: subprocess.Popen[bytes], script: Path, last_words: Path, stop: Stop) -> int:
+def _watch(config: Config, agent: subprocess.Popen[bytes], script: Path, last_words: Path, stop: StopRequests) -> int:
     """Waits for the agent, and not for ever. Returns the exit code of this host's workers, whatever became of it."""
     launch, run_dir = config.launch, Path(str(config.run_dir))
     began = last_seen = time.monotonic()
@@ -200,7 +200,7 @@ def _watch(config: Config, agent: subprocess.Popen[bytes], script: Path, last_wo
                 agent.send_signal(signal.SIGTERM)  # it hands it on to its workers
                 stop_by = now + launch.grace_seconds
             if _has_workers(agent.pid, script):
-                met = met or arrived(run_dir)
+                met = met or present_hosts(run_dir)
                 last_seen = now
             attempt, codes, told = _read(last_words)
             over = met and (attempt >= launch.max_restarts or any(code in (0, SAVED, *FINAL) for code in codes))
@@ -208,7 +208,7 @@ def _watch(config: Config, agent: subprocess.Popen[bytes], script: Path, last_wo
             if now > min(stop_by, last_seen + patience):
                 break
             time.sleep(POLL_SECONDS)
-        present = arrived(run_dir)
+        present = present_hosts(run_dir)
     finally:
         agent.kill()  # its workers die with it
         agent.wait()
@@ -259,5 +259,5 @@ def _read(last_words: Path) -> tuple[int, list[int], bool]:
     """The latest attempt of which workers on this host left a word, their exit codes, and whether one told the user."""
     lines = [line.split() for line in last_words.read_text().splitlines()]
     latest = max((int(attempt) for attempt, _ in lines), default=0)
-    words = [word for attempt, word in lines if int(attempt) == latest]
-    return latest, [int(word) for word in words if word != TOLD], TOLD in words
+    argv = [word for attempt, word in lines if int(attempt) == latest]
+    return latest, [int(word) for word in argv if word != TOLD], TOLD in argv

@@ -107,7 +107,7 @@ class Trials:
         grid = job.sweeper._target_.endswith(".BasicSweeper") and not job.sweeper.get("params")
         of_all = f" ({job.job.num + 1} of {self.total})" if self.total and grid else ""
         print(f"trial {job.job.num}{of_all}: {' '.join(asked)}", flush=True)
-        stop = local.Stop()
+        stop = local.StopRequests()
         try:
             with _another_hydra():
                 prepared = prepare(self.conf, words, None, run_dir)

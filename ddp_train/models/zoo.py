@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddp_train.config.user_code import call
+from ddp_train.config.user_code import instantiate
 from ddp_train.errors import ConfigError
 from ddp_train.text import first_line
 
@@ -75,7 +75,7 @@ def gelu(values: Tensor) -> Tensor:
 
 
 def _custom(model: Any) -> nn.Module:
-    made = call("model", model)
+    made = instantiate("model", model)
     if not isinstance(made, nn.Module):
         kind = type(made).__name__
         raise ConfigError([f"model._target_={model.target}: made an object of {kind}, which is no torch.nn.Module"])

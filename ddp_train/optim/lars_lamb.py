@@ -59,27 +59,27 @@ class _LayerWise(Optimizer):
 
     def _descend(
         self,
-        places: list[Tensor],
-        slopes: Sequence[Tensor],
+        params: list[Tensor],
+        grads: Sequence[Tensor],
         momenta: list[Tensor],
         rate: float = 1.0,
-        pull: float = 0.0,
+        weight_decay: float = 0.0,
         momentum: float = 0.0,
     ) -> None:
-        """places -= rate (slopes + pull places), through momenta if there are any; nothing if `found_inf` is 1.
+        """params -= rate (grads + weight_decay params), through momenta if there are any; nothing if `found_inf` is 1.
 
-        torch's fused SGD is the one kernel for lists that looks at such a flag. It takes for granted that a slope lies
-        in memory as its place does.
+        torch's fused SGD is the one kernel for lists that looks at such a flag. Requires gradients with the same
+        strides as their parameters.
         """
-        alike = [
-            slope if slope.stride() == place.stride() else torch.empty_like(place).copy_(slope)
-            for slope, place in zip(slopes, places, strict=True)
+        contiguous_grads = [
+            grad if grad.stride() == param.stride() else torch.empty_like(param).copy_(grad)
+            for grad, param in zip(grads, params, strict=True)
         ]
         torch._fused_sgd_(
-            places,
-            alike,
+            params,
+            contiguous_grads,
             momenta,
-            weight_decay=pull,
+            weight_decay=weight_decay,
             momentum=momentum,
             lr=rate,
             dampening=0.0,
@@ -130,9 +130,9 @@ class Lars(_LayerWise):
         momenta = self._kept(parameters, "momentum_buffer") if group["momentum"] else []
         updates = torch._foreach_add(gradients, parameters, alpha=decay)
         if group["layer_adaptation"]:
-            weights, slopes = _norms(parameters), _norms(gradients)
-            ratios = group["trust_coefficient"] * weights / torch.add(slopes, weights, alpha=decay).add_(group["eps"])
-            rates = _scaled(rates, _or_one(ratios, weights, slopes))
+            weights, grads = _norms(parameters), _norms(gradients)
+            ratios = group["trust_coefficient"] * weights / torch.add(grads, weights, alpha=decay).add_(group["eps"])
+            rates = _scaled(rates, _or_one(ratios, weights, grads))
         torch._foreach_mul_(updates, rates)
         if self.found_inf is not None:
             self._descend(parameters, updates, momenta, momentum=group["momentum"])
@@ -195,8 +195,8 @@ class Lamb(_LayerWise):
             torch._foreach_mul_(squares, beta2)
             torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
         else:  # towards the gradients, and their squares
-            self._descend(moments, gradients, [], rate=beta1 - 1, pull=-1.0)
-            self._descend(squares, torch._foreach_mul(gradients, gradients), [], rate=beta2 - 1, pull=-1.0)
+            self._descend(moments, gradients, [], rate=beta1 - 1, weight_decay=-1.0)
+            self._descend(squares, torch._foreach_mul(gradients, gradients), [], rate=beta2 - 1, weight_decay=-1.0)
         roots = torch._foreach_sqrt(squares)
         torch._foreach_add_(roots, eps, alpha=1)  # without alpha torch would read the value of eps
         updates = torch._foreach_div(moments, roots)

@@ -2,7 +2,7 @@
 
 Such a loss makes its own rank's gradients NaN (see `optim.Stepper.backward`), and the gradient exchange carries the
 news to every rank: agreement costs no collective, only a look at one gradient. A gradient that is not finite though the
-loss is (sqrt at 0) may escape that look; the weights it spoils spoil the next loss, and are never saved.
+loss is (sqrt at 0) may escape that look; the weights it corrupts spoil the next loss, and are never saved.
 """
 
 from __future__ import annotations
@@ -16,32 +16,33 @@ from torch.optim import Optimizer
 
 from ddp_train.distributed.process_group import from_all_ranks
 from ddp_train.errors import NonFiniteLossError
-from ddp_train.resilience.heartbeat import Position
+from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.telemetry.metrics_log import RunningLoss, is_finite
 
 log = logging.getLogger(__name__)
 
 
-class Guard:
+class NonFiniteCheck:
     """Looks on the host before every step, which on a GPU waits for it."""
 
     def __init__(
         self,
         optimizer: Optimizer,
         losses: RunningLoss,
-        position: Position,
+        status: RankStatus,
         scaled: bool = False,
-        any_may_lack: bool = False,
+        allow_missing_grads: bool = False,
         skip: bool = False,
     ) -> None:
-        """losses: of the steps since somebody looked. scaled: a GradScaler leaves out steps by itself. any_may_lack:
-        some steps leave some parameters without a gradient: no single one can speak for all. skip: a step with such a
+        """losses: of the steps since somebody looked. scaled: a GradScaler leaves out steps by itself.
+        allow_missing_grads: some steps leave some parameters without a gradient: no single one can speak for all. skip:
+        a step with such a
         loss is left out with a warning, and training goes on."""
-        self.losses, self.position, self.scaled, self.skip = losses, position, scaled, skip
+        self.losses, self.status, self.scaled, self.skip = losses, status, scaled, skip
         self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.rate = optimizer.param_groups[0]["initial_lr"]
-        self.any_may_lack, self.witness = any_may_lack, nn.Parameter(requires_grad=False)
-        self.witness_is_short = False
+        self.allow_missing_grads, self.sentinel = allow_missing_grads, nn.Parameter(requires_grad=False)
+        self.sentinel_is_short = False
         """To be read without a kernel, which takes 3 us less."""
 
     def allows(self, step: int, norm: Tensor | None) -> bool:
@@ -49,7 +50,7 @@ class Guard:
 
         Raises NonFiniteLossError, on all ranks alike, if a loss is not finite and such steps are not left out.
         """
-        return math.isfinite(norm if norm is not None else self._gradient_to_ask()) or self._is_overflow(step)
+        return math.isfinite(norm if norm is not None else self._scalar_to_check()) or self._is_overflow(step)
 
     def look(self, step: int) -> None:
         """Raises NonFiniteLossError if `allows` let a loss pass that is not finite, in any of the `step` steps so far.
@@ -60,26 +61,26 @@ class Guard:
         if not math.isfinite(nn.utils.get_total_norm(self.parameters)):
             raise self._error(f"after step {step} the weights are not finite", None)
 
-    def _gradient_to_ask(self) -> float:
+    def _scalar_to_check(self) -> float:
         """A scalar that is not finite if a loss was not: of the smallest gradient, which costs least to read."""
-        if self.any_may_lack:
+        if self.allow_missing_grads:
             return nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None]).item()
-        gradient = self._witness_gradient()
-        return sum(gradient.tolist()) if self.witness_is_short else gradient.sum().item()
+        gradient = self._sentinel_gradient()
+        return sum(gradient.tolist()) if self.sentinel_is_short else gradient.sum().item()
 
-    def _witness_gradient(self) -> Tensor:
-        gradient = self.witness.grad
+    def _sentinel_gradient(self) -> Tensor:
+        gradient = self.sentinel.grad
         if gradient is None:
-            self.witness = min((p for p in self.parameters if p.grad is not None), key=Tensor.numel)
-            gradient = self.witness.grad
+            self.sentinel = min((p for p in self.parameters if p.grad is not None), key=Tensor.numel)
+            gradient = self.sentinel.grad
             assert gradient is not None
-            self.witness_is_short = gradient.is_cpu and gradient.ndim == 1 and len(gradient) <= 64
+            self.sentinel_is_short = gradient.is_cpu and gradient.ndim == 1 and len(gradient) <= 64
         return gradient
 
     def _is_overflow(self, step: int) -> bool:
         """What to do about gradients that are not finite: True leaves the step to the GradScaler, which sees that
         float16 overflowed; False leaves it out."""
-        if self.scaled and not self._guilty(step):
+        if self.scaled and not self._culprits(step):
             return True
         error = self._explain(step)
         if not self.skip:
@@ -88,27 +89,27 @@ class Guard:
         self.losses.forget(step)
         return False
 
-    def _guilty(self, step: int) -> list[int]:
+    def _culprits(self, step: int) -> list[int]:
         """The ranks whose loss was not finite in a step."""
         good = all(is_finite(loss) for loss, _ in self.losses.of_step(step))
         verdicts = from_all_ranks(torch.tensor(float(good), device=self.parameters[0].device)).tolist()
         return [rank for rank, verdict in enumerate(verdicts) if not verdict]
 
     def _explain(self, step: int) -> NonFiniteLossError:
-        guilty = self._guilty(step)
-        bad = [share.ids for loss, share in self.losses.of_step(step) if not is_finite(loss)]
+        culprits = self._culprits(step)
+        bad = [micro_batch.indices for loss, micro_batch in self.losses.of_step(step) if not is_finite(loss)]
         mine = f"; samples here: {bad[0].tolist()[:20]}" if bad else ""
         what = "the gradients are not finite, though every rank's loss is"
-        if guilty:
-            what = f"the loss is not finite on rank {', '.join(map(str, guilty))}"
-        return self._error(f"step {step}: {what}{mine}", guilty[0] if guilty else None)
+        if culprits:
+            what = f"the loss is not finite on rank {', '.join(map(str, culprits))}"
+        return self._error(f"step {step}: {what}{mine}", culprits[0] if culprits else None)
 
     def _error(self, detail: str, rank: int | None) -> NonFiniteLossError:
         remedy = f"lower optimizer.lr={self.rate:g}, clip with train.max_grad_norm=1, or look at those samples"
         return NonFiniteLossError(detail, remedy, rank)
 
 
-class DeviceGuard(Guard):
+class DeviceNonFiniteCheck(NonFiniteCheck):
     """Looks on the GPU, and keeps what it sees there until the host looks at the losses: no step waits.
 
     From the first bad step on a flag on the device stops the optimizer, a fused one, which reads it as it reads that of
@@ -116,8 +117,8 @@ class DeviceGuard(Guard):
     resets its flag, only the bad steps themselves are left out.
     """
 
-    def __init__(self, optimizer: Optimizer, losses: RunningLoss, position: Position, scaled: bool = False) -> None:
-        super().__init__(optimizer, losses, position, scaled)
+    def __init__(self, optimizer: Optimizer, losses: RunningLoss, status: RankStatus, scaled: bool = False) -> None:
+        super().__init__(optimizer, losses, status, scaled)
         device = self.parameters[0].device
         self.stopped, self.one = torch.zeros((), device=device), torch.ones((), device=device)
         self.steps_left_out = torch.zeros((), device=device)
@@ -126,7 +127,7 @@ class DeviceGuard(Guard):
 
     def allows(self, step: int, norm: Tensor | None) -> bool:
         if not self.scaled:
-            asked = self._witness_gradient() if norm is None else norm
+            asked = self._sentinel_gradient() if norm is None else norm
             # What GradScaler does, with a scale of one: sets the flag if a number is not finite, and never resets it.
             torch._amp_foreach_non_finite_check_and_unscale_(  # pyright: ignore[reportPrivateImportUsage]
                 [asked], self.stopped, self.one
@@ -143,5 +144,5 @@ class DeviceGuard(Guard):
             # of a replayed graph, but this one it ends after launch.timeout_seconds if a rank stands still.
             bad = step - int(from_all_ranks(self.steps_left_out).max())
         if bad < step:
-            self.position.step = bad
+            self.status.step = bad
             raise self._explain(bad)

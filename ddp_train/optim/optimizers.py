@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ddp_train.config.user_code import call
+from ddp_train.config.user_code import instantiate
 from ddp_train.optim import split_fused
 from ddp_train.optim.lars_lamb import Lamb, Lars
 
@@ -21,7 +21,7 @@ def build_optimizer(
     its steps are recorded and replayed, so that they may take the host longer."""
     parameters = [parameter for parameter in parameters if parameter.requires_grad]
     if config.name == "custom":
-        return call("optimizer", config, parameters)
+        return instantiate("optimizer", config, parameters)
     groups = parameters if config.decay_norm_and_bias else without_decay_of_vectors(parameters)
     common = {"lr": config.lr, "weight_decay": config.weight_decay, "foreach": implementation == "foreach"}
     if implementation == "fused":

@@ -47,8 +47,8 @@ def _one_cycle(config: Any, steps: int) -> Factor:
     first = 1 / config.div_factor
     last = first / config.final_div_factor
 
-    def between(start: float, stop: float, share: float) -> float:
-        return stop + (start - stop) / 2 * (1 + math.cos(math.pi * min(max(share, 0.0), 1.0)))
+    def between(start: float, stop: float, micro_batch: float) -> float:
+        return stop + (start - stop) / 2 * (1 + math.cos(math.pi * min(max(micro_batch, 0.0), 1.0)))
 
     def factor(step: int) -> float:
         if step <= top:

@@ -47,14 +47,14 @@ def for_rate(kernel: Any, rate: float | Tensor) -> Any:
     return kernel.tensor_lr if isinstance(rate, Tensor) else kernel.default
 
 
-class _Told:
+class _ReadsGradScaler:
     """What a GradScaler, or the guard, tells a fused optimizer: see torch.optim.Optimizer."""
 
-    def told(self) -> dict[str, Tensor | None]:
+    def grad_scaler_kwargs(self) -> dict[str, Tensor | None]:
         return {"grad_scale": getattr(self, "grad_scale", None), "found_inf": getattr(self, "found_inf", None)}
 
 
-class SGD(torch.optim.SGD, _Told):
+class SGD(torch.optim.SGD, _ReadsGradScaler):
     """torch.optim.SGD(fused=True); its momentum must exist before the first step."""
 
     @torch.no_grad()
@@ -69,11 +69,11 @@ class SGD(torch.optim.SGD, _Told):
                     **{name: group[name] for name in ("weight_decay", "momentum", "lr", "dampening", "nesterov")},
                     maximize=False,
                     is_first_step=False,
-                    **self.told(),
+                    **self.grad_scaler_kwargs(),
                 )
 
 
-class _InParts(_Told):
+class _InParts(_ReadsGradScaler):
     """The step of Adam and AdamW."""
 
     param_groups: list[dict[str, Any]]
@@ -90,7 +90,7 @@ class _InParts(_Told):
             parts, origin = in_parts([params, grads, averages, squares])
             update = aten._fused_adamw_ if group["decoupled_weight_decay"] else aten._fused_adam_
             beta1, beta2 = group["betas"]
-            told = self.told()
+            grad_scaler_kwargs = self.grad_scaler_kwargs()
             for_rate(update, group["lr"])(
                 *parts,
                 [],
@@ -100,10 +100,10 @@ class _InParts(_Told):
                 beta2=beta2,
                 amsgrad=False,
                 maximize=False,
-                **told,
+                **grad_scaler_kwargs,
             )
-            if told["found_inf"] is not None:
-                aten._foreach_sub_.List(steps, [told["found_inf"]] * len(steps))
+            if grad_scaler_kwargs["found_inf"] is not None:
+                aten._foreach_sub_.List(steps, [grad_scaler_kwargs["found_inf"]] * len(steps))
 
 
 class Adam(_InParts, torch.optim.Adam):

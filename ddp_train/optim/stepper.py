@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ddp_train.data.batch_plan import Share
-from ddp_train.optim.nan_guard import DeviceGuard, Guard
+from ddp_train.data.batch_plan import MicroBatch
+from ddp_train.optim.nan_guard import DeviceNonFiniteCheck, NonFiniteCheck
 from ddp_train.optim.schedules import Factor
-from ddp_train.resilience.heartbeat import Position
-from ddp_train.telemetry.metrics_log import Along, RunningLoss
+from ddp_train.resilience.heartbeat import RankStatus
+from ddp_train.telemetry.metrics_log import ExtraPayload, RunningLoss
 
 
 class Stepper:
@@ -25,32 +25,32 @@ class Stepper:
         factor: Factor,
         max_grad_norm: float | None,
         scaler: torch.amp.GradScaler,
-        position: Position,
-        any_may_lack: bool = False,
+        status: RankStatus,
+        allow_missing_grads: bool = False,
         skip_non_finite: bool = False,
     ) -> None:
-        """any_may_lack, skip_non_finite: see `guard.Guard`."""
+        """allow_missing_grads, skip_non_finite: see `guard.NonFiniteCheck`."""
         self.optimizer, self.factor, self.max_grad_norm, self.scaler = optimizer, factor, max_grad_norm, scaler
-        self.position = position
+        self.status = status
         self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self.full_rates = [group.setdefault("initial_lr", group["lr"]) for group in optimizer.param_groups]
+        self.base_lrs = [group.setdefault("initial_lr", group["lr"]) for group in optimizer.param_groups]
         self.device = str(self.parameters[0].device)
         self.losses = RunningLoss()
         self.scaled = scaler.is_enabled()
-        watched = self.losses, position, self.scaled
+        watched = self.losses, status, self.scaled
         reads_flags = getattr(optimizer, "_step_supports_amp_scaling", False)  # torch's fused ones, and ours
-        if reads_flags and self.device != "cpu" and not (any_may_lack or skip_non_finite):
-            self.guard: Guard = DeviceGuard(optimizer, *watched)
+        if reads_flags and self.device != "cpu" and not (allow_missing_grads or skip_non_finite):
+            self.guard: NonFiniteCheck = DeviceNonFiniteCheck(optimizer, *watched)
         else:
-            self.guard = Guard(optimizer, *watched, any_may_lack, skip_non_finite)
+            self.guard = NonFiniteCheck(optimizer, *watched, allow_missing_grads, skip_non_finite)
         self.constants: dict[float, Tensor] = {}
         self.steps_done = 0
         self.continue_from(0)
 
     def continue_from(self, step: int) -> None:
         """`step` optimizer steps are done already. After the optimizer's state was loaded, if it was."""
-        self.steps_done = self.position.step = step
-        self.rated = list(zip(self.optimizer.param_groups, self.full_rates, strict=True))
+        self.steps_done = self.status.step = step
+        self.rated = list(zip(self.optimizer.param_groups, self.base_lrs, strict=True))
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint must hold beside the weights."""
@@ -67,33 +67,33 @@ class Stepper:
                     moments[name] = like.copy_(moment)
         self.scaler.load_state_dict(state["scaler"])
 
-    def backward(self, loss: Tensor, share: Share) -> None:
-        """loss: the sum of the sample losses of a share, a scalar, or [replicas] of them.
+    def backward(self, loss: Tensor, micro_batch: MicroBatch) -> None:
+        """loss: the sum of the sample losses of a micro-batch, a scalar, or [replicas] of them.
 
-        The backward pass starts from the share's scale, or from NaN if the loss is not finite.
+        The backward pass starts from the micro-batch's scale, or from NaN if the loss is not finite.
         """
-        self.position.phase = "backward"
+        self.status.phase = "backward"
         if loss.is_cpu:
             seen = loss.item()
-            value = share.scale if math.isfinite(seen) else math.nan
+            value = micro_batch.scale if math.isfinite(seen) else math.nan
             start = self.constants.get(value)
             if start is None:  # kept: making a tensor costs more than all the rest of this method
                 start = self.constants[value] = torch.full_like(loss, value)
         else:  # looking at the loss would wait for the GPU
             seen = loss.detach().clone()  # a compiled model with CUDA graphs of its own writes the next loss there
-            start = seen * 0 + share.scale
-        self.losses.add(seen, share)
+            start = seen * 0 + micro_batch.scale
+        self.losses.add(seen, micro_batch)
         torch.autograd.backward((loss,), (self.scaler.scale(start) if self.scaled else start,))
 
     def step(self) -> None:
         """One optimizer step. Raises NonFiniteLossError, on all ranks alike, if a loss is not finite; on a GPU with a
         fused optimizer it is `mean_loss` that raises it."""
-        self.position.phase = "optimizer step"
-        self.set_rates(self.factor(self.steps_done))
+        self.status.phase = "optimizer step"
+        self.set_lr(self.factor(self.steps_done))
         self.update()
         self.count_step()
 
-    def set_rates(self, factor: float) -> None:
+    def set_lr(self, factor: float) -> None:
         """Of all groups: their full rate times `factor`."""
         for group, full_rate in self.rated:
             group["lr"] = full_rate * factor
@@ -116,9 +116,9 @@ class Stepper:
     def count_step(self) -> None:
         """One more is done."""
         self.steps_done += 1
-        self.position.step = self.steps_done
+        self.status.step = self.steps_done
 
-    def mean_loss(self, along: Along | None = None) -> float:
+    def mean_loss(self, along: ExtraPayload | None = None) -> float:
         """The mean loss per sample since the last call, over all processes, NaN if all steps were skipped. Raises
         NonFiniteLossError if a loss was not finite. Waits for the device. along: what travels with the losses."""
         self.guard.look(self.steps_done)
@@ -132,4 +132,4 @@ class Stepper:
     @property
     def last_learning_rate(self) -> float:
         """Of the step that was done last, in the first group."""
-        return self.full_rates[0] * self.factor(self.steps_done - 1)
+        return self.base_lrs[0] * self.factor(self.steps_done - 1)

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from ddp_train.data.batch_plan import Share
+from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.rng import StepSeed
 from ddp_train.distributed.process_group import from_all_ranks, send_from_leader
 from ddp_train.parallel.strategy import Single
@@ -69,13 +69,13 @@ class OrderedReduction(Single):
         return module
 
     @contextlib.contextmanager
-    def sync_gradients(self, share: Share) -> Iterator[None]:
+    def sync_gradients(self, micro_batch: MicroBatch) -> Iterator[None]:
         if not self.tree.leaves:
             self.before = [buffer.clone() for buffer in self.buffers]
-        self.seeds[share.part](share.step)  # in place of the step's, which knows the rank
+        self.seeds[micro_batch.shard_index](micro_batch.step)  # in place of the step's, which knows the rank
         yield
-        self.tree.add(self._take(counts=share.count > 0))
-        if share.last:
+        self.tree.add(self._take(counts=micro_batch.num_real > 0))
+        if micro_batch.is_last:
             self._finish()
 
     def _take(self, counts: bool) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_train.config.schema import DdpConfig
-from ddp_train.data.batch_plan import Share
+from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.loader import Batch
 from ddp_train.distributed.process_group import averaged_buffers
 from ddp_train.parallel.sync_batch_norm import SyncBatchNorm, synchronised
@@ -29,9 +29,9 @@ class Strategy(Protocol):
         """What the training step calls. Evaluation and checkpoints use the module itself: it has the plain names."""
         ...
 
-    def sync_gradients(self, share: Share) -> AbstractContextManager[Any]:
-        """Around forward and backward of a share. Gradients are exchanged in that of the last share of a step; in those
-        before it they only add up on this process."""
+    def sync_gradients(self, micro_batch: MicroBatch) -> AbstractContextManager[Any]:
+        """Around forward and backward of a micro-batch. Gradients are exchanged in that of the last micro-batch of a
+        step; in those before it they only add up on this process."""
         ...
 
     def averaged(self, module: ModelWithLoss) -> AbstractContextManager[Tensor]:
@@ -57,7 +57,7 @@ class Single:
     def wrap(self, module: ModelWithLoss) -> nn.Module:
         return module
 
-    def sync_gradients(self, share: Share) -> AbstractContextManager[Any]:
+    def sync_gradients(self, micro_batch: MicroBatch) -> AbstractContextManager[Any]:
         return _NOTHING
 
     def averaged(self, module: ModelWithLoss) -> AbstractContextManager[Tensor]:
@@ -91,16 +91,16 @@ class DistributedDataParallel:
         _register_comm_hook(self.wrapped, self.config)
         return self.wrapped
 
-    def sync_gradients(self, share: Share) -> AbstractContextManager[Any]:
+    def sync_gradients(self, micro_batch: MicroBatch) -> AbstractContextManager[Any]:
         for layer in self.sync_batch_norms:
-            layer.counts = share.count > 0
-        return _NOTHING if share.last else self.wrapped.no_sync()
+            layer.counts = micro_batch.num_real > 0
+        return _NOTHING if micro_batch.is_last else self.wrapped.no_sync()
 
     def averaged(self, module: ModelWithLoss) -> AbstractContextManager[Tensor]:
         return averaged_buffers(module)
 
 
-def settle_buckets(wrapped: nn.Module, batch: Batch) -> None:
+def warm_up_ddp_buckets(wrapped: nn.Module, batch: Batch) -> None:
     """Two forward and backward passes that leave nothing behind but the final layout of DDP's buckets.
 
     DDP lays out its buckets anew after its first iteration, in the order in which gradients came. At three ranks and

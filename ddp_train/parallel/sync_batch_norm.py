@@ -19,8 +19,8 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
     """
 
     counts = True
-    """Whether the samples here count. False for a stand-in (see data.plan.Share), which every process needs to take
-    part in the exchange; it is normalised like the others, and leaves no trace."""
+    """Whether the samples here count. False for a stand-in (see data.plan.MicroBatch), which every process needs to
+    take part in the exchange; it is normalised like the others, and leaves no trace."""
 
     def __init__(self, like: nn.modules.batchnorm._BatchNorm) -> None:
         """With the options, the mode and the very tensors of `like`."""

@@ -18,7 +18,7 @@ from ddp_train.errors import ConfigError
 from ddp_train.text import shown
 
 
-def recompute_blocks(model: nn.Module, classes: list[str]) -> None:
+def checkpoint_blocks(model: nn.Module, classes: list[str]) -> None:
     """Makes the outermost modules of these classes compute their activations again; names in checkpoints stay.
 
     Gradients are the same, dropout included, and buffers change once. Raises ConfigError if the model has no module of

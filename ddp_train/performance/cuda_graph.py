@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_train.data.batch_plan import Share
+from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.errors import LaunchError, is_out_of_memory
 from ddp_train.optim.stepper import Stepper
 from ddp_train.tensor_tree import map_tensors, tensors
@@ -45,8 +45,8 @@ class GraphedStepper(Stepper):
     """A Stepper whose `forward`, in place of the wrapped model, and `backward` record a step and replay it.
 
     `forward` only fills in the batch and returns the tensor in which the loss will be; `backward` replays the whole
-    step. So the loop stays what it is. Needs a fused optimizer, whose learning rate may be a tensor, and one share per
-    step.
+    step. So the loop stays what it is. Needs a fused optimizer, whose learning rate may be a tensor, and one micro-
+    batch per step.
     """
 
     def __init__(
@@ -57,7 +57,8 @@ class GraphedStepper(Stepper):
         *given: Any,
     ) -> None:
         """stream: the one on which `wrapped` was built. is_full: whether the global batch of a step is a whole one: all
-        ranks must replay or none, as NCCL demands, whatever the shape of their own shares. given: Stepper's arguments.
+        ranks must replay or none, as NCCL demands, whatever the shape of their own micro-batches. given: Stepper's
+        arguments.
         """
         self.wrapped, self.stream, self.is_full = wrapped, stream, is_full
         self.warm_up_left = WARM_UP_STEPS
@@ -75,15 +76,15 @@ class GraphedStepper(Stepper):
         self.set_to: dict[Tensor, float] = {}
         """The constants that the graph reads, as they were filled in last."""
 
-    def set_rates(self, factor: float) -> None:
+    def set_lr(self, factor: float) -> None:
         for group, full_rate in self.rated:
             self._fill(group["lr"], full_rate * factor)
 
     def forward(self, inputs: Any, targets: Tensor) -> Tensor:
         """The loss of a batch, a scalar: of one that is recorded its value comes with `backward`.
 
-        Raises LaunchError if a step cannot be recorded, or if whole batches differ in shape. Want of memory passes as
-        it is.
+        Raises LaunchError if a step cannot be recorded, or if whole batches differ in shape. out-of-memory errors
+        passes as it is.
         """
         full = self.is_full(self.steps_done)
         if full and self.graph is None and not self.warm_up_left:
@@ -105,16 +106,16 @@ class GraphedStepper(Stepper):
         with on_stream(self.stream):
             return self.wrapped(inputs, targets)
 
-    def backward(self, loss: Tensor, share: Share) -> None:
+    def backward(self, loss: Tensor, micro_batch: MicroBatch) -> None:
         if self.graph is None or loss is not self.loss:
             with on_stream(self.stream):
-                super().backward(loss, share)
+                super().backward(loss, micro_batch)
             return
-        self.position.phase = "backward"
-        self._fill(self.scale, share.scale)
-        self.set_rates(self.factor(self.steps_done))
+        self.status.phase = "backward"
+        self._fill(self.scale, micro_batch.scale)
+        self.set_lr(self.factor(self.steps_done))
         self.graph.replay()
-        self.losses.add(loss.clone(), share)
+        self.losses.add(loss.clone(), micro_batch)
         self.replayed = True
 
     def step(self) -> None:

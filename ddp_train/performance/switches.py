@@ -10,7 +10,7 @@ import torch
 
 from ddp_train.config.schema import Config, TuningConfig
 from ddp_train.distributed.environment import set_cublas_workspace
-from ddp_train.performance.activation_checkpointing import recompute_blocks
+from ddp_train.performance.activation_checkpointing import checkpoint_blocks
 from ddp_train.task import ModelWithLoss
 
 AUTOCAST = {"fp32": None, "fp64": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -35,7 +35,7 @@ def shape_model(module: ModelWithLoss, tuning: TuningConfig) -> None:
     if tuning.channels_last:
         module.model = module.model.to(memory_format=torch.channels_last)
     if tuning.activation_checkpointing:
-        recompute_blocks(module.model, tuning.activation_checkpointing)
+        checkpoint_blocks(module.model, tuning.activation_checkpointing)
     if tuning.compile:
         # In place: torch.compile(module) would prefix the names in checkpoints. Our module, not the model in it: torch
         # 2.11 compiles no nn.Sequential in place, without a word. A graph for each of the few shapes of a run (whole
@@ -45,7 +45,7 @@ def shape_model(module: ModelWithLoss, tuning: TuningConfig) -> None:
 
 
 @contextlib.contextmanager
-def spared_garbage(tuning: TuningConfig) -> Iterator[None]:
+def frozen_gc(tuning: TuningConfig) -> Iterator[None]:
     """Inside, the garbage collector passes over all objects that were there before: half a million after importing
     torch, which it would look through again and again."""
     gc.collect()

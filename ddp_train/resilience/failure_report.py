@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ddp_train.errors import LaunchError, is_out_of_memory
-from ddp_train.resilience.heartbeat import Position
+from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.stdio import Output
 from ddp_train.text import first_line
 
 FILE, SUMMARY = "failure.json", "summary.json"
 log = logging.getLogger(__name__)
 
-_ECHOES = (
+_PEER_ERRORS = (
     "closed by peer",
     "reset by peer",
     "connection refused",
@@ -59,10 +59,14 @@ class Failure:
     exit_code: int
 
 
-def is_echo(error: BaseException) -> bool:
+def is_peer_error(error: BaseException) -> bool:
     """Whether an error only says that another process is gone."""
     text = str(error).lower()
-    return any(echo in text for echo in _ECHOES) and not isinstance(error, LaunchError) and not _lost_a_batch(error)
+    return (
+        any(peer_error in text for peer_error in _PEER_ERRORS)
+        and not isinstance(error, LaunchError)
+        and not _lost_a_batch(error)
+    )
 
 
 def _lost_a_batch(error: BaseException) -> bool:
@@ -77,7 +81,7 @@ def is_timeout(error: BaseException) -> bool:
     return "timed out" in text or "timeout" in text
 
 
-def failure_from(error: BaseException, rank: int, position: Position, log_file: Path, sizes: str) -> Failure:
+def failure_from(error: BaseException, rank: int, status: RankStatus, log_file: Path, sizes: str) -> Failure:
     """Describes an exception that ended a worker. sizes: the memory of each process of this host, in words."""
     text = str(error).strip()
     kind, remedy, code, detail = "exception", "see the traceback", 70, f"{type(error).__name__}: {text}"
@@ -86,7 +90,7 @@ def failure_from(error: BaseException, rank: int, position: Position, log_file: 
     elif isinstance(error, SystemExit):
         kind, remedy = "exit", "a worker must not call sys.exit()"
         detail = f"sys.exit({error.code!r}) was called"
-    elif is_echo(error):
+    elif is_peer_error(error):
         kind, remedy = "peer", "the cause is in the log of the rank that left first"
         said = first_line(error).partition(" This is typically caused by")[0]  # gloo's guesses, and good wishes
         detail = f"another process is gone: {said}"
@@ -95,12 +99,12 @@ def failure_from(error: BaseException, rank: int, position: Position, log_file: 
     elif text.startswith("DataLoader worker (pid") or _lost_a_batch(error):
         # In torch's own words, raised wherever the main thread happened to be, or as a connection that broke.
         kind, detail = "data_worker", f"a loader process died: {first_line(error) or type(error).__name__}"
-        if position.fetching:
-            detail += f"; the next batch was samples {position.fetching[0].ids.tolist()[:20]}"
+        if status.fetching:
+            detail += f"; the next batch was samples {status.fetching[0].indices.tolist()[:20]}"
         remedy = f"{_LESS_MEMORY}; tuning.num_workers=0 lets the data set fail in the rank itself"
     elif "in DataLoader worker process" in text:  # torch's text holds that process's traceback, and ends with it
         detail = text.splitlines()[-1]
-    return Failure(kind, rank, socket.gethostname(), position.step, position.phase, detail, remedy, str(log_file), code)
+    return Failure(kind, rank, socket.gethostname(), status.step, status.phase, detail, remedy, str(log_file), code)
 
 
 _LESS_MEMORY = (
@@ -110,7 +114,7 @@ _LESS_MEMORY = (
 
 
 def failure_from_exit(
-    returncode: int, rank: int, position: Position, log_file: Path, oom_killed: bool, sizes: str
+    returncode: int, rank: int, status: RankStatus, log_file: Path, oom_killed: bool, sizes: str
 ) -> Failure:
     """Describes a worker that ended without a word.
 
@@ -122,14 +126,14 @@ def failure_from_exit(
         detail = f"the process was ended by {signal.Signals(-returncode).name}"
         if returncode == -signal.SIGKILL and oom_killed:
             kind, remedy = "oom", _LESS_MEMORY
-            detail = f"the kernel killed the process for want of memory; held before: {sizes}"
+            detail = f"the kernel killed the process for lack of memory; held before: {sizes}"
         elif returncode == -signal.SIGKILL:
             remedy = "somebody killed it: a person, a batch system, or a container at its memory limit"
     else:
         detail = f"the process left with exit code {returncode} before the run was done"
         if not returncode:
             remedy = "a worker must not leave by itself: look for os._exit() and the like"
-    step, phase = position.step, position.phase
+    step, phase = status.step, status.phase
     return Failure(kind, rank, socket.gethostname(), step, phase, detail, remedy, str(log_file), 70)
 
 

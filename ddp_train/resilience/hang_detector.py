@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ddp_train.linux import signal_main_thread, state_of
-from ddp_train.resilience.heartbeat import START_SECONDS, Board, Row, stack_file
+from ddp_train.resilience.heartbeat import START_SECONDS, StatusBoard, StatusSnapshot, stack_file
 
 LOOK_SECONDS = 0.1
 STALE_SECONDS = 2.0
@@ -33,47 +33,47 @@ class Hang:
     """Who keeps the run from going on, and how we know."""
 
     rank: int
-    row: Row
+    row: StatusSnapshot
     seconds: float
     reason: str
     """What is known beyond the place; may be empty."""
     others: str
     stack: list[str]
-    """Of the guilty rank's thread that is at work, most recent call last; empty if it wrote none."""
+    """Of the culprit's thread that is at work, most recent call last; empty if it wrote none."""
 
 
 @dataclass
 class _Seen:
     """One rank, as the launcher saw it."""
 
-    row: Row
+    row: StatusSnapshot
     moved: float
-    """When its position last changed."""
+    """When its status last changed."""
     beat: float
     """When its beat last changed."""
     samples: Counter[str] = field(default_factory=Counter)
     """How often it was seen in each phase in this window."""
 
 
-class Watch:
-    """Looks at a board. `look` is cheap and may be called as often as one likes."""
+class HangDetector:
+    """Looks at a status board. `look` is cheap and may be called as often as one likes."""
 
-    def __init__(self, board: Board, pids: list[int], timeout_seconds: float) -> None:
+    def __init__(self, board: StatusBoard, pids: list[int], timeout_seconds: float) -> None:
         """pids: of the ranks 0, 1, ... timeout_seconds: the longest that a rank may stay where it is."""
         self.board, self.pids, self.timeout_seconds = board, pids, timeout_seconds
         now = time.monotonic()
-        self.seen = [_Seen(position.row(), now, now) for position in board.positions]
+        self.seen = [_Seen(status.snapshot(), now, now) for status in board.ranks]
         self.last_look = self.window_began = now
         self.warned = False
 
-    def look(self) -> bool:
+    def is_hung(self) -> bool:
         """Whether some rank has not moved for too long."""
         now = time.monotonic()
         if now - self.last_look < LOOK_SECONDS:
             return False
         self.last_look = now
-        for position, seen in zip(self.board.positions, self.seen, strict=True):
-            row, before = position.row(), seen.row
+        for status, seen in zip(self.board.ranks, self.seen, strict=True):
+            row, before = status.snapshot(), seen.row
             if row.beats != before.beats:
                 seen.beat = now
                 seen.samples[row.phase] += 1
@@ -109,17 +109,17 @@ class Watch:
         for seen in self.seen:
             seen.samples.clear()
 
-    def explain(self, run_dir: Path) -> Hang:
-        """Finds the guilty rank. Wakes processes that are stopped: to be called when all are about to be ended."""
+    def diagnose(self, run_dir: Path) -> Hang:
+        """Finds the culprit. Wakes processes that are stopped: to be called when all are about to be ended."""
         now = time.monotonic()
         states = [state_of(pid) for pid in self.pids]
         stacks = self._stacks(run_dir)
-        rank, reason = self._guilty(now, states, stacks)
-        guilty = self.seen[rank]
+        rank, reason = self._culprit(now, states, stacks)
+        culprit = self.seen[rank]
         others = [f"rank {other} in {seen.row.where}" for other, seen in enumerate(self.seen) if other != rank]
-        return Hang(rank, guilty.row, now - guilty.moved, reason, ", ".join(others), stacks[rank])
+        return Hang(rank, culprit.row, now - culprit.moved, reason, ", ".join(others), stacks[rank])
 
-    def _guilty(self, now: float, states: list[str], stacks: list[list[str]]) -> tuple[int, str]:
+    def _culprit(self, now: float, states: list[str], stacks: list[list[str]]) -> tuple[int, str]:
         """What the kernel says is stopped; else who holds Python's lock; else the least advanced; among several of
         those, the one that does not wait inside torch."""
         for rank, state in enumerate(states):
@@ -130,8 +130,8 @@ class Watch:
         silent = [rank for rank in beating if now - self.seen[rank].beat > STALE_SECONDS]
         if silent and (len(silent) < len(beating) or len(self.seen) == 1):
             return silent[0], "its other threads stand still too: some code keeps Python's lock (GIL)"
-        last = min(self.seen[rank].row.place for rank in alive)
-        behind = [rank for rank in alive if self.seen[rank].row.place == last]
+        last = min(self.seen[rank].row.progress for rank in alive)
+        behind = [rank for rank in alive if self.seen[rank].row.progress == last]
         at_work = [rank for rank in behind if stacks[rank] and not _waits(stacks[rank])]
         rank = (at_work or behind)[0]
         if states[rank] in STATES:

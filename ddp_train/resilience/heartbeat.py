@@ -1,7 +1,7 @@
 """Where every worker of a host is, in memory that they share with their launcher. Torch-free.
 
-A worker says where it is by assigning to its `Position`, at the price of an assignment; a thread of it shows five times
-a second that it lives. A thread that falls silent tells something too: its process is stopped, or some code keeps
+A worker says where it is by assigning to its `RankStatus`, at the price of an assignment; a thread of it shows five
+times a second that it lives. A thread that falls silent tells something too: its process is stopped, or some code keeps
 Python's lock.
 """
 
@@ -36,7 +36,7 @@ others waiting."""
 _NUMBERS = {phase: number for number, phase in enumerate(PHASES)}
 
 
-class Row(NamedTuple):
+class StatusSnapshot(NamedTuple):
     """Where a rank was at one moment."""
 
     beats: int
@@ -46,7 +46,7 @@ class Row(NamedTuple):
     phase: str
 
     @property
-    def place(self) -> tuple[int, int, int]:
+    def progress(self) -> tuple[int, int, int]:
         """Increases as a rank advances."""
         return min(self.beats, 1), self.step, _NUMBERS[self.phase]
 
@@ -55,7 +55,7 @@ class Row(NamedTuple):
         return f"{self.phase} of step {self.step}"
 
 
-class Position(ctypes.Structure):
+class RankStatus(ctypes.Structure):
     """Where a process is. Those who wait or work say so, the loop does not. `phase` is one of PHASES."""
 
     _fields_ = tuple(
@@ -80,8 +80,8 @@ class Position(ctypes.Structure):
     def phase(self, phase: str) -> None:
         self._phase = _NUMBERS[phase]
 
-    def row(self) -> Row:
-        return Row(self.beats, self.step, self.batches, self.phase)
+    def snapshot(self) -> StatusSnapshot:
+        return StatusSnapshot(self.beats, self.step, self.batches, self.phase)
 
     def wait_until_saved(self, seconds: float, given_up: Callable[[], bool] = lambda: False) -> None:
         """A checkpoint that is being written is a copy, whole whatever happened since: lets it come to its end."""
@@ -105,18 +105,18 @@ class Position(ctypes.Structure):
         threading.Thread(target=go_on, name="heartbeat", daemon=True).start()
 
 
-class Board:
+class StatusBoard:
     """The positions of all ranks of a host, in a file without a name that lives as long as somebody has it open."""
 
     def __init__(self, descriptor: int, ranks: int) -> None:
         self.descriptor = descriptor
-        self.positions = (Position * ranks).from_buffer(mmap.mmap(descriptor, ctypes.sizeof(Position) * ranks))
+        self.ranks = (RankStatus * ranks).from_buffer(mmap.mmap(descriptor, ctypes.sizeof(RankStatus) * ranks))
 
     @classmethod
-    def create(cls, ranks: int) -> Board:
+    def create(cls, ranks: int) -> StatusBoard:
         """A new one, whose file descriptor workers inherit."""
         descriptor = os.memfd_create("board")
-        os.ftruncate(descriptor, ctypes.sizeof(Position) * ranks)
+        os.ftruncate(descriptor, ctypes.sizeof(RankStatus) * ranks)
         return cls(descriptor, ranks)
 
     def close(self) -> None:
@@ -124,7 +124,7 @@ class Board:
 
     def sizes(self) -> str:
         """`rank 0 1.20 GiB, rank 1 3.40 GiB`: what they hold, or held last."""
-        return ", ".join(f"rank {rank} {at.resident_bytes / 2**30:.2f} GiB" for rank, at in enumerate(self.positions))
+        return ", ".join(f"rank {rank} {at.resident_bytes / 2**30:.2f} GiB" for rank, at in enumerate(self.ranks))
 
 
 def stack_file(run_dir: Path, rank: int) -> Path:

@@ -20,7 +20,7 @@ from ddp_train.distributed.environment import store_address
 from ddp_train.distributed.world import World
 from ddp_train.errors import HangError
 from ddp_train.resilience.failure_report import Failure, is_timeout
-from ddp_train.resilience.heartbeat import Position, Row
+from ddp_train.resilience.heartbeat import RankStatus, StatusSnapshot
 
 STORE_SECONDS = 2.0
 """For all that is asked of the store: one whose host was cut off answers never, not even with an error."""
@@ -32,12 +32,12 @@ def announce(store: Store, world: World) -> None:
     store.set(f"host/{world.rank}", socket.gethostname())
 
 
-def answer(store: Store, world: World, position: Position) -> bool:
+def answer(store: Store, world: World, status: RankStatus) -> bool:
     """Says that this rank is alive, and where it is. Returns whether the store has it."""
     key = f"roll_call/{world.rank}"
 
     def write() -> bool:
-        store.set(key, json.dumps([position.step, position.phase]))
+        store.set(key, json.dumps([status.step, status.phase]))
         return store.check([key])  # writing alone succeeds on a connection whose other end is gone
 
     return bool(_in_time(write))
@@ -60,21 +60,21 @@ def blame(failure: Failure, error: BaseException, store: Store, world: World) ->
 
     roll = _in_time(read)
     if roll is None:
-        guilty, host, step, phase = 0, store_address(), None, "unknown"
+        culprit, host, step, phase = 0, store_address(), None, "unknown"
         said = f"the store at {host} gives no answer: the host of rank 0 is gone, or cut off"
     elif absent := [rank for rank, (_, place) in roll.items() if place is None]:
-        guilty, host, step, phase = absent[0], roll[absent[0]][0], None, "unknown"
+        culprit, host, step, phase = absent[0], roll[absent[0]][0], None, "unknown"
         said = " and ".join(f"rank {rank} on {roll[rank][0]}" for rank in absent) + " did not answer the roll call"
     else:
-        places = {rank: Row(1, place[0], 0, place[1]) for rank, (_, place) in roll.items() if place}
-        guilty = min(places, key=lambda rank: places[rank].place)
-        host, step, phase = roll[guilty][0], places[guilty].step, places[guilty].phase
-        said = f"all ranks answered the roll call; the last is rank {guilty} on {host}, in {places[guilty].where}"
-    named: dict[str, Any] = {"rank": guilty, "host": host, "step": step, "phase": phase}
+        places = {rank: StatusSnapshot(1, place[0], 0, place[1]) for rank, (_, place) in roll.items() if place}
+        culprit = min(places, key=lambda rank: places[rank].progress)
+        host, step, phase = roll[culprit][0], places[culprit].step, places[culprit].phase
+        said = f"all ranks answered the roll call; the last is rank {culprit} on {host}, in {places[culprit].where}"
+    named: dict[str, Any] = {"rank": culprit, "host": host, "step": step, "phase": phase}
     if is_timeout(error):
         named |= {"kind": HangError.kind, "exit_code": HangError.exit_code}
     remedy = "look at that process, its host and its log; raise launch.timeout_seconds if it is only slow"
-    log = str(Path(failure.log).with_name(f"rank_{guilty}.log"))
+    log = str(Path(failure.log).with_name(f"rank_{culprit}.log"))
     return dataclasses.replace(failure, **named, detail=f"{said}; {failure.detail}", remedy=remedy, log=log)
 
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from ddp_train.distributed.world import World
-from ddp_train.resilience.failure_report import Position
+from ddp_train.resilience.failure_report import RankStatus
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 SAVED, UNSAVED, INTERRUPTED = 75, 143, 130
@@ -42,28 +42,28 @@ class Store(Protocol):
     def check(self, keys: list[str], /) -> bool: ...
 
 
-class Brake:
-    """Where training must stop. By itself it is a brake that nobody can pull; `armed` listens to signals."""
+class StopController:
+    """Where training must stop. By itself it is a brake that nobody can pull; `listening` listens to signals."""
 
     def __init__(self) -> None:
         self.limit = NEVER
         """Training goes no further than this without asking. It may be a guess that training has passed already."""
-        self.agreed = NEVER
+        self.last_step = NEVER
         """The step after which all stop. Whoever has come so far, by the leave of `allows`, sees it."""
-        self.pulled, self.settled, self.released = threading.Event(), threading.Event(), threading.Event()
+        self.requested, self.is_agreed, self.is_over = threading.Event(), threading.Event(), threading.Event()
         self.number, self.patience_seconds = 0, 0.0
         self.leave: Callable[[int], Any] = os._exit
 
     def allows(self, step: int) -> bool:
         """Whether training goes on after `step` steps. Who has reached the limit waits for the agreement."""
         if step >= self.limit:
-            self.settled.wait()
+            self.is_agreed.wait()
         return step < self.limit
 
     @contextlib.contextmanager
-    def armed(
+    def listening(
         self,
-        position: Position,
+        status: RankStatus,
         world: World,
         store: Store | None,
         patience_seconds: float,
@@ -82,40 +82,40 @@ class Brake:
         listened = heard()
         for number in listened:
             signal.signal(number, lambda *_: None)  # without a handler the interpreter does not note the number
-        for work in (lambda: self._listen(numbers), lambda: self.agree(position, world, store)):
+        for work in (lambda: self._listen(numbers), lambda: self.agree(status, world, store)):
             threading.Thread(target=work, daemon=True).start()
         completed = False
         try:
             yield
             completed = True
         finally:
-            self.released.set()
+            self.is_over.set()
             # A late request has nothing to stop where all is done, or where a failed process only writes what it has.
-            afterwards = signal.SIG_IGN if completed or position.saving else signal.SIG_DFL
+            afterwards = signal.SIG_IGN if completed or status.saving else signal.SIG_DFL
             for number in listened:
                 signal.signal(number, afterwards)
             signal.set_wakeup_fd(-1)
             os.close(arriving)
 
-    def pull(self, number: int) -> None:
+    def request_stop(self, number: int) -> None:
         """Asks for a stop, in the name of a signal."""
-        if not self.pulled.is_set():
+        if not self.requested.is_set():
             patience = threading.Timer(self.patience_seconds, self._give_up)
             patience.daemon = True
             patience.start()
             self.number = number
-            self.pulled.set()
+            self.requested.set()
 
-    def claim(self, position: Position) -> int:
+    def propose_step(self, status: RankStatus) -> int:
         """Sets a limit that training has not passed and will see. Returns it.
 
-        Training writes `position.step` and then reads `limit`; this writes `limit` and then reads `position.step`
+        Training writes `status.step` and then reads `limit`; this writes `limit` and then reads `status.step`
         again. If that has not moved, the next one to read `limit` finds it.
         """
         while True:
-            step = position.step
+            step = status.step
             self.limit = step + 1
-            if position.step == step:
+            if status.step == step:
                 return self.limit
 
     def _listen(self, numbers: int) -> None:
@@ -129,25 +129,27 @@ class Brake:
             elif first == math.inf:
                 first = now
                 log.info("asked to stop by %s", signal.Signals(byte[0]).name)
-                self.pull(byte[0])
+                self.request_stop(byte[0])
         os.close(numbers)
 
-    def agree(self, position: Position, world: World, store: Store | None) -> None:
+    def agree(self, status: RankStatus, world: World, store: Store | None) -> None:
         """Waits until some process asks for a stop, and agrees with all of them on the step. In a thread of its own."""
         try:
-            while not self.pulled.wait(LOOK_SECONDS if store else None):
+            while not self.requested.wait(LOOK_SECONDS if store else None):
                 if store and store.check([REQUEST]):
-                    self.pull(int(store.get(REQUEST)))
-            claim = self.claim(position)
-            self.agreed = self.limit = agreed_step(claim, self.number, world, store) if store else claim
-            self.settled.set()
-            log.info("asked to stop; agreed on step %d", self.agreed)
+                    self.request_stop(int(store.get(REQUEST)))
+            propose_step = self.propose_step(status)
+            self.last_step = self.limit = (
+                agreed_step(propose_step, self.number, world, store) if store else propose_step
+            )
+            self.is_agreed.set()
+            log.info("asked to stop; agreed on step %d", self.last_step)
         except RuntimeError as error:  # the store is gone: the run is over, or the process that served it
-            if not self.released.is_set():
+            if not self.is_over.is_set():
                 log.info("no stop can be agreed on any more: %s", error)
 
     def _give_up(self) -> None:
-        if not self.settled.is_set() and not self.released.is_set():
+        if not self.is_agreed.is_set() and not self.is_over.is_set():
             log.error("no agreement on a stop within %g s: leaving without it", self.patience_seconds)
             self.leave(exit_code(self.number))
 
@@ -162,10 +164,10 @@ def exit_code(number: int) -> int:
     return INTERRUPTED if number in (signal.SIGINT, signal.SIGHUP) else UNSAVED
 
 
-def agreed_step(claim: int, number: int, world: World, store: Store) -> int:
+def agreed_step(propose_step: int, number: int, world: World, store: Store) -> int:
     """The largest of all processes' claims. Waits for them, for as long as it takes."""
     store.set(REQUEST, str(number))
-    store.set(f"{EARLIEST}/{world.rank}", str(claim))
+    store.set(f"{EARLIEST}/{world.rank}", str(propose_step))
     if world.is_leader:
         claims = [f"{EARLIEST}/{rank}" for rank in range(world.size)]
         _wait_for(claims, store)

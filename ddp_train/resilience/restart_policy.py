@@ -11,7 +11,7 @@ from ddp_train.resilience.failure_report import FILE
 SAME_FAILURES = 3
 
 
-class Restarts:
+class RestartPolicy:
     """The budget of one run. A newer checkpoint than at the failure before refills it."""
 
     def __init__(self, allowed: int, run_dir: Path) -> None:

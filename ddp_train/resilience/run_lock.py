@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from ddp_train.errors import TakenError
+from ddp_train.errors import OwnershipLostError
 
 FILE = "lock.json"
 POLL_SECONDS = 0.1
@@ -27,14 +27,14 @@ class Lock:
         self.file.close()
 
 
-class HeldError(Exception):
+class LockHeldError(Exception):
     """Somebody else holds the lock; `str(error)` says who."""
 
 
 def acquire(path: Path, patience_seconds: float = 0.0) -> Lock:
     """Locks `path`, a file that is made if need be, waiting so long for another holder to go.
 
-    Raises HeldError if it does not, and OSError where there can be no such file or the file system has no locks.
+    Raises LockHeldError if it does not, and OSError where there can be no such file or the file system has no locks.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("a+")
@@ -46,7 +46,7 @@ def acquire(path: Path, patience_seconds: float = 0.0) -> Lock:
         except BlockingIOError:
             if time.monotonic() >= deadline:
                 file.close()
-                raise HeldError(described(owner(path))) from None
+                raise LockHeldError(described(owner(path))) from None
             time.sleep(POLL_SECONDS)
         except OSError:
             file.close()
@@ -85,14 +85,14 @@ def described(who: dict[str, str]) -> str:
 
 
 def check_owner(run_dir: Path, expected: dict[str, str]) -> None:
-    """Raises TakenError if the run directory has changed hands since its owner was `expected`.
+    """Raises OwnershipLostError if the run directory has changed hands since its owner was `expected`.
 
     A lock can be lost without a word: a network file system gives it to another host when this one was cut off for
     longer than the lease (NFSv4: 90 s). Whoever comes back from there must not write any more.
     """
     now = owner(run_dir / FILE)
     if now != expected:
-        raise TakenError(
+        raise OwnershipLostError(
             f"{run_dir} belongs to another run now: {described(now)}",
             "nothing was written; that run goes on from the checkpoints that are there",
         )

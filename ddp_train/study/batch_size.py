@@ -8,7 +8,7 @@ import resource
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ddp_train.config.hardware import Machine, this_machine
+from ddp_train.config.hardware import Hardware, detect_hardware
 from ddp_train.config.schema import Config, key
 from ddp_train.distributed.environment import visible_devices
 from ddp_train.errors import ConfigError, LaunchError
@@ -87,7 +87,7 @@ def epoch_is_one_step(outcome: Outcome) -> bool:
 def study(request: Request) -> tuple[Report, int]:
     """Raises ConfigError before anything runs."""
     config: BatchSizeConfig = settings_as(BatchSizeConfig, request.settings)
-    machine, load = this_machine(visible_devices()), load_at_start()
+    machine, load = detect_hardware(visible_devices()), load_at_start()
     asked = _check(request, config, machine)
     made: dict[int, Outcome] = {}
 
@@ -143,8 +143,8 @@ def limited_memory(gigabytes: float | None) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_DATA, (before, hard))
 
 
-def _check(request: Request, config: BatchSizeConfig, machine: Machine) -> Config:
-    asked, problems = resolved(request, request.words, machine)
+def _check(request: Request, config: BatchSizeConfig, machine: Hardware) -> Config:
+    asked, problems = resolved(request, request.overrides, machine)
     if asked.device == "cpu" and config.memory_gb is None:
         problems.append(
             "study.memory_gb=null: without GPUs the whole machine would be the limit; give each process's share, as "
@@ -153,7 +153,7 @@ def _check(request: Request, config: BatchSizeConfig, machine: Machine) -> Confi
     if asked.train.reduction == "ordered":
         problems.append("train.reduction=ordered: passes are virtual shards there; use train.reduction=all_reduce")
     if not problems:
-        problems = resolved(request, _trial(request, config, asked, config.start).words, machine)[1]
+        problems = resolved(request, _trial(request, config, asked, config.start).overrides, machine)[1]
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return asked
@@ -164,10 +164,10 @@ def _global_batch(asked: Config, size: int) -> int:
 
 
 def _trial(request: Request, config: BatchSizeConfig, asked: Config, size: int) -> Trial:
-    words = [*request.words, f"train.global_batch_size={_global_batch(asked, size)}"]
-    words += [f"train.max_steps={config.steps}", f"train.log_every_steps={max(1, config.steps // 10)}", *QUIET]
+    overrides = [*request.overrides, f"train.global_batch_size={_global_batch(asked, size)}"]
+    overrides += [f"train.max_steps={config.steps}", f"train.log_every_steps={max(1, config.steps // 10)}", *QUIET]
     within = f"_in_{config.memory_gb:g}_gb" if config.memory_gb else ""  # what does not fit there may fit into more
-    return Trial(words, request.run_dir / "trials" / f"{size}_samples{within}" / "0")
+    return Trial(overrides, request.run_dir / "trials" / f"{size}_samples{within}" / "0")
 
 
 def _report(
@@ -199,7 +199,7 @@ def _report(
         note += " The search did not come to its end: the same command goes on."
     elif not found.limited:
         note += " The search ended before memory did: at study.most, or at the size of the data set."
-    words = _trial(request, config, asked, fastest or config.start).words
+    overrides = _trial(request, config, asked, fastest or config.start).overrides
     plot = curves([Curve("samples/s", list(speeds), list(speeds.values()))],
                   Axis("batch of a process", log=True), Axis("samples/s")) if speeds else ""  # fmt: skip
     return Report(
@@ -207,5 +207,5 @@ def _report(
         "The largest batch that fits, by doubling and then halving the interval, and the fastest of those tried.",
         [Table("Batches", columns, rows, note), Plot("Speed", plot)],
         facts(load),
-        [request.command, command_of(words)],
+        [request.command, command_of(overrides)],
     )

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ddp_train.data.batch_plan import Plan, Share, epoch_order, evaluation_shares
+from ddp_train.data.batch_plan import BatchPlan, MicroBatch, epoch_order, evaluation_batches
 from ddp_train.distributed.process_group import averaged_buffers, session
 from ddp_train.distributed.world import World
 from ddp_train.study.simulate import LOG_EVERY_STEPS
@@ -50,12 +50,12 @@ def measure(ranks: int) -> list[Cost]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     world = World(0, ranks, 0, min(ranks, 8))
-    plan = Plan(SAMPLES, BATCH * ranks, 1, STEPS, seed=0, rank=world.rank, world_size=world.size)
+    plan = BatchPlan(SAMPLES, BATCH * ranks, 1, STEPS, seed=0, rank=world.rank, world_size=world.size)
     with session(world, "cpu", "fake", FakeStore(), 60.0):
         return [
             _cost("order of an epoch, once in each", lambda: _fresh_order(plan)),
-            _cost("shares of a step", lambda: list(plan.shares()), per=STEPS),
-            _cost("shares of an evaluation", lambda: evaluation_shares(TEST_SAMPLES, 200, world.rank, ranks)),
+            _cost("micro-batches of a step", lambda: list(plan.micro_batches()), per=STEPS),
+            _cost("micro-batches of an evaluation", lambda: evaluation_batches(TEST_SAMPLES, 200, world.rank, ranks)),
             _cost("mean loss at a logging interval", lambda: _mean_loss(plan)),
             _cost("buffers of a checkpoint, group norm", lambda: _gathered(nn.GroupNorm(8, CHANNELS))),
             _cost("buffers of a checkpoint, batch norm", lambda: _gathered(nn.BatchNorm1d(CHANNELS))),
@@ -74,19 +74,19 @@ def _cost(what: str, work: Callable[[], Any], per: int = 1) -> Cost:
 
 def _bytes(result: Any) -> int:
     if isinstance(result, list):
-        return sum(share.ids.nbytes for share in result)
+        return sum(micro_batch.indices.nbytes for micro_batch in result)
     return result.nbytes if isinstance(result, np.ndarray | torch.Tensor) else 0
 
 
-def _fresh_order(plan: Plan) -> np.ndarray:
+def _fresh_order(plan: BatchPlan) -> np.ndarray:
     epoch_order.cache_clear()
     return epoch_order(plan.seed, 0, plan.samples)
 
 
-def _mean_loss(plan: Plan) -> float:
+def _mean_loss(plan: BatchPlan) -> float:
     running = RunningLoss()
     for step in range(LOG_EVERY_STEPS):
-        running.add(1.0, Share(0, step, np.arange(BATCH), BATCH, 1.0, True))
+        running.add(1.0, MicroBatch(0, step, np.arange(BATCH), BATCH, 1.0, True))
     return running.mean("cpu")
 
 

@@ -11,7 +11,7 @@ import platform
 import sys
 from pathlib import Path
 
-from ddp_train.config.hardware import this_machine
+from ddp_train.config.hardware import detect_hardware
 from ddp_train.distributed.environment import visible_devices
 
 PACKAGES = ("torch", "torchvision", "numpy", "ddp-train")
@@ -45,7 +45,7 @@ def facts(load_before: float | None = None) -> dict[str, str]:
 
 def hardware() -> str:
     """GPUs, if there are any; cores, processor and memory."""
-    machine, info = this_machine(visible_devices()), Path("/proc/cpuinfo")
+    machine, info = detect_hardware(visible_devices()), Path("/proc/cpuinfo")
     model = platform.processor() or platform.machine()
     if info.exists():
         found = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line]

@@ -10,7 +10,7 @@ from typing import Any, Union
 
 import numpy as np
 
-from ddp_train.config.hardware import this_machine
+from ddp_train.config.hardware import detect_hardware
 from ddp_train.config.schema import Config, key
 from ddp_train.distributed.environment import visible_devices
 from ddp_train.errors import ConfigError, LaunchError
@@ -40,7 +40,7 @@ class GradientsConfig:
 
     kind: str = key("gradients", "what makes this study", choices=("gradients",))
     processes: Union[int, str] = key(
-        "auto", "that are compared with one; auto: one per GPU, 3 without", at_least=2, words=("auto",)
+        "auto", "that are compared with one; auto: one per GPU, 3 without", at_least=2, overrides=("auto",)
     )
 
 
@@ -90,15 +90,15 @@ class Comparison:
 def study(request: Request) -> tuple[Report, int]:
     """Raises ConfigError before anything runs."""
     config: GradientsConfig = settings_as(GradientsConfig, request.settings)
-    machine = this_machine(visible_devices())
+    machine = detect_hardware(visible_devices())
     processes = int(config.processes) if config.processes != "auto" else machine.gpus or 3
-    asked, problems = resolved(request, [*request.words, f"launch.nproc_per_node={processes}"], machine)
+    asked, problems = resolved(request, [*request.overrides, f"launch.nproc_per_node={processes}"], machine)
     if asked.strategy.name != "ddp":
         problems.append(f"strategy={asked.strategy.name}: runs in one process; study=gradients needs strategy=ddp")
     wanted = list(dict.fromkeys(["fp64", str(asked.tuning.precision)]))
     trials = {(p, n): _trial(request, asked, p, n) for p in wanted for n in (1, processes)} if not problems else {}
     for trial in trials.values():
-        problems += resolved(request, trial.words, machine)[1]
+        problems += resolved(request, trial.overrides, machine)[1]
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     with at_work(request):
@@ -117,16 +117,16 @@ def _trial(request: Request, asked: Config, precision: str, processes: int) -> T
     """One step, on all but one of the samples of a global batch, so that processes have shares of different sizes."""
     alone = processes == 1
     ours = ["schedule", *(["strategy", "train.accumulation_steps", "train.reduction", "train.virtual_shards"] * alone)]
-    words = [word for word in request.words if not _is_of(word, ours)]
-    words += ["probe=gradients", "train.max_steps=1", "schedule=constant", f"launch.nproc_per_node={processes}"]
-    words += ["strategy=single"] if alone else []
+    overrides = [word for word in request.overrides if not _is_of(word, ours)]
+    overrides += ["probe=gradients", "train.max_steps=1", "schedule=constant", f"launch.nproc_per_node={processes}"]
+    overrides += ["strategy=single"] if alone else []
     if hasattr(asked.data, "limit") and asked.data.limit is None:
-        words.append(f"data.limit={max(asked.train.global_batch_size - 1, 1)}")
+        overrides.append(f"data.limit={max(asked.train.global_batch_size - 1, 1)}")
     if precision == "fp64":
-        words.append("tuning.precision=fp64")
+        overrides.append("tuning.precision=fp64")
         if not alone and asked.strategy.comm_hook != "none":
-            words.append("strategy.comm_hook=none")
-    return Trial(words, request.run_dir / "trials" / precision / f"{processes}_processes")
+            overrides.append("strategy.comm_hook=none")
+    return Trial(overrides, request.run_dir / "trials" / precision / f"{processes}_processes")
 
 
 def _is_of(word: str, keys: Sequence[str]) -> bool:

@@ -30,14 +30,14 @@ class Kind(Protocol):
         ...
 
 
-def study(script: Path, conf: Path, words: list[str], world: World | None) -> int:
+def study(script: Path, conf: Path, overrides: list[str], world: World | None) -> int:
     """Makes the study that the words ask for. Returns the exit code. Raises ConfigError before anything runs."""
     if world:
         raise ConfigError(["mode=study: starts its own processes; use python launch.py, not torchrun"])
-    if {"-h", "--help"} & set(words):
-        print(help_text(conf, words))
+    if {"-h", "--help"} & set(overrides):
+        print(help_text(conf, overrides))
         return 0
-    request = read_request(script, conf, words)
+    request = read_request(script, conf, overrides)
     kind = str(request.settings.get("kind", "variants"))
     make = _study_variants if kind == "variants" else importlib.import_module(f"ddp_train.study.{kind}").study
     with request.held:
@@ -51,11 +51,11 @@ def study(script: Path, conf: Path, words: list[str], world: World | None) -> in
     return code
 
 
-def help_text(conf: Path, words: list[str]) -> str:
+def help_text(conf: Path, overrides: list[str]) -> str:
     """The file of the study that is named, whose comments say what its keys mean; else what each study is."""
     files = {name: (conf / "study" / f"{name}.yaml").read_text().strip() for name in names_of(conf)}
     for name, text in files.items():
-        if f"study={name}" in words:
+        if f"study={name}" in overrides:
             return f"study={name} is conf/study/{name}.yaml; each KEY in it is study.KEY=VALUE here.\n\n{text}"
     lines = [f"study={name:<12} {text.splitlines()[0].lstrip('# ')}" for name, text in files.items()]
     return "\n".join([*lines, "", "mode=study study=NAME --help shows the keys of one."])
@@ -75,7 +75,7 @@ def _study_variants(request: Request) -> tuple[Report, int]:
 def trial_of(request: Request, asked: Study, variant: Variant, repeat: int) -> Trial:
     """One run of a variant."""
     seed = [f"seed={asked.first.seed + repeat}"] if asked.config.vary_seed else []
-    return Trial(merged(variant.words, seed), trials_folder(request.run_dir, variant) / str(repeat))
+    return Trial(merged(variant.overrides, seed), trials_folder(request.run_dir, variant) / str(repeat))
 
 
 def _run_all(request: Request, asked: Study, outcomes: tables.Outcomes) -> None:

@@ -16,7 +16,7 @@ from ddp_train.config.overrides import read_overrides
 from ddp_train.config.validate import section_rules
 from ddp_train.distributed.environment import new_run_id
 from ddp_train.errors import ConfigError
-from ddp_train.launcher.local import Stop
+from ddp_train.launcher.local import StopRequests
 from ddp_train.text import did_you_mean
 
 OURS = ("mode", "study", "run_dir", "name")
@@ -29,14 +29,14 @@ class Request:
 
     name: str
     settings: dict[str, Any]
-    words: list[str]
+    overrides: list[str]
     """Overrides for every run."""
     run_dir: Path
     script: Path
     conf: Path
     asked: list[str]
     """The whole command line."""
-    stop: Stop = field(default_factory=Stop)
+    stop: StopRequests = field(default_factory=StopRequests)
     held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     """What is given back when the study is over: the lock of `run_dir`."""
 
@@ -47,9 +47,9 @@ class Request:
         return command_of([*given, f"run_dir={self.run_dir}"])
 
 
-def command_of(words: list[str]) -> str:
+def command_of(overrides: list[str]) -> str:
     """A command line to be pasted into a shell."""
-    return shlex.join(["python", "launch.py", *words])
+    return shlex.join(["python", "launch.py", *overrides])
 
 
 def key_of(word: str) -> str:
@@ -57,11 +57,11 @@ def key_of(word: str) -> str:
     return word.lstrip("+~").partition("=")[0]
 
 
-def read_request(script: Path, conf: Path, words: list[str]) -> Request:
+def read_request(script: Path, conf: Path, overrides: list[str]) -> Request:
     """Raises ConfigError for what can be seen without composing a run."""
     names = names_of(conf)
-    flags = [f"{word}: mode=study takes no flag but --help; leave it out" for word in words if word.startswith("-")]
-    given: dict[str, str] = {key_of(word): word.partition("=")[2] for word in words if not word.startswith("-")}
+    flags = [f"{word}: mode=study takes no flag but --help; leave it out" for word in overrides if word.startswith("-")]
+    given: dict[str, str] = {key_of(word): word.partition("=")[2] for word in overrides if not word.startswith("-")}
     name = given.get("study", "")
     if not name:
         flags.append(f"mode=study: which one? add study={names[0]}, or one of {', '.join(names[1:])}")
@@ -70,15 +70,15 @@ def read_request(script: Path, conf: Path, words: list[str]) -> Request:
     if flags:
         raise ConfigError(flags)
     settings = yaml.safe_load((conf / "study" / f"{name}.yaml").read_text())
-    changes = [word for word in words if key_of(word).startswith("study.")]
+    changes = [word for word in overrides if key_of(word).startswith("study.")]
     problems = [problem for word in changes for problem in _change(settings, word)]
-    for_runs = [word for word in words if key_of(word) not in OURS and word not in changes]
+    for_runs = [word for word in overrides if key_of(word) not in OURS and word not in changes]
     problems += read_overrides(conf, for_runs).problems
     settings = _filled(settings, settings, problems)
     if problems:
         raise ConfigError(problems)
     folder = given.get("run_dir") or f"runs/{given.get('name', 'study')}/{name}_{new_run_id(None)}"
-    return Request(name, settings, for_runs, Path(folder), script, conf, words)
+    return Request(name, settings, for_runs, Path(folder), script, conf, overrides)
 
 
 def names_of(conf: Path) -> list[str]:

@@ -93,11 +93,11 @@ def verdict(metric: Metric, base: Sequence[float], mine: Sequence[float]) -> str
         return ""
     if min(len(base), len(mine)) < LEAST_RUNS:
         return "too few runs to tell"
-    words = ("faster", "slower") if metric.is_time else ("better", "worse")
+    overrides = ("faster", "slower") if metric.is_time else ("better", "worse")
     if max(mine) < min(base):
-        return words[0 if metric.lower_is_better else 1]
+        return overrides[0 if metric.lower_is_better else 1]
     if min(mine) > max(base):
-        return words[1 if metric.lower_is_better else 0]
+        return overrides[1 if metric.lower_is_better else 0]
     return "no effect within the noise"
 
 

@@ -12,7 +12,7 @@ from typing import Any, Union
 import numpy as np
 
 from ddp_train.config.auto import resolve
-from ddp_train.config.hardware import Machine, this_machine
+from ddp_train.config.hardware import Hardware, detect_hardware
 from ddp_train.config.overrides import read_config, read_overrides
 from ddp_train.config.schema import Config, key
 from ddp_train.config.validate import check, check_rules
@@ -42,7 +42,7 @@ class ScalingConfig:
 
     kind: str = key("scaling", "what makes this study", choices=("scaling",))
     processes: Union[int, str] = key(
-        "auto", "the most; auto: one per GPU, one per core without", at_least=1, words=("auto",)
+        "auto", "the most; auto: one per GPU, one per core without", at_least=1, overrides=("auto",)
     )
     steps: int = key(60, "of each run", at_least=20)
     repeats: int = key(1, "runs of each kind", at_least=1)
@@ -100,15 +100,15 @@ def split_of(run_dir: Path) -> Split:
 def verdict(split: Split, processes: int, cores: int | None) -> str:
     """What holds a run back, and the keys that may help. cores: of a host without GPUs."""
     share = {part: getattr(split, part) / split.step for part in ("data", "exchange", "waiting", "host")}
-    words = {
+    overrides = {
         "data": "data-bound: raise tuning.num_workers, or hold the data on the device (data.loader=device)",
         "exchange": "communication-bound: more samples a process (train.global_batch_size, train.accumulation_steps), "
         "or fewer bytes (strategy.comm_hook=bf16)",
         "waiting": _uneven(split, processes, cores),
         "host": "host-bound: log less often (train.log_every_steps); look for work between the steps",
     }
-    found = [f"{words[part]} ({100 * share[part]:.0f} % of a step)" for part in sorted(share, key=lambda p: -share[p])
-             if share[part] > MUCH]  # fmt: skip
+    found = [f"{overrides[part]} ({100 * share[part]:.0f} % of a step)" for part in sorted(share, key=lambda p:
+    -share[p]) if share[part] > MUCH]  # fmt: skip
     if split.gpu_waits_for_host is not None and split.gpu_waits_for_host > 0.5:
         found.append(
             "launch-bound: the GPU waits for its host's launches; tuning.cuda_graph=true or tuning.compile=true"
@@ -143,7 +143,7 @@ class Cell:
 def study(request: Request) -> tuple[Report, int]:
     """Raises ConfigError before anything runs."""
     config: ScalingConfig = settings_as(ScalingConfig, request.settings)
-    machine, load = this_machine(visible_devices()), load_at_start()
+    machine, load = detect_hardware(visible_devices()), load_at_start()
     cells = _cells(request, config, machine)
     done: dict[Cell, list[Outcome]] = {}
     splits: dict[Cell, Outcome] = {}
@@ -168,24 +168,24 @@ def _made(request: Request, trial: Trial) -> Outcome | None:
     return made(request, trial, name, lambda outcome: f"{speed(outcome):,.0f} samples/s")
 
 
-def _most(config: ScalingConfig, machine: Machine) -> int:
+def _most(config: ScalingConfig, machine: Hardware) -> int:
     return int(config.processes) if config.processes != "auto" else machine.gpus or machine.cpus
 
 
-def _trial(request: Request, config: ScalingConfig, machine: Machine, cell: Cell, name: str) -> Trial:
+def _trial(request: Request, config: ScalingConfig, machine: Hardware, cell: Cell, name: str) -> Trial:
     """Without GPUs each process has as many threads in every run, else a single one would have the whole machine."""
-    words = [*request.words, f"launch.nproc_per_node={cell.processes}", f"train.global_batch_size={cell.batch}"]
-    words += [f"train.max_steps={config.steps}", f"train.log_every_steps={max(1, config.steps // 10)}", *QUIET]
-    if not machine.gpus and not any(key_of(word) == THREADS for word in words):
-        words.append(f"{THREADS}={max(1, machine.cpus // _most(config, machine))}")
+    overrides = [*request.overrides, f"launch.nproc_per_node={cell.processes}", f"train.global_batch_size={cell.batch}"]
+    overrides += [f"train.max_steps={config.steps}", f"train.log_every_steps={max(1, config.steps // 10)}", *QUIET]
+    if not machine.gpus and not any(key_of(word) == THREADS for word in overrides):
+        overrides.append(f"{THREADS}={max(1, machine.cpus // _most(config, machine))}")
     if name == "split":
-        words += ["probe=step_times"]
-    return Trial(words, request.run_dir / "trials" / f"{cell.processes}_x_{cell.batch // cell.processes}" / name)
+        overrides += ["probe=step_times"]
+    return Trial(overrides, request.run_dir / "trials" / f"{cell.processes}_x_{cell.batch // cell.processes}" / name)
 
 
-def _cells(request: Request, config: ScalingConfig, machine: Machine) -> list[Cell]:
+def _cells(request: Request, config: ScalingConfig, machine: Hardware) -> list[Cell]:
     """Raises ConfigError if one of them cannot run, with all that is wrong."""
-    asked = resolved(request, request.words, machine)[0]
+    asked = resolved(request, request.overrides, machine)[0]
     most = _most(config, machine)
     numbers = [2**power for power in range(most.bit_length()) if 2**power < most] + [most]
     batch, problems = asked.train.global_batch_size, []
@@ -201,15 +201,15 @@ def _cells(request: Request, config: ScalingConfig, machine: Machine) -> list[Ce
     found = [Cell(number, size, tuple(ways)) for (number, size), ways in cells.items()]
     for cell in found if not problems else []:
         for name in ("0", "split"):
-            problems += resolved(request, _trial(request, config, machine, cell, name).words, machine)[1]
+            problems += resolved(request, _trial(request, config, machine, cell, name).overrides, machine)[1]
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return found
 
 
-def resolved(request: Request, words: Sequence[str], machine: Machine) -> tuple[Config, list[str]]:
+def resolved(request: Request, overrides: Sequence[str], machine: Hardware) -> tuple[Config, list[str]]:
     """The config of a run as this machine would run it, and all that is wrong with it."""
-    config, problems = read_config(request.conf, read_overrides(request.conf, list(words)))
+    config, problems = read_config(request.conf, read_overrides(request.conf, list(overrides)))
     problems = problems or check_rules(config)
     if problems:
         return config, problems
@@ -229,7 +229,7 @@ def _report(
     cells: Sequence[Cell],
     done: dict[Cell, list[Outcome]],
     splits: dict[Cell, Outcome],
-    machine: Machine,
+    machine: Hardware,
     load: float,
 ) -> Report:
     speeds = {
@@ -241,14 +241,14 @@ def _report(
     cores = None if on_gpus else machine.cpus
     sections: list[Table | Plot] = [_efficiency(way, cells, speeds, done) for way in ("weak", "strong")]
     sections += [_splits(cells, splits, cores), _plot(cells, speeds)]
-    words = _trial(request, config, machine, cells[-1], "split").words
+    overrides = _trial(request, config, machine, cells[-1], "split").overrides
     return Report(
         "Scaling",
         f"{config.steps} steps on 1 to {cells[-1].processes} processes. Weak: as many samples for each process; "
         "strong: the same global batch on all. At 100 % every process is as fast as one alone.",
         sections,
         facts(load),
-        [request.command, command_of(words)],
+        [request.command, command_of(overrides)],
     )
 
 

@@ -63,7 +63,7 @@ class SimulateConfig:
 def study(request: Request) -> tuple[Report, int]:
     """Predicts; nothing is trained. Raises ConfigError if there is no measured step to start from."""
     config: SimulateConfig = settings_as(SimulateConfig, request.settings)
-    problems = [f"{word}: study=simulate starts no run; leave it out" for word in request.words]
+    problems = [f"{word}: study=simulate starts no run; leave it out" for word in request.overrides]
     if (config.from_run is None) == (config.step_ms is None or config.gradient_mb is None):
         problems.append("study.from_run=null: give it, or study.step_ms and study.gradient_mb; not both")
     if not config.gpus or min(config.gpus) < 1:

@@ -22,7 +22,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ddp_train.data.batch_plan import Share
+from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.loader import Batch
 from ddp_train.optim.stepper import Stepper
 from ddp_train.training.loop import Job
@@ -133,8 +133,8 @@ class _TimedStepper:
     def __init__(self, stepper: Stepper, times: StepTimes) -> None:
         self.stepper, self.times = stepper, times
 
-    def backward(self, loss: Tensor, share: Share) -> None:
-        self.stepper.backward(loss, share)
+    def backward(self, loss: Tensor, micro_batch: MicroBatch) -> None:
+        self.stepper.backward(loss, micro_batch)
         self.times.backward_ends()
 
     def step(self) -> None:

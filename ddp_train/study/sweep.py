@@ -13,7 +13,7 @@ from ddp_train.study.request import command_of
 from ddp_train.study.trials import Outcome, outcome
 
 
-def gather(sweep_dir: Path, rows: list[dict[str, Any]], objective: str, words: list[str]) -> Path:
+def gather(sweep_dir: Path, rows: list[dict[str, Any]], objective: str, overrides: list[str]) -> Path:
     """Writes the report of a sweep into its directory. Returns the page's path.
 
     rows: those of results.jsonl. objective: the key that the sweep optimizes. words: the command line.
@@ -23,7 +23,7 @@ def gather(sweep_dir: Path, rows: list[dict[str, Any]], objective: str, words: l
     table = Table("Trials", columns, [_row(row, found[row["trial"]]) for row in rows], _NOTE)
     shown = [Bar(" ".join(row["overrides"]), row.get("objective"), text=_failed(row)) for row in rows]
     plot = Plot(objective, bars(shown, Axis(objective)))
-    command = command_of(words)
+    command = command_of(overrides)
     intro = f"One run for each combination, in fresh processes; {objective} is what the sweep optimizes."
     return write(Report("Sweep", intro, [table, plot], facts(), [command]), sweep_dir)
 

@@ -49,7 +49,7 @@ def report(request: Request, study: Study, outcomes: Outcomes, load_before: floa
         f"{config.about.strip()}\n\n{_how(study)}",
         sections,
         known | facts(load_before),
-        [request.command, *(f"{command_of(v.words)}  # {v.name}" for v in study.variants if not v.reason)],
+        [request.command, *(f"{command_of(v.overrides)}  # {v.name}" for v in study.variants if not v.reason)],
     )
 
 

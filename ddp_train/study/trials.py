@@ -19,7 +19,7 @@ from typing import Any
 from ddp_train.config.external_checks import unwritable
 from ddp_train.distributed.environment import environment
 from ddp_train.errors import ConfigError
-from ddp_train.launcher.local import Stop
+from ddp_train.launcher.local import StopRequests
 from ddp_train.linux import adopting_orphans, end_with_parent
 from ddp_train.resilience import run_lock
 from ddp_train.resilience.failure_report import FILE as FAILURE
@@ -37,7 +37,7 @@ REASON_LETTERS = 200
 class Trial:
     """One run: its words, without `run_dir`, and its folder; beside that lie its output and how it ended."""
 
-    words: list[str]
+    overrides: list[str]
     run_dir: Path
 
     @property
@@ -96,13 +96,13 @@ def hold(request: Request) -> None:
     """Takes the lock of the run directory. Raises ConfigError if another study has it, or if it cannot be written."""
     try:
         request.held.callback(run_lock.acquire(request.run_dir / run_lock.FILE).release)
-    except run_lock.HeldError as error:
+    except run_lock.LockHeldError as error:
         raise ConfigError([f"run_dir={request.run_dir}: another study is in it, {error}; wait for it"]) from None
     except OSError as error:
         raise ConfigError([unwritable(str(request.run_dir), error.strerror or str(error))]) from None
 
 
-def run(trial: Trial, script: Path, stop: Stop) -> Outcome | None:
+def run(trial: Trial, script: Path, stop: StopRequests) -> Outcome | None:
     """Runs a trial anew, in a session of its own that ends with this process. None if `stop` was asked for, before or
     meanwhile.
 
@@ -113,7 +113,7 @@ def run(trial: Trial, script: Path, stop: Stop) -> Outcome | None:
     shutil.rmtree(trial.run_dir, ignore_errors=True)  # of a trial that was cut short: going on would spoil its times
     trial.record.unlink(missing_ok=True)  # it would tell of a run whose folder is gone, should this one be cut short
     trial.run_dir.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, str(script), *trial.words, trial.run_dir_word]
+    command = [sys.executable, str(script), *trial.overrides, trial.run_dir_word]
     began = time.monotonic()
     with adopting_orphans(), trial.output.open("w") as output:
         process = subprocess.Popen(
@@ -135,11 +135,11 @@ def run(trial: Trial, script: Path, stop: Stop) -> Outcome | None:
         return None
     seconds = time.monotonic() - began
     ended = {"exit_code": process.returncode, "seconds": round(seconds, 3)}
-    write_json(trial.record, {"words": trial.words, **ended, "conditions": conditions(script)})
+    write_json(trial.record, {"words": trial.overrides, **ended, "conditions": conditions(script)})
     return outcome_of(trial)
 
 
-def _wait(process: subprocess.Popen[bytes], stop: Stop) -> None:
+def _wait(process: subprocess.Popen[bytes], stop: StopRequests) -> None:
     """Until it ends; after a request to stop, for so long as a run needs to stop by itself."""
     deadline = None
     while process.poll() is None:
@@ -159,8 +159,8 @@ def outcome_of(trial: Trial) -> Outcome | None:
     if not trial.record.is_file():
         return None
     record = json.loads(trial.record.read_text())
-    if record["words"] != trial.words:
-        before, now = set(record["words"]), set(trial.words)
+    if record["words"] != trial.overrides:
+        before, now = set(record["words"]), set(trial.overrides)
         differ = " ".join(sorted(before ^ now))
         rule = f"holds a trial with other settings ({differ})"
         raise ConfigError([f"run_dir={trial.run_dir}: {rule}; name another run_dir"])

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Union
 
 from ddp_train.config.auto import resolve
-from ddp_train.config.hardware import Machine, this_machine
+from ddp_train.config.hardware import Hardware, detect_hardware
 from ddp_train.config.overrides import read_config, read_overrides
 from ddp_train.config.schema import Config, key
 from ddp_train.config.validate import check, check_rules
@@ -34,7 +34,7 @@ class VariantsConfig:
     about: str = key("", "what is compared, above the tables", may_be_empty=True)
     repeats: int = key(3, "runs of each variant", at_least=1)
     processes: Union[int, str] = key(
-        "auto", "for the variants that have several; auto: one per GPU, 2 without", at_least=1, words=("auto",)
+        "auto", "for the variants that have several; auto: one per GPU, 2 without", at_least=1, overrides=("auto",)
     )
     vary_seed: bool = key(False, "each repeat has another seed; the same ones for all variants")
     metric: str = key("epoch_seconds", "what variants are compared by", choices=METRICS)
@@ -65,7 +65,7 @@ class Variant:
     """
 
     name: str
-    words: list[str]
+    overrides: list[str]
     against: str
     part: str = "variants"
     reason: str = ""
@@ -86,7 +86,7 @@ class Study:
     config: VariantsConfig
     variants: list[Variant]
     baseline: str
-    machine: Machine
+    machine: Hardware
     first: Config
     data: str = ""
 
@@ -101,27 +101,27 @@ def plan(request: Request) -> Study:
     problems = _shape(config)
     if problems:
         raise ConfigError(problems)
-    machine = this_machine(visible_devices())
-    no_gpu = not machine.gpus or "device=cpu" in request.words
+    machine = detect_hardware(visible_devices())
+    no_gpu = not machine.gpus or "device=cpu" in request.overrides
     given = expand(config, no_gpu)
     kept = [v for v in given if not config.only or any(fnmatch.fnmatchcase(v.name, name) for name in config.only)]
     problems = _names(config, given, kept)
-    varied = {key_of(word) for variant in kept for word in variant.words}
+    varied = {key_of(word) for variant in kept for word in variant.overrides}
     problems += [
         f"{word}: study={request.name} varies {key_of(word)}; leave it out, or change study.variants"
-        for word in request.words
+        for word in request.overrides
         if key_of(word) in varied
     ]
     if problems:
         raise ConfigError(problems)
     baseline = config.baseline or next((v.name for v in kept if not v.reason), kept[0].name)
     data, shared = _choose(request, config, next(v for v in kept if v.name == baseline), machine)
-    below, rung = baseline, next(variant.words for variant in kept if variant.name == baseline)
+    below, rung = baseline, next(variant.overrides for variant in kept if variant.name == baseline)
     checked, first = [], Config()
     for variant in kept:
-        own = merged(rung, variant.words) if variant.part == "ladder" else variant.words
-        words = merged(config.common, shared, own, request.words)
-        composed, found = read_config(request.conf, read_overrides(request.conf, words))
+        own = merged(rung, variant.overrides) if variant.part == "ladder" else variant.overrides
+        overrides = merged(config.common, shared, own, request.overrides)
+        composed, found = read_config(request.conf, read_overrides(request.conf, overrides))
         found = found or check_rules(composed)
         reason = variant.reason
         if not found and not reason:
@@ -133,7 +133,7 @@ def plan(request: Request) -> Study:
             reason = f"cannot run here: {'; '.join(here)}" if here else ""
         problems += [f"{problem} (study.variants: {variant.name})" for problem in found]
         against = below if variant.part == "ladder" else variant.against or baseline
-        checked.append(dataclasses.replace(variant, words=words, reason=reason, against=against))
+        checked.append(dataclasses.replace(variant, overrides=overrides, reason=reason, against=against))
         if variant.part == "ladder" and not reason:
             below, rung = variant.name, own
     if problems:
@@ -145,17 +145,17 @@ def expand(config: VariantsConfig, no_gpu: bool) -> list[Variant]:
     """Every variant with the words that it adds: to all runs, to the rungs below, or to the reference."""
     grid = [(line.partition("=")[0], line.partition("=")[2].split(",")) for line in config.grid]
     found: list[Variant] = []
-    for name, words in (config.variants or {"": []}).items():
+    for name, overrides in (config.variants or {"": []}).items():
         for values in itertools.product(*(values for _, values in grid)):
             chosen = dict(zip((key for key, _ in grid), values, strict=True))
             full = ", ".join(filter(None, [name, *(f"{key.rpartition('.')[2]}={v}" for key, v in chosen.items())]))
-            own = [*words, *(f"{key}={value}" for key, value in chosen.items())]
+            own = [*overrides, *(f"{key}={value}" for key, value in chosen.items())]
             found.append(Variant(full, own, str(config.against.get(full, "")), adds=own, of=name, values=chosen))
-    start = next((variant.words for variant in found if variant.name == config.reference), [])
+    start = next((variant.overrides for variant in found if variant.name == config.reference), [])
     for part, words_of, base in (("ladder", config.ladder, []), ("leave_one_out", config.leave_one_out, start)):
-        for name, words in words_of.items():
+        for name, overrides in words_of.items():
             against = config.reference if part == "leave_one_out" else ""
-            found.append(Variant(name, merged(base, words), against, part, adds=words))
+            found.append(Variant(name, merged(base, overrides), against, part, adds=overrides))
     return [dataclasses.replace(variant, reason=_unfit(config, variant, no_gpu)) for variant in found]
 
 
@@ -168,9 +168,9 @@ def _shape(config: VariantsConfig) -> list[str]:
     """Where the file is not what `expand` reads."""
     problems = []
     for name in ("either", "variants", "ladder", "leave_one_out"):
-        for variant, words in getattr(config, name).items():
-            if not isinstance(words, list) or not all(isinstance(word, str) and "=" in word for word in words):
-                problems.append(f"study.{name}.{variant}={words}: must be a list of overrides, [key=value,...]")
+        for variant, overrides in getattr(config, name).items():
+            if not isinstance(overrides, list) or not all(isinstance(word, str) and "=" in word for word in overrides):
+                problems.append(f"study.{name}.{variant}={overrides}: must be a list of overrides, [key=value,...]")
     problems += [f"study.grid: {line}: must be key=a,b,..." for line in config.grid if not re.match(r"[\w.]+=.", line)]
     return problems or ([] if config.variants or config.grid else ["study.variants={}: names no variant; add one"])
 
@@ -203,12 +203,13 @@ def _names(config: VariantsConfig, given: list[Variant], kept: list[Variant]) ->
     return problems + [f"study.variants: {name}: two variants have that name; rename one" for name in doubled]
 
 
-def _choose(request: Request, config: VariantsConfig, variant: Variant, machine: Machine) -> tuple[str, list[str]]:
+def _choose(request: Request, config: VariantsConfig, variant: Variant, machine: Hardware) -> tuple[str, list[str]]:
     """The first of `either` with which this variant can run here, or the last."""
-    name, words = "", []
-    for name, words in config.either.items():  # noqa: B007  the last one stays
+    name, overrides = "", []
+    for name, overrides in config.either.items():  # noqa: B007  the last one stays
         composed, found = read_config(
-            request.conf, read_overrides(request.conf, merged(config.common, words, variant.words, request.words))
+            request.conf,
+            read_overrides(request.conf, merged(config.common, overrides, variant.overrides, request.overrides)),
         )
         if (
             not found
@@ -216,12 +217,12 @@ def _choose(request: Request, config: VariantsConfig, variant: Variant, machine:
             and not check(composed, resolve(composed, machine, None), machine, None)
         ):
             break
-    return name, words
+    return name, overrides
 
 
 def _unfit(config: VariantsConfig, variant: Variant, no_gpu: bool) -> str:
     """Why a variant is not even tried, or ""."""
-    wants_gpu = variant.name in config.needs_gpu or "device=cuda" in variant.words
+    wants_gpu = variant.name in config.needs_gpu or "device=cuda" in variant.overrides
     return str(config.not_run.get(variant.name, NEEDS_GPU if wants_gpu and no_gpu else ""))
 
 

@@ -14,7 +14,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from ddp_train.resilience.heartbeat import Position
+from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.task import Score
 from ddp_train.telemetry.hardware_monitor import summary_line
 from ddp_train.text import counted
@@ -63,8 +63,8 @@ def start_logging(log_file: Path, rank: int, to_terminal: bool) -> None:
 class Display:
     """The terminal of rank 0; on all other ranks it does nothing. The same lines go to the log."""
 
-    def __init__(self, active: bool, position: Position) -> None:
-        self.active, self.position = active, position
+    def __init__(self, active: bool, status: RankStatus) -> None:
+        self.active, self.status = active, status
         self.console = Console(highlight=False, soft_wrap=True)
         self.bar: Progress | None = None
         self.numbers = ""
@@ -132,7 +132,7 @@ class _Bar(Progress):
 
     def get_renderables(self) -> Iterable[RenderableType]:
         for task in self.task_ids:
-            self.update(task, completed=self.display.position.step, numbers=self.display.numbers)
+            self.update(task, completed=self.display.status.step, numbers=self.display.numbers)
         return super().get_renderables()
 
 

@@ -19,13 +19,13 @@ import pynvml
 import torch
 
 from ddp_train.distributed.environment import visible_devices
-from ddp_train.resilience.heartbeat import Position
+from ddp_train.resilience.heartbeat import RankStatus
 
 SAMPLE_SECONDS = 0.5
 """Between two looks at a GPU. A look is half a dozen calls of C that release Python's lock; NVML's own window for
 utilisation is between 1/6 and 1 s."""
-OF_PROCESSES = {"cpu_cores": "mean", "resident_gib": "max"}
-OF_GPUS = {
+PROCESS_METRICS = {"cpu_cores": "mean", "resident_gib": "max"}
+GPU_METRICS = {
     "gpu_utilisation": "mean",
     "gpu_memory_gib": "max",
     "process_gpu_memory_gib": "max",
@@ -34,7 +34,7 @@ OF_GPUS = {
     "energy_wh": "sum",
     "torch_memory_gib": "max",
 }
-RULES = OF_PROCESSES | OF_GPUS
+RULES = PROCESS_METRICS | GPU_METRICS
 """Each figure, and how several of it become one: over the samples of an interval, over GPUs, over a run. Utilisation is
 the share of time in which a kernel ran, in percent; GPU memory is that in use on the device, by this process, and the
 peak of what torch's allocator gave out."""
@@ -50,12 +50,12 @@ def combined(rule: str, values: Iterable[float | None]) -> float:
     return max(known) if rule == "max" else math.fsum(known) / (len(known) if rule == "mean" else 1)
 
 
-class Figures:
+class HardwareMonitor:
     """Of this process at each logging interval; on rank 0, of all processes and of the whole run."""
 
-    def __init__(self, position: Position, gpus: Gpus | None = None) -> None:
+    def __init__(self, status: RankStatus, gpus: GpuSampler | None = None) -> None:
         """gpus: those that this process computes on; on all ranks the same number of them."""
-        self.position, self.gpus = position, gpus
+        self.status, self.gpus = status, gpus
         self.of_ranks: list[list[float]] = []
         self.latest: dict[str, float] = {}
         """Of the last interval, over all ranks; NaN where nothing is known."""
@@ -63,22 +63,22 @@ class Figures:
         """For each figure what stands for the run so far, and the seconds it stands for."""
         self.wall, self.processor = time.perf_counter(), time.process_time()
 
-    def give(self) -> list[float]:
-        """This process's numbers since the last call: OF_PROCESSES, then OF_GPUS for each of its GPUs."""
+    def collect(self) -> list[float]:
+        """This process's numbers since the last call: PROCESS_METRICS, then GPU_METRICS for each of its GPUs."""
         wall, processor = time.perf_counter(), time.process_time()
         cores = (processor - self.processor) / max(wall - self.wall, 1e-9)
         self.wall, self.processor = wall, processor
-        return [cores, self.position.resident_bytes / GIB, *(self.gpus.take() if self.gpus else ())]
+        return [cores, self.status.resident_bytes / GIB, *(self.gpus.take() if self.gpus else ())]
 
-    def receive(self, of_ranks: list[list[float]]) -> None:
+    def deliver(self, of_ranks: list[list[float]]) -> None:
         """What all ranks gave."""
         self.of_ranks = of_ranks
 
     def interval(self, seconds: float) -> dict[str, list[float | None]]:
         """For metrics.jsonl: a number for each process, or for each GPU. Counts them in for the run."""
-        first, width = len(OF_PROCESSES), len(OF_GPUS)
-        lists = {name: [row[at] for row in self.of_ranks] for at, name in enumerate(OF_PROCESSES)}
-        for at, name in enumerate(OF_GPUS, start=first):
+        first, width = len(PROCESS_METRICS), len(GPU_METRICS)
+        lists = {name: [row[at] for row in self.of_ranks] for at, name in enumerate(PROCESS_METRICS)}
+        for at, name in enumerate(GPU_METRICS, start=first):
             lists[name] = [value for row in self.of_ranks for value in row[at::width]]
         self.latest = {name: combined(RULES[name], values) for name, values in lists.items()}
         for name, value in self.latest.items():
@@ -132,17 +132,17 @@ def summary_line(figures: dict[str, float]) -> str:
     return ", ".join(parts)
 
 
-def figures_on(device: str, spread: bool, position: Position) -> Figures:
+def hardware_monitor_for(device: str, spread: bool, status: RankStatus) -> HardwareMonitor:
     """Those of a process that computes on `device`, or, if it is a GPU and `spread`, on all that it can see."""
     if torch.device(device).type == "cpu":
-        return Figures(position)
+        return HardwareMonitor(status)
     own = torch.device(device).index
-    gpus = Gpus(range(torch.cuda.device_count()) if spread else [own], visible_devices())
+    gpus = GpuSampler(range(torch.cuda.device_count()) if spread else [own], visible_devices())
     gpus.keep_sampling()
-    return Figures(position, gpus)
+    return HardwareMonitor(status, gpus)
 
 
-class Gpus:
+class GpuSampler:
     """The GPUs that this process computes on, as NVML and torch see them; NVML is asked by a thread."""
 
     def __init__(self, numbers: Sequence[int], visible: str | None) -> None:
@@ -192,7 +192,7 @@ class Gpus:
             log.info("not all figures of GPUs are known: NVML says %s", error)
 
     def take(self) -> list[float]:
-        """OF_GPUS for each GPU, over the samples since the last call; without any, the latest."""
+        """GPU_METRICS for each GPU, over the samples since the last call; without any, the latest."""
         numbers: list[float] = []
         for at, number in enumerate(self.numbers):
             with self.lock:
@@ -206,7 +206,7 @@ class Gpus:
             # Counted since the driver was loaded.
             found["energy_wh"] = latest.get("energy_wh", math.nan) - before.get("energy_wh", math.nan)
             found["torch_memory_gib"] = _peak_of_torch(number) / GIB
-            numbers += [found[name] for name in OF_GPUS]
+            numbers += [found[name] for name in GPU_METRICS]
         return numbers
 
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ddp_train.data.batch_plan import Share
+from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.distributed.process_group import from_all_ranks
 
 METRICS = "metrics.jsonl"
@@ -30,14 +30,14 @@ def is_finite(loss: SeenLoss) -> bool:
     return bool(loss.isfinite().all()) if isinstance(loss, Tensor) else math.isfinite(loss)
 
 
-class Along(Protocol):
+class ExtraPayload(Protocol):
     """Numbers that travel with the losses, so that they need no exchange of their own."""
 
-    def give(self) -> list[float]:
+    def collect(self) -> list[float]:
         """Those of this process, on all ranks equally many."""
         ...
 
-    def receive(self, of_ranks: list[list[float]]) -> None:
+    def deliver(self, of_ranks: list[list[float]]) -> None:
         """What rank 0, 1, ... gave."""
         ...
 
@@ -46,35 +46,37 @@ class RunningLoss:
     """The losses since the last look. Adding costs no arithmetic and no synchronisation with the device."""
 
     def __init__(self) -> None:
-        self.seen: list[tuple[SeenLoss, Share]] = []
+        self.seen: list[tuple[SeenLoss, MicroBatch]] = []
 
-    def add(self, loss: SeenLoss, share: Share) -> None:
+    def add(self, loss: SeenLoss, micro_batch: MicroBatch) -> None:
         """The loss of a forward pass over these samples."""
-        self.seen.append((loss, share))
+        self.seen.append((loss, micro_batch))
 
-    def of_step(self, step: int) -> list[tuple[SeenLoss, Share]]:
+    def of_step(self, step: int) -> list[tuple[SeenLoss, MicroBatch]]:
         """What was added in one optimizer step, if nobody looked since."""
-        return [(loss, share) for loss, share in self.seen if share.step == step]
+        return [(loss, micro_batch) for loss, micro_batch in self.seen if micro_batch.step == step]
 
     def forget(self, step: int) -> None:
         """The losses of a step that was not taken."""
-        self.seen = [(loss, share) for loss, share in self.seen if share.step != step]
+        self.seen = [(loss, micro_batch) for loss, micro_batch in self.seen if micro_batch.step != step]
 
     def first_bad_step(self, never: int) -> int:
         """The first optimizer step here with a loss that is not finite; `never` if there is none."""
-        return min((share.step for loss, share in self.seen if not is_finite(loss)), default=never)
+        return min((micro_batch.step for loss, micro_batch in self.seen if not is_finite(loss)), default=never)
 
-    def mean(self, device: str, along: Along | None = None) -> float:
+    def mean(self, device: str, extra: ExtraPayload | None = None) -> float:
         """The mean loss per sample over all processes, by one exchange; starts over.
 
         The sum is exact before it is rounded, so it does not depend on who computed which share.
         """
-        given = along.give() if along else []
-        here = [sum(share.count for _, share in self.seen), *given]
-        here += [loss if share.count else 0.0 for loss, share in self.seen if not isinstance(loss, Tensor)]
+        given = extra.collect() if extra else []
+        here = [sum(micro_batch.num_real for _, micro_batch in self.seen), *given]
+        here += [
+            loss if micro_batch.num_real else 0.0 for loss, micro_batch in self.seen if not isinstance(loss, Tensor)
+        ]
         on_device = [
-            (loss if share.count else torch.zeros_like(loss)).view(-1)  # a stand-in does not count
-            for loss, share in self.seen
+            (loss if micro_batch.num_real else torch.zeros_like(loss)).view(-1)  # a stand-in does not count
+            for loss, micro_batch in self.seen
             if isinstance(loss, Tensor)
         ]
         numbers = torch.tensor(here, device=device, dtype=torch.float64)
@@ -82,8 +84,8 @@ class RunningLoss:
             numbers = torch.cat([numbers, torch.cat(on_device).double()])  # a short batch fills fewer replicas
         rows, first = from_all_ranks(numbers).tolist(), 1 + len(given)
         self.seen.clear()
-        if along:
-            along.receive([row[1:first] for row in rows])
+        if extra:
+            extra.deliver([row[1:first] for row in rows])
         samples = sum(row[0] for row in rows)  # none if every step of the interval was skipped
         return math.fsum(loss for row in rows for loss in row[first:]) / samples if samples else math.nan
 

@@ -47,7 +47,7 @@ IMAGES = 32
 log = logging.getLogger(__name__)
 
 
-class Book:
+class DeliveryLog:
     """trackers.json: what each tracker knows already."""
 
     def __init__(self, run_dir: Path) -> None:
@@ -65,14 +65,14 @@ class Book:
             write_json(self.path, self.entries)
 
 
-class Background:
+class TrackerThread:
     """A tracker with a thread that calls it. Lines that it does not take are told again with the next one."""
 
-    def __init__(self, tracker: Tracker, run: Run, book: Book) -> None:
-        self.tracker, self.run, self.book = tracker, run, book
-        self.entry: dict[str, Any] = dict(book.entries.get(tracker.name, {}))
+    def __init__(self, tracker: Tracker, run: Run, delivered: DeliveryLog) -> None:
+        self.tracker, self.run, self.delivered = tracker, run, delivered
+        self.entry: dict[str, Any] = dict(delivered.entries.get(tracker.name, {}))
         self.is_open = self.warned = False
-        self.untold: deque[dict[str, Any]] = deque(maxlen=WAITING_LINES)
+        self.unsent: deque[dict[str, Any]] = deque(maxlen=WAITING_LINES)
         """Lines that failed: they go before the next one."""
         self.waiting: queue.Queue[Callable[[], None] | None] = queue.Queue(WAITING_LINES)
         self.thread = threading.Thread(target=self._work, name=tracker.name, daemon=True)
@@ -85,28 +85,28 @@ class Background:
         except queue.Full:
             self._warn(f"is {WAITING_LINES:,} lines behind: later ones are left out")
 
-    def tell(self, lines: Sequence[dict[str, Any]]) -> None:
+    def send(self, lines: Sequence[dict[str, Any]]) -> None:
         """In the thread: lines of metrics.jsonl, without those that the tracker was told of in an earlier process."""
-        self.untold.extend(lines)
+        self.unsent.extend(lines)
         if not self.is_open:
             self._open()
         try:
-            while self.untold:
-                self._tell_first()
-                self.untold.popleft()
+            while self.unsent:
+                self._send_first()
+                self.unsent.popleft()
         finally:
-            self.book.keep(self.tracker.name, self.entry)
+            self.delivered.keep(self.tracker.name, self.entry)
 
-    def _tell_first(self) -> None:
+    def _send_first(self) -> None:
         """Of those untold the first, or, if it fails and the next one does not, that: then the first was to blame."""
         try:
-            self._tell(self.untold[0])
+            self._send(self.unsent[0])
         except Exception:
-            if len(self.untold) == 1:
+            if len(self.unsent) == 1:
                 raise
-            self._tell(self.untold[1])
+            self._send(self.unsent[1])
 
-    def _tell(self, line: dict[str, Any]) -> None:
+    def _send(self, line: dict[str, Any]) -> None:
         kind, step = line["kind"], line["step"]
         if step > self.entry.get(kind, 0):
             self.tracker.write(step, scalars_of(line))
@@ -120,7 +120,7 @@ class Background:
     def close(self, status: str, summary: dict[str, Any]) -> None:
         """In the thread: at the end."""
         try:
-            self.tell([])
+            self.send([])
         finally:
             if self.is_open:
                 self.tracker.close(status, summary)
@@ -141,7 +141,7 @@ class Background:
         last = self.tracker.keeps_up_to
         told = {kind: min(step, last) for kind, step in self.entry.items() if kind != "id" and run_id == known}
         self.entry = {"id": run_id, **told}
-        self.book.keep(self.tracker.name, self.entry)
+        self.delivered.keep(self.tracker.name, self.entry)
 
     def _warn(self, what: str, error: Exception | None = None) -> None:
         if not self.warned:
@@ -156,22 +156,22 @@ class Tracking:
 
     def __init__(self, trackers: list[Tracker], run_dir: Path, config: Config) -> None:
         self.trackers, self.run_dir, self.config = trackers, run_dir, config
-        self.running: list[Background] = []
+        self.running: list[TrackerThread] = []
 
     def start(self, first_step: int, lines: Sequence[dict[str, Any]]) -> None:
         """Opens them, in their threads. lines: of metrics.jsonl, up to `first_step`; who was not told of them, because
         a process was killed or the tracker is a new one, is told now."""
         if self.trackers:
-            values, book = flat(to_values(self.config)), Book(self.run_dir)
+            values, delivered = flat(to_values(self.config)), DeliveryLog(self.run_dir)
             run = Run(self.run_dir, self.config.name, self.config.tracker.project, values, first_step)
-            self.running = [Background(tracker, run, book) for tracker in self.trackers]
+            self.running = [TrackerThread(tracker, run, delivered) for tracker in self.trackers]
         for one in self.running:
-            one.do(functools.partial(one.tell, lines))
+            one.do(functools.partial(one.send, lines))
 
     def write(self, line: dict[str, Any]) -> None:
         """A line of metrics.jsonl."""
         for one in self.running:
-            one.do(functools.partial(one.tell, [line]))
+            one.do(functools.partial(one.send, [line]))
 
     def hooks(self, job: Job, batch: Callable[[], Batch]) -> list[Hook]:
         """Those that the details for TensorBoard need. Shows it the model now, before training begins.
@@ -211,7 +211,7 @@ class Tracking:
 class Histograms:
     """Of the weights, for TensorBoard, at the end of each epoch. On one process: nothing is exchanged."""
 
-    def __init__(self, background: Background, board: TensorBoard) -> None:
+    def __init__(self, background: TrackerThread, board: TensorBoard) -> None:
         self.background, self.board, self.room = background, board, threading.Semaphore(WAITING_HISTOGRAMS)
 
     def due(self, job: Job) -> int:

@@ -26,9 +26,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ddp_train.errors import DataError, TakenError, WriteError
+from ddp_train.errors import DataError, OwnershipLostError, WriteError
 from ddp_train.resilience import run_lock
-from ddp_train.resilience.heartbeat import Position
+from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.tensor_tree import map_tensors, tensors
 
 MODEL, TRAINING, MANIFEST = "model.safetensors", "training.pt", "manifest.json"
@@ -57,9 +57,9 @@ def copy_of(tensor: Tensor) -> Tensor:
 class Writer:
     """Writes checkpoints into `run_dir` in a thread of its own, one at a time. For one process only, rank 0."""
 
-    def __init__(self, run_dir: Path, keep: int, keep_best: bool = False, position: Position | None = None) -> None:
+    def __init__(self, run_dir: Path, keep: int, keep_best: bool = False, status: RankStatus | None = None) -> None:
         """position: where it is told that a checkpoint is being written."""
-        self.position = position or Position()
+        self.status = status or RankStatus()
         self.run_dir, self.keep, self.keep_best = run_dir, keep, keep_best
         self.thread: threading.Thread | None = None
         self.error: Exception | None = None
@@ -70,12 +70,12 @@ class Writer:
     def submit(self, take: Callable[[], Snapshot]) -> None:
         """Waits until the one before is written, takes a snapshot and begins to write it."""
         self._join()
-        self.position.saving = 1
+        self.status.saving = 1
         try:
             self.thread = threading.Thread(target=self._write, args=(take(),), name="checkpoint")
             self.thread.start()
         except BaseException:
-            self.position.saving = 0
+            self.status.saving = 0
             raise
 
     def finish(self) -> None:
@@ -99,14 +99,14 @@ class Writer:
             self.error = error  # a WriteError counts if it is the last word: until then training goes on
             log.warning("%s; training goes on, the next checkpoint will be tried", error)
         finally:
-            self.position.saving = 0
+            self.status.saving = 0
 
 
 def write(run_dir: Path, snapshot: Snapshot, owner: dict[str, str] | None = None) -> Path:
     """Writes a checkpoint, atomically. Raises WriteError, with all others intact, if it cannot be written.
 
-    owner: who held the lock of run_dir when this run began, None if nobody did. Raises TakenError if somebody else does
-    now.
+    owner: who held the lock of run_dir when this run began, None if nobody did. Raises OwnershipLostError if somebody
+    else does now.
     """
     step = snapshot.step
     final = run_dir / "checkpoints" / f"step_{step:08d}"
@@ -124,11 +124,11 @@ def write(run_dir: Path, snapshot: Snapshot, owner: dict[str, str] | None = None
         for path in (part / MODEL, part / TRAINING, part / MANIFEST, part):
             _flush(path)
         run_lock.check_owner(run_dir, owner or {})  # just before the renames: what is written aside disturbs nobody
-        if final.exists():  # the same step once more: the run resumed from an older one, for this one is spoilt
-            final.rename(final.with_name(f"{final.name}.part-spoilt"))
+        if final.exists():  # the same step once more: the run resumed from an older one, for this one is corrupt
+            final.rename(final.with_name(f"{final.name}.part-corrupt"))
         part.rename(final)
         _flush(final.parent)
-    except TakenError:
+    except OwnershipLostError:
         shutil.rmtree(part)
         raise
     except (OSError, RuntimeError, SafetensorError) as error:  # a full disk is an OSError, or a RuntimeError of torch's
@@ -140,16 +140,16 @@ def write(run_dir: Path, snapshot: Snapshot, owner: dict[str, str] | None = None
             f"({free:,} bytes free, some {needed:,} needed)",
             "free some space, or continue in another run_dir with checkpoint.resume=PATH",
         ) from error
-    shutil.rmtree(final.with_name(f"{final.name}.part-spoilt"), ignore_errors=True)
+    shutil.rmtree(final.with_name(f"{final.name}.part-corrupt"), ignore_errors=True)
     return final
 
 
 def _remove_old(folder: Path, newest: int, keep: int, keep_best: bool) -> None:
     """Removes all but the newest `keep` checkpoints and the best one, once that of step `newest` is verified."""
     final = folder / f"step_{newest:08d}"
-    flaw = _flaw(final)
-    if flaw:
-        raise WriteError(f"the checkpoint {final} is spoilt as soon as it is written: {flaw}", "check the disk")
+    defect = _defect(final)
+    if defect:
+        raise WriteError(f"the checkpoint {final} is corrupt as soon as it is written: {defect}", "check the disk")
     # A later step than this one's was passed over when the run resumed: it goes before any that can be trusted.
     others = sorted(path for path in folder.glob("step_????????") if path != final)
     others.sort(key=lambda path: path < final)
@@ -169,7 +169,7 @@ def _best(places: list[Path]) -> Path | None:
 
     scored = []
     for place in sorted(places):
-        with contextlib.suppress(OSError, ValueError):  # a spoilt one is nobody's best
+        with contextlib.suppress(OSError, ValueError):  # a corrupt one is nobody's best
             scored += [(rank(score), place) for score in [read_manifest(place).get("test")] if score]
     return min(scored)[1] if scored else None
 
@@ -188,10 +188,10 @@ def find(resume: str, run_dir: Path) -> Path | None:
     else:
         candidates = sorted((place / "checkpoints").glob("step_????????"), reverse=True)
     for path in candidates:
-        flaw = _flaw(path)
-        if flaw is None:
+        defect = _defect(path)
+        if defect is None:
             return path
-        log.warning("checkpoint %s is passed over: %s", path, flaw)
+        log.warning("checkpoint %s is passed over: %s", path, defect)
     if resume == "auto" and not candidates:
         return None
     raise DataError(
@@ -226,7 +226,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return json.loads((path / MANIFEST).read_text())
 
 
-def _flaw(path: Path) -> str | None:
+def _defect(path: Path) -> str | None:
     """Why a checkpoint cannot be trusted, or None if it can."""
     try:
         manifest = read_manifest(path)

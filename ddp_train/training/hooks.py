@@ -9,10 +9,10 @@ import torch
 
 from ddp_train.config.schema import CheckpointConfig
 from ddp_train.distributed.process_group import total
-from ddp_train.resilience.heartbeat import Position
+from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.task import Score
 from ddp_train.telemetry.console import Display, epoch_line
-from ddp_train.telemetry.hardware_monitor import Figures
+from ddp_train.telemetry.hardware_monitor import HardwareMonitor
 from ddp_train.telemetry.metrics_log import MetricsFile
 from ddp_train.tensor_tree import map_tensors
 from ddp_train.text import counted
@@ -31,12 +31,12 @@ class Record:
         epochs: int,
         log_every_steps: int,
         evaluate_every_epochs: int,
-        position: Position,
-        figures: Figures | None = None,
+        status: RankStatus,
+        figures: HardwareMonitor | None = None,
     ) -> None:
         """figures: those of this process's GPUs too, where it has some."""
         self.display, self.metrics, self.device, self.epochs = display, metrics, device, epochs
-        self.position, self.figures = position, figures or Figures(position)
+        self.status, self.figures = status, figures or HardwareMonitor(status)
         self.log_every_steps, self.evaluate_every_epochs = log_every_steps, evaluate_every_epochs
         self.epoch_seconds: list[float] = []
         self.score: Score | None = None
@@ -50,7 +50,7 @@ class Record:
         """After all the building. step: optimizer steps that are done."""
         self.began = self.epoch_began = self.interval_began = time.perf_counter()
         self.interval_first_step = step
-        self.figures.give()  # what building took is not of the first interval
+        self.figures.collect()  # what building took is not of the first interval
 
     @property
     def seconds(self) -> float:
@@ -76,10 +76,10 @@ class Record:
         return min(_next_multiple(self.log_every_steps, job.step), job.plan.epoch_end(job.step))
 
     def act(self, job: Job) -> None:
-        self.position.phase = "record"
+        self.status.phase = "record"
         ends = job.plan.ends_epoch(job.step)
         self.score = None
-        if ends or job.step % self.log_every_steps == 0 or job.step >= job.brake.agreed:
+        if ends or job.step % self.log_every_steps == 0 or job.step >= job.stop.last_step:
             self._record_interval(job)
         if ends:
             self._record_epoch(job)
@@ -129,10 +129,10 @@ class Save:
         record: Record,
         manifest: dict[str, Any],
         config: CheckpointConfig,
-        position: Position,
+        status: RankStatus,
     ) -> None:
         """writer: on one process; the others take part without one. manifest: what stands in every checkpoint's."""
-        self.writer, self.record, self.manifest, self.position = writer, record, manifest, position
+        self.writer, self.record, self.manifest, self.status = writer, record, manifest, status
         self.every_steps, self.every_minutes, self.best = config.every_steps, config.every_minutes, config.best
         self.last_save = time.monotonic()
 
@@ -142,7 +142,7 @@ class Save:
     def act(self, job: Job) -> None:
         at_this_step = job.step % self.every_steps == 0 if self.every_steps else job.plan.ends_epoch(job.step)
         evaluated = self.best and self.record.score is not None
-        last = job.step >= min(job.plan.steps, job.brake.agreed)
+        last = job.step >= min(job.plan.steps, job.stop.last_step)
         if at_this_step or evaluated or last or self._time_is_up():
             self._save(job)
         if self.writer and last:
@@ -156,7 +156,7 @@ class Save:
         return total(torch.tensor(float(up), device=self.record.device)).item() > 0
 
     def _save(self, job: Job) -> None:
-        self.position.phase = "checkpoint"
+        self.status.phase = "checkpoint"
         job.stepper.check()
         self.last_save = time.monotonic()
         with job.strategy.averaged(job.module) as buffers:

@@ -9,11 +9,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ddp_train.data.batch_plan import Plan
+from ddp_train.data.batch_plan import BatchPlan
 from ddp_train.data.loader import Batch
 from ddp_train.optim.stepper import Stepper
 from ddp_train.parallel.strategy import Strategy
-from ddp_train.resilience.preemption import Brake
+from ddp_train.resilience.preemption import StopController
 from ddp_train.task import ModelWithLoss, Score, Scorer
 
 
@@ -25,14 +25,14 @@ class Evaluation:
     strategy: Strategy
     batches: Iterable[Batch]
     new_scorer: Callable[[], Scorer]
-    brake: Brake = field(default_factory=Brake)
+    stop: StopController = field(default_factory=StopController)
 
 
 @dataclass
 class Job:
     """Everything that one process needs to train. `step` counts the optimizer steps that are done."""
 
-    plan: Plan
+    plan: BatchPlan
     module: ModelWithLoss
     wrapped: Callable[[Any, Tensor], Tensor]
     strategy: Strategy
@@ -41,7 +41,7 @@ class Job:
     evaluation: Evaluation
     seed_step: Callable[[int], None]
     hooks: Sequence[Hook] = ()
-    brake: Brake = field(default_factory=Brake)
+    stop: StopController = field(default_factory=StopController)
     step: int = 0
 
 
@@ -58,26 +58,26 @@ class Hook(Protocol):
 
 
 def fit(job: Job) -> None:
-    """Trains from `job.step` to the end of the plan, or to where the brake stops it."""
+    """Trains from `job.step` to the end of the plan, or to where the stop controller stops it."""
     batches = iter(job.batches)
-    while job.step < job.plan.steps and job.brake.allows(job.step):
+    while job.step < job.plan.steps and job.stop.allows(job.step):
         train(job, batches, until=min([job.plan.epoch_end(job.step), *(hook.due(job) for hook in job.hooks)]))
         for hook in job.hooks:
             hook.act(job)
 
 
 def train(job: Job, batches: Iterator[Batch], until: int) -> None:
-    """Trains until `until` optimizer steps are done, or until the brake stops it."""
+    """Trains until `until` optimizer steps are done, or until the stop controller stops it."""
     job.module.train()
-    while (job.step < job.brake.limit or job.brake.allows(job.step)) and job.step < until:
+    while (job.step < job.stop.limit or job.stop.allows(job.step)) and job.step < until:
         job.seed_step(job.step)
         exchange = False
         while not exchange:
             batch = next(batches)
-            exchange = batch.share.last
-            with job.strategy.sync_gradients(batch.share):
+            exchange = batch.micro_batch.is_last
+            with job.strategy.sync_gradients(batch.micro_batch):
                 loss = job.wrapped(batch.inputs, batch.targets)
-                job.stepper.backward(loss, batch.share)
+                job.stepper.backward(loss, batch.micro_batch)
         job.stepper.step()
         job.step += 1
 
@@ -89,8 +89,8 @@ def evaluate(evaluation: Evaluation) -> Score | None:
     scorer = evaluation.new_scorer()
     with evaluation.strategy.averaged(evaluation.module):
         for batch in evaluation.batches:
-            if evaluation.brake.pulled.is_set():
+            if evaluation.stop.requested.is_set():
                 break
             loss, correct = evaluation.module.score(batch.inputs, batch.targets)
-            scorer.add(batch.share.step, loss, correct, batch.share.count)
+            scorer.add(batch.micro_batch.step, loss, correct, batch.micro_batch.num_real)
     return scorer.result()

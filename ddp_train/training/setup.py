@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ddp_train.config.auto import optimizer_at_batch, process_count
 from ddp_train.config.schema import TRACKERS, Config, TuningConfig
-from ddp_train.data.batch_plan import Plan, evaluation_shares
-from ddp_train.data.datasets import Source
+from ddp_train.data.batch_plan import BatchPlan, evaluation_batches
+from ddp_train.data.datasets import BatchSource
 from ddp_train.data.loader import Batch, Loader
-from ddp_train.data.rng import StepSeed, mix
+from ddp_train.data.rng import StepSeed, hash_key
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
 from ddp_train.models.zoo import build_model
@@ -23,20 +23,20 @@ from ddp_train.optim.optimizers import build_optimizer
 from ddp_train.optim.schedules import build_schedule, warmup_steps
 from ddp_train.optim.stepper import Stepper
 from ddp_train.parallel.ordered_reduction import OrderedReduction
-from ddp_train.parallel.strategy import Strategy, build_strategy, settle_buckets
+from ddp_train.parallel.strategy import Strategy, build_strategy, warm_up_ddp_buckets
 from ddp_train.performance import switches
 from ddp_train.performance.bias_lint import biases_before_norm
 from ddp_train.performance.cuda_graph import GraphedStepper, on_stream
-from ddp_train.resilience.heartbeat import Position
+from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.task import ModelWithLoss, Scorer, cross_entropy, squared_error
 from ddp_train.tensor_tree import map_tensors
 from ddp_train.text import counted, shown
 from ddp_train.training.loop import Evaluation, Job
 
 
-def build_module(config: Config, source: Source, device: str) -> ModelWithLoss:
+def build_module(config: Config, source: BatchSource, device: str) -> ModelWithLoss:
     """The model with its loss, placed and tuned; the same weights on every process."""
-    inputs, targets = source.fetch(np.array([0]), None)
+    inputs, targets = source.get_batch(np.array([0]), None)
     regression = config.train.loss == "mse" or (config.train.loss == "auto" and targets.is_floating_point())
     if regression != targets.is_floating_point():
         kind = "numbers" if targets.is_floating_point() else "class labels"
@@ -51,7 +51,7 @@ def build_module(config: Config, source: Source, device: str) -> ModelWithLoss:
             raise
         outputs = 0
     loss = squared_error if regression else cross_entropy(outputs, config.train.label_smoothing)
-    torch.manual_seed(mix(config.seed, "model"))
+    torch.manual_seed(hash_key(config.seed, "model"))
     model = build_model(config.model, () if custom else inputs.shape[1:], 0 if custom else outputs)
     module = ModelWithLoss(model, loss, device, switches.AUTOCAST[config.tuning.precision])
     module = build_strategy(config.strategy, device).place(module)
@@ -59,14 +59,14 @@ def build_module(config: Config, source: Source, device: str) -> ModelWithLoss:
     return module
 
 
-def advice(config: Config, module: ModelWithLoss, source: Source) -> list[str]:
+def advice(config: Config, module: ModelWithLoss, source: BatchSource) -> list[str]:
     """What the user may want to change in the model, a line each."""
     if not config.tuning.bias_lint:
         return []
     dtype = next(module.model.parameters()).dtype
     sample = map_tensors(
         lambda tensor: tensor.to(dtype) if tensor.is_floating_point() or tensor.dtype == torch.uint8 else tensor,
-        source.fetch(np.array([0]), None)[0],
+        source.get_batch(np.array([0]), None)[0],
     )
     names = biases_before_norm(module.model, sample) or []
     some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
@@ -75,15 +75,15 @@ def advice(config: Config, module: ModelWithLoss, source: Source) -> list[str]:
 
 
 def build_evaluation(
-    config: Config, world: World, device: str, module: ModelWithLoss, source: Source, position: Position
+    config: Config, world: World, device: str, module: ModelWithLoss, source: BatchSource, status: RankStatus
 ) -> Evaluation:
     """What `evaluate` needs."""
     batch_size = config.train.evaluate_batch_size
-    shares = evaluation_shares(len(source), batch_size, world.rank, world.size)
+    micro_batches = evaluation_batches(len(source), batch_size, world.rank, world.size)
     return Evaluation(
         module=module,
         strategy=_strategy(config, device),
-        batches=Loader(source, shares, config.tuning, device, position, "evaluation ", _resident(config)),
+        batches=Loader(source, micro_batches, config.tuning, device, status, "evaluation ", _resident(config)),
         new_scorer=lambda: Scorer(-(-len(source) // batch_size), device),
     )
 
@@ -98,9 +98,9 @@ def _resident(config: Config) -> bool:
     return getattr(config.data, "loader", "host") == "device"
 
 
-def build_plan(config: Config, world: World, samples: int) -> Plan:
+def build_plan(config: Config, world: World, samples: int) -> BatchPlan:
     """Who computes what, in numbers."""
-    plan = Plan(
+    plan = BatchPlan(
         samples=samples,
         global_batch_size=config.train.global_batch_size,
         accumulation_steps=config.train.accumulation_steps,
@@ -119,8 +119,8 @@ def build_job(
     world: World,
     device: str,
     module: ModelWithLoss,
-    sources: tuple[Source, Source],
-    position: Position,
+    sources: tuple[BatchSource, BatchSource],
+    status: RankStatus,
     first_step: int,
 ) -> Job:
     """What `fit` needs, `first_step` optimizer steps being done. The weights are those of `module` on rank 0."""
@@ -139,7 +139,7 @@ def build_job(
         wrapped = strategy.wrap(module)
         by_ddp = config.strategy.name == "ddp" and not plan.virtual_shards
         if config.deterministic and by_ddp and world.size > 2:
-            settle_buckets(wrapped, first_batch(config, plan, train_source, device, position))
+            warm_up_ddp_buckets(wrapped, first_batch(config, plan, train_source, device, status))
     parts = (
         build_optimizer(
             module.model.parameters(), optimizer_at_batch(config), config.tuning.optimizer, recorded=stream is not None
@@ -147,7 +147,7 @@ def build_job(
         build_schedule(config.schedule, plan.steps, plan.steps_per_epoch),
         config.train.max_grad_norm,
         torch.amp.GradScaler(torch.device(device).type, enabled=config.tuning.precision == "fp16"),
-        position,
+        status,
         # Without DDP nobody asks that every shard uses every parameter.
         plan.virtual_shards is not None or getattr(config.strategy, "find_unused_parameters", False),
         config.train.on_non_finite == "skip",
@@ -165,28 +165,28 @@ def build_job(
         strategy=strategy,
         stepper=stepper,
         batches=Loader(
-            train_source, _Shares(plan, first_step), config.tuning, device, position, resident=_resident(config)
+            train_source, _Shares(plan, first_step), config.tuning, device, status, resident=_resident(config)
         ),
-        evaluation=build_evaluation(config, world, device, module, test_source, position),
+        evaluation=build_evaluation(config, world, device, module, test_source, status),
         seed_step=StepSeed(config.seed, world.rank, device),
         step=first_step,
     )
 
 
-def first_batch(config: Config, plan: Plan, source: Source, device: str, position: Position) -> Batch:
-    """This process's first share, as training sees it; no loader process is started for it."""
+def first_batch(config: Config, plan: BatchPlan, source: BatchSource, device: str, status: RankStatus) -> Batch:
+    """This process's first micro-batch, as training sees it; no loader process is started for it."""
     here = replace(config.tuning, num_workers=0)
-    return next(iter(Loader(source, [next(plan.shares())], here, device, position)))
+    return next(iter(Loader(source, [next(plan.micro_batches())], here, device, status)))
 
 
 class _Shares:
-    """The shares of a plan, to be iterated more than once as DataLoader's samplers are."""
+    """The micro-batches of a plan, to be iterated more than once as DataLoader's samplers are."""
 
-    def __init__(self, plan: Plan, first_step: int) -> None:
+    def __init__(self, plan: BatchPlan, first_step: int) -> None:
         self.plan, self.first_step = plan, first_step
 
     def __iter__(self):
-        return self.plan.shares(self.first_step)
+        return self.plan.micro_batches(self.first_step)
 
 
 def plan_rows(config: Config, job: Job, reasons: dict[str, str]) -> dict[str, str]:
@@ -219,7 +219,7 @@ def plan_rows(config: Config, job: Job, reasons: dict[str, str]) -> dict[str, st
         + (f", decode {decode}" if decode else ""),
         "global batch": f"{plan.global_batch_size} = {split}",
         "steps": f"{whole:,} = {counted(config.train.epochs, 'epoch')} x {plan.steps_per_epoch:,}{cut}{resumed}",
-        "optimizer": f"{config.optimizer.name}, lr {job.stepper.full_rates[0]:g}{scaled}, "
+        "optimizer": f"{config.optimizer.name}, lr {job.stepper.base_lrs[0]:g}{scaled}, "
         f"{config.schedule.name} schedule, "
         f"warm-up {counted(warmup_steps(config.schedule, plan.steps_per_epoch), 'step')}",
         **tuning_rows(config.tuning, reasons),

@@ -17,10 +17,10 @@ import torch
 
 from ddp_train import stdio
 from ddp_train.config.auto import described, reasons
-from ddp_train.config.freeze import FILE, thaw, to_values
-from ddp_train.config.hardware import this_machine
+from ddp_train.config.freeze import FILE, load_frozen, to_values
+from ddp_train.config.hardware import detect_hardware
 from ddp_train.config.schema import Config
-from ddp_train.data.datasets import Source, build_sources, digests, refuse_other_data
+from ddp_train.data.datasets import BatchSource, build_datasets, check_same_data, digests
 from ddp_train.distributed.environment import (
     TOLD,
     board_descriptor,
@@ -45,10 +45,10 @@ from ddp_train.errors import LaunchError, PeerError
 from ddp_train.linux import end_with_parent
 from ddp_train.performance import switches
 from ddp_train.resilience import failure_report, heartbeat, peer_check
-from ddp_train.resilience.preemption import SAVED, Brake
+from ddp_train.resilience.preemption import SAVED, StopController
 from ddp_train.task import Score
 from ddp_train.telemetry import console
-from ddp_train.telemetry.hardware_monitor import figures_on
+from ddp_train.telemetry.hardware_monitor import hardware_monitor_for
 from ddp_train.telemetry.metrics_log import MetricsFile
 from ddp_train.telemetry.tracker_queue import Tracking, tracked
 from ddp_train.text import counted
@@ -58,7 +58,7 @@ from ddp_train.training.hooks import Record, Save
 from ddp_train.training.loop import Job, evaluate, fit
 from ddp_train.training.setup import advice, build_evaluation, build_job, build_module, first_batch, plan_rows
 
-ECHO_PATIENCE_SECONDS = 3.0
+PEER_ERROR_GRACE_SECONDS = 3.0
 """How long a worker that failed through another one waits for that one to report, before it reports itself."""
 LAUNCHER_FIRST_SECONDS = 5.0
 """Collectives wait so much longer than the launcher, which knows who is guilty: it ends a run that stands still."""
@@ -71,11 +71,11 @@ Attendant = Callable[[Config, World, Job], contextlib.AbstractContextManager[Any
 
 def main(attendant: Attendant | None = None) -> NoReturn:
     """A worker of our own launcher, `python -m ddp_train.training.worker RUN_DIR`: the config is frozen already."""
-    stdio.survive_closing()
+    stdio.tolerate_closed_streams()
     die_with_parent()
     world = world_from_environment()
     assert world, "the launcher sets the environment of its workers"
-    config = thaw(Path(sys.argv[1], FILE).read_text())
+    config = load_frozen(Path(sys.argv[1], FILE).read_text())
     join_timeout = config.launch.join_timeout_seconds
     leave(run(config, world, lambda: open_store(world, join_timeout), attendant))
 
@@ -85,7 +85,7 @@ Wing = Callable[[Store, World, list[str], Config], int]
 
 
 def join(
-    world: World, words: list[str], text: str | None, doctor: Wing | None = None, timeout_seconds: float = 600.0
+    world: World, argv: list[str], text: str | None, doctor: Wing | None = None, timeout_seconds: float = 600.0
 ) -> NoReturn:
     """A worker of torchrun. Rank 0 brings the frozen config; the others wait for it, and leave if there is none.
 
@@ -100,12 +100,12 @@ def join(
         leave(error.exit_code)
     if not text:
         leave(2)
-    config = thaw(text)
+    config = load_frozen(text)
     if config.mode == "doctor" and doctor:
-        leave(doctor(store, world, words, config))
+        leave(doctor(store, world, argv, config))
 
     def checked_store() -> Store:
-        agree(store, world, words, Path(str(config.run_dir), FILE), text, config.launch.join_timeout_seconds)
+        agree(store, world, argv, Path(str(config.run_dir), FILE), text, config.launch.join_timeout_seconds)
         return store
 
     leave(run(config, world, checked_store))
@@ -118,12 +118,12 @@ def run(config: Config, world: World, get_store: Callable[[], Store], attendant:
     terminal = stdio.Output(os.fdopen(os.dup(2), "w"))
     log_file = run_dir / "logs" / f"rank_{world.rank}.log"
     descriptor, store = board_descriptor(), None
-    board = None if descriptor is None else heartbeat.Board(descriptor, world.local_size)  # torchrun has none
-    position = board.positions[world.rank] if board else heartbeat.Position()
+    board = None if descriptor is None else heartbeat.StatusBoard(descriptor, world.local_size)  # torchrun has none
+    status = board.ranks[world.rank] if board else heartbeat.RankStatus()
     try:
         console.start_logging(log_file, world.rank, to_terminal=world.is_leader)
         heartbeat.show_stacks(run_dir, world.rank)
-        position.keep_beating()
+        status.keep_beating()
         device = world.device(config.device)
         if config.device == "cuda":
             torch.cuda.set_device(device)
@@ -133,29 +133,29 @@ def run(config: Config, world: World, get_store: Callable[[], Store], attendant:
             store = get_store()
             peer_check.announce(store, world)
         with session(world, device, config.launch.backend, store, timeout) if store else contextlib.nullcontext():
-            completed = _work(config, world, device, run_dir, position, store, attendant)
-            position.phase = heartbeat.END  # the launcher asks for it: exit code 0 alone is not the end of a run
+            completed = _work(config, world, device, run_dir, status, store, attendant)
+            status.phase = heartbeat.END  # the launcher asks for it: exit code 0 alone is not the end of a run
         heartbeat.remove_empty_stacks(run_dir, world.rank)
         return 0 if completed else SAVED
     except BaseException as error:
-        log.error("failed in step %d, %s", position.step, position.phase, exc_info=error)
-        echo = failure_report.is_echo(error)
-        innocent = echo or getattr(error, "rank", None) not in (None, world.rank)
-        patience = ECHO_PATIENCE_SECONDS
-        if echo and store and not board and not peer_check.answer(store, world, position):
+        log.error("failed in step %d, %s", status.step, status.phase, exc_info=error)
+        peer_error = failure_report.is_peer_error(error)
+        secondary = peer_error or getattr(error, "rank", None) not in (None, world.rank)
+        patience = PEER_ERROR_GRACE_SECONDS
+        if peer_error and store and not board and not peer_check.answer(store, world, status):
             patience = 0.0  # with the store, rank 0's host is gone: torchrun's agent here will end all this soon
-        if innocent and failure_report.wait_for_report(run_dir, patience):
+        if secondary and failure_report.wait_for_report(run_dir, patience):
             return LaunchError.exit_code
-        sizes = board.sizes() if board else f"rank {world.rank} {position.resident_bytes / 2**30:.2f} GiB"
-        failure = failure_report.failure_from(error, world.rank, position, log_file, sizes)
-        if echo and store and not board:
+        sizes = board.sizes() if board else f"rank {world.rank} {status.resident_bytes / 2**30:.2f} GiB"
+        failure = failure_report.failure_from(error, world.rank, status, log_file, sizes)
+        if peer_error and store and not board:
             failure = peer_check.blame(failure, error, store, world)
-        if failure_report.report(run_dir, failure, described(config), None if echo else error, terminal):
+        if failure_report.report(run_dir, failure, described(config), None if peer_error else error, terminal):
             say_last_word(TOLD)
             tell_agent(failure_report.headline(failure).removeprefix("FATAL "))
         return failure.exit_code
     finally:
-        position.wait_until_saved(config.launch.grace_seconds)
+        status.wait_until_saved(config.launch.grace_seconds)
 
 
 def _watched_timeout(config: Config) -> float:
@@ -168,7 +168,7 @@ def _work(
     world: World,
     device: str,
     run_dir: Path,
-    position: heartbeat.Position,
+    status: heartbeat.RankStatus,
     store: Store | None,
     attendant: Attendant | None = None,
 ) -> bool:
@@ -177,22 +177,22 @@ def _work(
     Returns whether the run is completed; if not, it was stopped and saved.
     """
     switches.set_process_flags(config)
-    display = console.Display(active=world.is_leader, position=position)
-    position.phase = "data set"
+    display = console.Display(active=world.is_leader, status=status)
+    status.phase = "data set"
     with local_leader_first(world, device) if getattr(config.data, "download", False) else contextlib.nullcontext():
-        sources = build_sources(config.data, config.seed)
-    position.phase = "build"
+        sources = build_datasets(config.data, config.seed)
+    status.phase = "build"
     restarted = checkpoint.find("auto", run_dir) if world.attempt and config.mode == "train" else None
     found = restarted or checkpoint.find(config.checkpoint.resume, run_dir)
     same_everywhere(checkpoint.read_manifest(found)["step"] if found else -1, device, f"the checkpoint in {run_dir}")
     with tracked(config, run_dir, world.is_leader) as tracking:
         if config.mode == "evaluate":
             assert found, "config.check asks for a checkpoint, and find raises if it is not valid"
-            summary = _evaluate(config, world, device, position, sources, found)
+            summary = _evaluate(config, world, device, status, sources, found)
             display.line(f"checkpoint {found}")
         else:
             summary = _train(
-                config, world, device, run_dir, position, display, sources, found, store, tracking, attendant
+                config, world, device, run_dir, status, display, sources, found, store, tracking, attendant
             )
         if world.is_leader:
             failure_report.write_json(run_dir / failure_report.SUMMARY, summary)
@@ -206,9 +206,9 @@ def _train(
     world: World,
     device: str,
     run_dir: Path,
-    position: heartbeat.Position,
+    status: heartbeat.RankStatus,
     display: console.Display,
-    sources: tuple[Source, Source],
+    sources: tuple[BatchSource, BatchSource],
     found: Path | None,
     store: Store | None,
     tracking: Tracking,
@@ -216,7 +216,7 @@ def _train(
 ) -> dict[str, Any]:
     manifest: dict[str, Any] = checkpoint.read_manifest(found) if found else {"step": 0}
     module = build_module(config, sources[0], device)
-    job = build_job(config, world, device, module, sources, position, first_step=manifest["step"])
+    job = build_job(config, world, device, module, sources, status, first_step=manifest["step"])
     metrics = MetricsFile(run_dir, world.is_leader, job.step)
     record = Record(
         display,
@@ -225,13 +225,13 @@ def _train(
         config.train.epochs,
         config.train.log_every_steps,
         config.train.evaluate_every_epochs,
-        position,
-        figures_on(device, config.strategy.name == "dp", position),
+        status,
+        hardware_monitor_for(device, config.strategy.name == "dp", status),
     )
     data_digests = digests(sources[0])
     if found:
         if run_dir in found.parents:
-            refuse_other_data(config.data, manifest["data_digests"], data_digests)
+            check_same_data(config.data, manifest["data_digests"], data_digests)
         checkpoint.load_model(found, module.model)
         training = checkpoint.load_training(found)
         if len(training["buffers"]) == world.size > 1:
@@ -239,16 +239,16 @@ def _train(
         job.stepper.load_state(training)
         record.load_state(training["record"])
     job.stepper.continue_from(job.step)
-    writer = Writer(run_dir, config.checkpoint.keep, config.checkpoint.best, position) if world.is_leader else None
+    writer = Writer(run_dir, config.checkpoint.keep, config.checkpoint.best, status) if world.is_leader else None
     facts = {"config": to_values(config), "world_size": world.size, "torch": torch.__version__}
-    save = Save(writer, record, {**facts, "data_digests": data_digests}, config.checkpoint, position)
+    save = Save(writer, record, {**facts, "data_digests": data_digests}, config.checkpoint, status)
     tracking.start(job.step, metrics.kept)
     metrics.listeners.append(tracking.write)
-    details = tracking.hooks(job, lambda: first_batch(config, job.plan, sources[0], device, heartbeat.Position()))
+    details = tracking.hooks(job, lambda: first_batch(config, job.plan, sources[0], device, heartbeat.RankStatus()))
     job.hooks = [record, save, *details]
-    job.brake = job.evaluation.brake = brake = Brake()
+    job.stop = job.evaluation.stop = stop = StopController()
     if world.is_leader:
-        display.plan(plan_rows(config, job, reasons(config, this_machine(visible_devices()))))
+        display.plan(plan_rows(config, job, reasons(config, detect_hardware(visible_devices()))))
         for line in advice(config, module, sources[0]):
             display.line(line)
     if job.step >= job.plan.steps:
@@ -257,9 +257,9 @@ def _train(
     record.start_clocks(job.step)
     connection = store.clone() if store else None
     try:
-        armed = brake.armed(position, world, connection, config.launch.grace_seconds / 2, leave)
+        listening = stop.listening(status, world, connection, config.launch.grace_seconds / 2, leave)
         attended = attendant(config, world, job) if attendant else contextlib.nullcontext()
-        with armed, attended, switches.spared_garbage(config.tuning):
+        with listening, attended, switches.frozen_gc(config.tuning):
             fit(job)
             # Without a score at the end, nothing was left to train: the run was complete already.
             score = None if job.step < job.plan.steps else record.score or evaluate(job.evaluation)
@@ -281,11 +281,16 @@ def _train(
 
 
 def _evaluate(
-    config: Config, world: World, device: str, position: heartbeat.Position, sources: tuple[Source, Source], found: Path
+    config: Config,
+    world: World,
+    device: str,
+    status: heartbeat.RankStatus,
+    sources: tuple[BatchSource, BatchSource],
+    found: Path,
 ) -> dict[str, Any]:
     module = build_module(config, sources[0], device)
     checkpoint.load_model(found, module.model)
-    evaluation = build_evaluation(config, world, device, module, sources[1], position)
+    evaluation = build_evaluation(config, world, device, module, sources[1], status)
     began = time.perf_counter()
     score = evaluate(evaluation)
     return _summary(
