@@ -12,9 +12,8 @@ python launch.py --cfg job [key=value ...]               show the config, run no
 from __future__ import annotations
 
 import sys
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import NoReturn
 
 from ddp_train import stdio
 from ddp_train.distributed.environment import tell_agent, world_from_environment
@@ -22,10 +21,6 @@ from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
 from ddp_train.launcher.fork_server import ForkServer
 from ddp_train.resilience.preemption import INTERRUPTED
-
-if TYPE_CHECKING:
-    from ddp_train.config.schema import Config
-    from ddp_train.distributed.process_group import Store
 
 SCRIPT = Path(__file__).resolve()
 CONF = SCRIPT.parent / "conf"
@@ -36,7 +31,7 @@ def main(argv: list[str]) -> int:
     """Does what the words ask. Returns the exit code."""
     world = world_from_environment()
     if world and not world.is_leader:  # rank 0 composes, prints and refuses for all
-        return follow(world, argv)
+        return 0 if any(word.startswith("-") for word in argv) else under_torchrun(world, argv, None)
     server = None if world or not starts_workers(argv) else ForkServer(SCRIPT.parent)
     try:
         return lead(world, argv, server)
@@ -54,7 +49,8 @@ def starts_workers(argv: list[str]) -> bool:
 
 
 def lead(world: World | None, argv: list[str], server: ForkServer | None) -> int:
-    """Composes, validates, hands over. Hydra is imported here: while a server, which came first, imports torch."""
+    """Composes, validates, dispatches by mode. Hydra is imported here, while a server, which came first, imports
+    torch."""
     from ddp_train.config.prepare import prepare
     from ddp_train.launcher import local, multihost
 
@@ -64,19 +60,14 @@ def lead(world: World | None, argv: list[str], server: ForkServer | None) -> int
 
             return study(SCRIPT, CONF, argv, world)
         if any(word.startswith("-") for word in argv):
-            from ddp_train.launcher.cli import through_hydra
-
-            report = partial(report_sweep, argv)
-            return through_hydra(__doc__ or "", SCRIPT, CONF, argv, world, server, report)
+            return with_flags(world, argv, server)
         prepared = prepare(CONF, argv, world)
     except ConfigError as error:
         return refuse(world, error)
     for notice in prepared.notices:
         print(f"note: {notice}", file=sys.stderr)
     if world:
-        from ddp_train.training.worker import join
-
-        join(world, argv, prepared.text, doctor)
+        return under_torchrun(world, argv, prepared.text)
     if prepared.config.launch.nnodes > 1:
         if server:
             server.close()  # torchrun starts the workers
@@ -88,27 +79,33 @@ def lead(world: World | None, argv: list[str], server: ForkServer | None) -> int
     return local.launch(prepared.config, SCRIPT.parent, server=server)
 
 
-def report_sweep(argv: list[str], sweep_dir: Path, rows: list[dict[str, Any]], objective: str) -> Path:
-    """Writes the report of a sweep, when it is over. Returns its page."""
-    from ddp_train.study.sweep import gather
+def with_flags(world: World | None, argv: list[str], server: ForkServer | None) -> int:
+    """Help, --cfg and the like, or a sweep, of which a page is written. Returns the exit code."""
+    from ddp_train.launcher.cli import through_hydra
+    from ddp_train.launcher.sweep import Trials
 
-    return gather(sweep_dir, rows, objective, argv)
+    trials = Trials(SCRIPT, CONF, server)
+    try:
+        return through_hydra(__doc__ or "", trials, argv, world)
+    finally:
+        if trials.rows:
+            from ddp_train.study.sweep import print_report
+
+            print_report(trials.sweep_dir, trials.rows, trials.objective, argv)
 
 
-def follow(world: World, argv: list[str]) -> int:
-    """Every other rank of torchrun: nothing is composed here, the frozen config comes from rank 0."""
-    if any(word.startswith("-") for word in argv):
-        return 0
-    from ddp_train.training.worker import join
+def under_torchrun(world: World, argv: list[str], text: str | None) -> NoReturn:
+    """A rank of torchrun. text: the frozen config, on rank 0, which composed it; the others receive it."""
+    from ddp_train.config.freeze import load_frozen
+    from ddp_train.training import worker
 
-    return join(world, argv, None, doctor)
+    store, text = worker.receive_config(world, text)
+    config = load_frozen(text)
+    if config.mode == "doctor":
+        from ddp_train.doctor.examination import examine_together
 
-
-def doctor(store: Store, world: World, argv: list[str], config: Config) -> int:
-    """`mode=doctor` under torchrun. Returns the exit code."""
-    from ddp_train.doctor.examination import examine_together
-
-    return examine_together(store, world, argv, config, SCRIPT.parent)
+        worker.leave(examine_together(store, world, argv, config, SCRIPT.parent))
+    worker.run_under_torchrun(store, world, argv, config, text)
 
 
 def refuse(world: World | None, error: ConfigError) -> int:
@@ -116,9 +113,9 @@ def refuse(world: World | None, error: ConfigError) -> int:
     print(error, file=sys.stderr)
     tell_agent(str(error))
     if world and world.hosts > 1:
-        from ddp_train.training.worker import join
+        from ddp_train.training.worker import receive_config
 
-        join(world, [], "")
+        receive_config(world, "")
     return ConfigError.exit_code
 
 

@@ -73,10 +73,11 @@ class NonFiniteLossError(LaunchError):
 
     kind = "non_finite_loss"
 
-    def __init__(self, detail: str, remedy: str, rank: int | None) -> None:
-        """rank: the first guilty one, None if it is no single rank's fault."""
+    def __init__(self, detail: str, remedy: str, rank: int | None, step: int) -> None:
+        """rank: the first culprit, None if it is no single rank's fault. step: with that loss."""
         super().__init__(detail, remedy)
         self.rank = rank
+        self.step = step
 
 
 class WriteError(LaunchError):

@@ -1,4 +1,8 @@
-"""What a model is trained for: the loss of a batch, and how an evaluation is scored."""
+"""What a model is trained for: the loss of a batch, the mean of losses over all processes, and the score of a data set.
+
+Classification and regression so far. Sums are kept per micro-batch and added up exactly, so that no number depends on
+how many processes there are.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +10,34 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from ddp_train.distributed.process_group import total
-from ddp_train.errors import DataError
+from ddp_train.data.batch_plan import MicroBatch
+from ddp_train.distributed.process_group import from_all_ranks, total
+from ddp_train.errors import ConfigError, DataError
 
 log = logging.getLogger(__name__)
 
 
+# --- losses -----------------------------------------------------------------------------------------------------------
+
 Loss = Callable[[Tensor, Tensor], Tensor]
 """(outputs [n, ...], targets [n]) -> the sum of the sample losses, a scalar."""
+
+
+def is_regression(loss: str, targets: Tensor) -> bool:
+    """Whether targets are numbers, which are regressed, or class labels. loss: `train.loss`.
+
+    Raises ConfigError if the loss does not fit the targets.
+    """
+    regression = targets.is_floating_point()
+    if loss != "auto" and regression != (loss == "mse"):
+        kind = "numbers" if regression else "class labels"
+        raise ConfigError([f"train.loss={loss}: the targets of this data set are {kind}; use train.loss=auto"])
+    return regression
 
 
 def cross_entropy(classes: int, label_smoothing: float) -> Loss:
@@ -47,9 +66,9 @@ def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.mse_loss(outputs.view_as(targets), targets, reduction="sum")
 
 
-def _refuse(outputs: Tensor, wanted: str) -> NoReturn:
+def _refuse(outputs: Tensor, expected: str) -> NoReturn:
     raise DataError(
-        f"the model's outputs are of shape {list(outputs.shape)}, {wanted}",
+        f"the model's outputs are of shape {list(outputs.shape)}, {expected}",
         "correct the model's last layer, or the labels: those that are no integers make it a regression",
     )
 
@@ -76,8 +95,10 @@ class ModelWithLoss(nn.Module):
 
     def __init__(self, model: nn.Module, loss: Loss, device: str, autocast: torch.dtype | None) -> None:
         super().__init__()
-        self.model, self.loss = model, loss
-        self.device_type, self.autocast = torch.device(device).type, autocast
+        self.model = model
+        self.loss = loss
+        self.device_type = torch.device(device).type
+        self.autocast = autocast
 
     def forward(self, inputs: Any, targets: Tensor) -> Tensor:
         if self.autocast is None:
@@ -94,6 +115,80 @@ class ModelWithLoss(nn.Module):
             loss = self.loss(outputs, targets)
         correct = None if targets.is_floating_point() else (outputs.argmax(-1) == targets).sum()
         return loss, correct
+
+
+# --- the mean loss of training ----------------------------------------------------------------------------------------
+
+SeenLoss = float | Tensor
+"""The sum of the sample losses of a forward pass: a number on CPU, where looking costs nothing; on a GPU, where looking
+would wait for it, a detached tensor, a scalar or [replicas]."""
+
+
+def is_finite(loss: SeenLoss) -> bool:
+    """Whether it is neither NaN nor infinite. Waits for the device."""
+    return bool(loss.isfinite().all()) if isinstance(loss, Tensor) else math.isfinite(loss)
+
+
+class ExtraPayload(Protocol):
+    """Numbers that are exchanged together with the losses, so that they need no collective of their own."""
+
+    def collect(self) -> list[float]:
+        """Those of this process; every rank has equally many."""
+        ...
+
+    def deliver(self, of_ranks: list[list[float]]) -> None:
+        """What rank 0, 1, ... collected."""
+        ...
+
+
+class RunningLoss:
+    """The losses since the last logging interval. Adding one costs no arithmetic and does not wait for the device."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[SeenLoss, MicroBatch]] = []
+
+    def add(self, loss: SeenLoss, micro_batch: MicroBatch) -> None:
+        """The loss of a forward pass over these samples."""
+        self.seen.append((loss, micro_batch))
+
+    def of_step(self, step: int) -> list[tuple[SeenLoss, MicroBatch]]:
+        """What was added in one optimizer step since the last logging interval."""
+        return [(loss, micro_batch) for loss, micro_batch in self.seen if micro_batch.step == step]
+
+    def forget(self, step: int) -> None:
+        """Drops the losses of a step that was skipped."""
+        self.seen = [(loss, micro_batch) for loss, micro_batch in self.seen if micro_batch.step != step]
+
+    def first_bad_step(self, never: int) -> int:
+        """The first optimizer step here with a loss that is not finite; `never` if there is none."""
+        return min((micro_batch.step for loss, micro_batch in self.seen if not is_finite(loss)), default=never)
+
+    def mean(self, device: str, extra: ExtraPayload | None = None) -> float:
+        """The mean loss per sample over all processes, by one exchange; starts over.
+
+        The sum is exact before it is rounded, so it does not depend on who computed which micro-batch.
+        """
+        collected = extra.collect() if extra else []
+        here = [sum(micro_batch.num_real for _, micro_batch in self.seen), *collected]
+        here += [loss if batch.num_real else 0.0 for loss, batch in self.seen if not isinstance(loss, Tensor)]
+        on_device = [
+            (loss if batch.num_real else torch.zeros_like(loss)).view(-1)  # a stand-in does not count
+            for loss, batch in self.seen
+            if isinstance(loss, Tensor)
+        ]
+        numbers = torch.tensor(here, device=device, dtype=torch.float64)
+        if on_device:
+            numbers = torch.cat([numbers, torch.cat(on_device).double()])  # a short batch fills fewer replicas
+        rows = from_all_ranks(numbers).tolist()
+        first_loss = 1 + len(collected)
+        self.seen.clear()
+        if extra:
+            extra.deliver([row[1:first_loss] for row in rows])
+        samples = sum(row[0] for row in rows)  # none if every step of the interval was skipped
+        return math.fsum(loss for row in rows for loss in row[first_loss:]) / samples if samples else math.nan
+
+
+# --- the score of a data set ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

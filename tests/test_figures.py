@@ -16,6 +16,7 @@ import torch
 from ddp_train.data.batch_plan import BatchPlan
 from ddp_train.distributed.world import World
 from ddp_train.resilience.heartbeat import RankStatus
+from ddp_train.task import RunningLoss
 from ddp_train.telemetry import hardware_monitor
 from ddp_train.telemetry.hardware_monitor import (
     GIB,
@@ -26,7 +27,6 @@ from ddp_train.telemetry.hardware_monitor import (
     nvml_device,
     summary_line,
 )
-from ddp_train.telemetry.metrics_log import RunningLoss
 from tests.ranks import on_ranks
 
 SECOND = "GPU-22222222-0000-0000-0000-000000000000"

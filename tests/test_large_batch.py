@@ -22,7 +22,7 @@ from ddp_train.optim.lars_lamb import Lamb, Lars
 from ddp_train.optim.nan_guard import DeviceNonFiniteCheck
 from ddp_train.optim.optimizers import build_optimizer
 from ddp_train.resilience.heartbeat import RankStatus
-from ddp_train.telemetry.metrics_log import RunningLoss
+from ddp_train.task import RunningLoss
 from ddp_train.training.loop import evaluate, fit, train
 from ddp_train.training.setup import plan_rows
 from tests.jobs import config_of, job_of, largest_difference, table, trained

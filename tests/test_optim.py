@@ -36,7 +36,7 @@ from ddp_train.optim.schedules import build_schedule
 from ddp_train.optim.split_fused import in_parts
 from ddp_train.optim.stepper import Stepper
 from ddp_train.resilience.heartbeat import RankStatus
-from ddp_train.telemetry.metrics_log import RunningLoss
+from ddp_train.task import RunningLoss
 from ddp_train.training.loop import fit, train
 from tests.jobs import config_of, job_of, table
 from tests.ranks import on_ranks

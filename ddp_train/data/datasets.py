@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddp_train.data import augment
+from ddp_train.data import augment as augmentation
 from ddp_train.data.copy_stream import sent
 from ddp_train.data.image_folder import FolderSource
 from ddp_train.data.rng import hash_key, uniform
@@ -96,7 +96,7 @@ class ArraySource:
         index = sent(torch.from_numpy(indices), self.inputs.device)
         inputs = _rows(self.inputs, index)
         if self.std:
-            inputs = augment.normalise(inputs, self.mean, self.std, torch.float32)
+            inputs = augmentation.normalise(inputs, self.mean, self.std, torch.float32)
         if self.augmentation and epoch is not None:
             inputs = self.augmentation(inputs, uniform(hash_key(self.seed, "augment", epoch), index, 3))
         return inputs, self.targets[index]
@@ -181,17 +181,20 @@ def folder_of(source: BatchSource) -> FolderSource | None:
     return whole if isinstance(whole, FolderSource) else None
 
 
-def build_datasets(data: Any, seed: int) -> tuple[BatchSource, BatchSource]:
-    """The training and the test split of a data section of the config.
+def build_datasets(name: str, seed: int, limit: int | None = None, **arguments: Any) -> tuple[BatchSource, BatchSource]:
+    """The training and the test split of a built-in data set. arguments: those of its builder below, which are the keys
+    of `data=NAME`. limit: use only so many samples of each split.
 
     Raises DataError if files are missing or corrupt.
     """
-    train, test = _BUILDERS[data.name](data, seed)
-    limit = getattr(data, "limit", None)
-    return (_limited(train, limit), _limited(test, limit)) if limit else (train, test)
+    train, test = _BUILDERS[name](seed=seed, **arguments)
+    return limited(train, limit), limited(test, limit)
 
 
-def _limited(source: BatchSource, limit: int) -> BatchSource:
+def limited(source: BatchSource, limit: int | None) -> BatchSource:
+    """The first `limit` samples of a source, or all of them."""
+    if limit is None:
+        return source
     return source.first(limit) if isinstance(source, ArraySource) else LimitedSource(source, limit)
 
 
@@ -207,20 +210,20 @@ def digests(source: BatchSource, samples: int = 8) -> dict[str, str]:
     return found
 
 
-def check_same_data(data: Any, then: dict[str, str], now: dict[str, str]) -> None:
+def check_same_data(name: str, root: str | None, then: dict[str, str], now: dict[str, str]) -> None:
     """Raises DataError if the data are not those of a checkpoint. then, now: as `digests` gave them."""
     if then == now:
         return
-    root = f" in data.root={data.root}" if getattr(data, "root", None) else ""
+    where = f" in data.root={root}" if root else ""
     number = next((key for key in then if then[key] != now.get(key)), "count")
     what = f"sample {number} is another one" if number != "count" else f"{now['count']} samples, not {then['count']}"
     raise DataError(
-        f"data={data.name}{root} changed since the checkpoint: {what}",
+        f"data={name}{where} changed since the checkpoint: {what}",
         "bring the old data back, or start anew with checkpoint.resume=never",
     )
 
 
-def _digits(data: Any, seed: int) -> tuple[BatchSource, BatchSource]:
+def _digits(augment: bool, seed: int) -> tuple[BatchSource, BatchSource]:
     """scikit-learn's digits, from the file it ships: importing sklearn takes a second in every process."""
     spec = importlib.util.find_spec("sklearn")
     if spec is None or not spec.submodule_search_locations:
@@ -232,90 +235,82 @@ def _digits(data: Any, seed: int) -> tuple[BatchSource, BatchSource]:
     test = torch.zeros(len(labels), dtype=torch.bool)
     for label in range(10):
         test[(labels == label).nonzero().flatten()[::5]] = True
-    moved = functools.partial(augment.move, by=1, flips=False) if data.augment else None
+    moved = functools.partial(augmentation.move, by=1, flips=False) if augment else None
     return ArraySource(images[~test], labels[~test], augmentation=moved, seed=seed), ArraySource(
         images[test], labels[test]
     )
 
 
-def _torchvision(data: Any, seed: int) -> tuple[BatchSource, BatchSource]:
+def _torchvision(
+    name: str,
+    mean: tuple[float, ...],
+    std: tuple[float, ...],
+    shift: int,
+    flips: bool,
+    root: str,
+    download: bool,
+    augment: bool,
+    seed: int,
+) -> tuple[BatchSource, BatchSource]:
+    """A data set of torchvision that is held in memory, by the name of its class. shift: by so many pixels at most."""
     from torchvision import datasets
-
-    cls, mean, std, flips, pixels = {
-        "mnist": (datasets.MNIST, (0.1307,), (0.3081,), False, 2),
-        "fashion_mnist": (datasets.FashionMNIST, (0.2860,), (0.3530,), True, 2),
-        "cifar10": (datasets.CIFAR10, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616), True, 4),
-    }[data.name]
 
     splits = []
     for train in (True, False):
         try:
-            split = cls(data.root, train=train, download=data.download)
+            split = getattr(datasets, name)(root, train=train, download=download)
         except (RuntimeError, OSError, ValueError) as error:
-            remedy = "check the network, or put the files there" if data.download else "add data.download=true"
-            raise DataError(
-                f"data={data.name} in data.root={data.root}: {error}", f"check data.root; {remedy}"
-            ) from error
+            remedy = "check the network, or put the files there" if download else "add data.download=true"
+            raise DataError(f"{name} in data.root={root}: {error}", f"check data.root; {remedy}") from error
         images = torch.as_tensor(split.data)
         images = images[:, None] if images.ndim == 3 else images.permute(0, 3, 1, 2).contiguous()
-        moved = functools.partial(augment.move, by=pixels, flips=flips) if data.augment and train else None
+        moved = functools.partial(augmentation.move, by=shift, flips=flips) if augment and train else None
         splits.append(ArraySource(images, torch.as_tensor(split.targets), mean, std, moved, seed))
     return splits[0], splits[1]
 
 
-def _image_folder(data: Any, seed: int) -> tuple[BatchSource, BatchSource]:
-    train = FolderSource(Path(data.root, "train"), data.image_size, data.augment, seed, data.decode)
-    test = FolderSource(Path(data.root, "val"), data.image_size, False, seed, data.decode)
+def _image_folder(root: str, image_size: int, augment: bool, decode: str, seed: int) -> tuple[BatchSource, BatchSource]:
+    train = FolderSource(Path(root, "train"), image_size, augment, seed, decode)
+    test = FolderSource(Path(root, "val"), image_size, False, seed, decode)
     if train.classes != test.classes:
         odd = sorted(set(train.classes) ^ set(test.classes))
-        raise DataError(
-            f"data.root={data.root}: train/ and val/ differ in classes: {', '.join(odd[:5])}", "complete them"
-        )
+        raise DataError(f"data.root={root}: train/ and val/ differ in classes: {', '.join(odd[:5])}", "complete them")
     return train, test
 
 
-def _synthetic(data: Any, seed: int) -> tuple[BatchSource, BatchSource]:
-    count = data.samples + data.test_samples
-    shape = (data.channels, data.image_size, data.image_size)
-    numbers = torch.arange(count)
-    labels = numbers % data.classes
+def _synthetic(
+    samples: int, test_samples: int, channels: int, image_size: int, classes: int, seed: int
+) -> tuple[BatchSource, BatchSource]:
+    shape = (channels, image_size, image_size)
+    labels = torch.arange(samples + test_samples) % classes
     generator = torch.Generator().manual_seed(hash_key(seed, "synthetic"))
-    patterns = torch.randint(0, 128, (data.classes, *shape), dtype=torch.uint8, generator=generator)
-    noise = torch.randint(0, 128, (count, *shape), dtype=torch.uint8, generator=generator)
+    patterns = torch.randint(0, 128, (classes, *shape), dtype=torch.uint8, generator=generator)
+    noise = torch.randint(0, 128, (len(labels), *shape), dtype=torch.uint8, generator=generator)
     images = patterns[labels] + noise
-    half = (0.5,) * data.channels
+    half = (0.5,) * channels
     return (
-        ArraySource(images[: data.samples], labels[: data.samples], half, half, classes=data.classes),
-        ArraySource(images[data.samples :], labels[data.samples :], half, half, classes=data.classes),
+        ArraySource(images[:samples], labels[:samples], half, half, classes=classes),
+        ArraySource(images[samples:], labels[samples:], half, half, classes=classes),
     )
 
 
-def _linear_regression(data: Any, seed: int) -> tuple[BatchSource, BatchSource]:
+def _linear_regression(
+    samples: int, test_samples: int, features: int, noise: float, seed: int
+) -> tuple[BatchSource, BatchSource]:
     generator = torch.Generator().manual_seed(hash_key(seed, "linear_regression"))
-    weights = torch.randn(data.features, generator=generator)
-    table = torch.randn(data.samples + data.test_samples, data.features, generator=generator)
-    noise = torch.randn(len(table), generator=generator) * data.noise
-    targets = table @ weights + 0.5 + noise
-    return (
-        ArraySource(table[: data.samples], targets[: data.samples]),
-        ArraySource(table[data.samples :], targets[data.samples :]),
-    )
+    weights = torch.randn(features, generator=generator)
+    table = torch.randn(samples + test_samples, features, generator=generator)
+    targets = table @ weights + 0.5 + torch.randn(len(table), generator=generator) * noise
+    return ArraySource(table[:samples], targets[:samples]), ArraySource(table[samples:], targets[samples:])
 
 
-def _custom(data: Any, seed: int) -> tuple[BatchSource, BatchSource]:
-    from ddp_train.config.user_code import instantiate
-
-    train, test = (instantiate("data", data, train=train) for train in (True, False))
-    return UserDataset(train, seed), UserDataset(test, seed)
-
-
-_BUILDERS: dict[str, Callable[[Any, int], tuple[BatchSource, BatchSource]]] = {
+_BUILDERS: dict[str, Callable[..., tuple[BatchSource, BatchSource]]] = {
     "digits": _digits,
-    "mnist": _torchvision,
-    "fashion_mnist": _torchvision,
-    "cifar10": _torchvision,
+    "mnist": functools.partial(_torchvision, "MNIST", (0.1307,), (0.3081,), 2, False),
+    "fashion_mnist": functools.partial(_torchvision, "FashionMNIST", (0.2860,), (0.3530,), 2, True),
+    "cifar10": functools.partial(_torchvision, "CIFAR10", (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616), 4, True),
     "image_folder": _image_folder,
     "synthetic": _synthetic,
     "linear_regression": _linear_regression,
-    "custom": _custom,
 }
+"""For each built-in data set a function of the keys of `data=NAME` and the seed."""

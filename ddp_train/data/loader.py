@@ -12,14 +12,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from ddp_train.config.schema import TuningConfig
 from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.copy_stream import CopyStream
 from ddp_train.data.datasets import ArraySource, BatchSource, folder_of
-from ddp_train.data.prefetch import GpuDecoder, ThreadedDecoder
+from ddp_train.data.prefetch import GpuDecoder
 from ddp_train.errors import LaunchError
 from ddp_train.linux import end_loader_with_parent
-from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.resilience.preemption import ignore_signals
 from ddp_train.tensor_tree import map_tensors
 
@@ -104,105 +102,106 @@ class _Resident:
             yield group
 
 
-class _Ahead:
-    """Batches that threads of this process prepare: what a DataLoader is for loader processes."""
+class _GpuDecoded:
+    """Batches that a GpuDecoder prepares; iterated again it starts over."""
 
-    def __init__(self, prepared: ThreadedDecoder) -> None:
-        self.prepared = prepared
+    def __init__(self, decoder: GpuDecoder) -> None:
+        self.decoder = decoder
 
     def __iter__(self) -> Iterator[Batch]:
-        for micro_batch, crops, labels in self.prepared:
+        for micro_batch, crops, labels in self.decoder:
             yield Batch(crops, labels, micro_batch)
+
+
+@dataclass(frozen=True)
+class LoaderOptions:
+    """How batches come to the device; `tuning.*` has keys of the same names."""
+
+    dtype: torch.dtype | None = None
+    """Of floating-point inputs and targets; None leaves them as they are."""
+    channels_last: bool = False
+    num_workers: int = 0
+    prefetch_factor: int = 2
+    persistent_workers: bool = False
+    pin_memory: bool = False
+    non_blocking: bool = False
+    copy_stream: bool = False
 
 
 class Loader:
     """Batches of the given micro-batches in order: on the device, in the run's precision and memory format.
 
-    Iterated again it starts over. Training makes one pass over the shares of the whole run, so that its loader
-    processes live through all epochs and fetch across their borders. Iterating raises the DataError of a source.
+    Iterated again it starts over. Training makes one pass over the micro-batches of the whole run, so that its loader
+    processes live through all epochs and prefetch across their ends. Iterating raises the DataError of a source.
     """
 
     def __init__(
         self,
         source: BatchSource,
         micro_batches: Iterable[MicroBatch],
-        tuning: TuningConfig,
         device: str,
-        status: RankStatus,
-        phases: str = "",
+        options: LoaderOptions,
         resident: bool = False,
     ) -> None:
-        """phases: what stands before the names of its phases, data and forward. resident: the data set, one that is
-        held in memory, is held on the device."""
-        self.device, self.tuning, self.status, self.resident = torch.device(device), tuning, status, resident
-        self.dtype = torch.float64 if tuning.precision == "fp64" else None
-        self.data, self.forward, self.end = phases + "data", phases + "forward", phases + "end"
-        self.fetching: deque[MicroBatch] = deque()
-        """What loader processes are working on."""
+        """resident: the data set, which must be an ArraySource, is held on the device."""
+        self.device = torch.device(device)
+        self.options = options
+        self.resident = resident
+        self.in_flight: deque[MicroBatch] = deque()
+        """The micro-batches that loader processes are working on, the next one first."""
         self.folder = folder_of(source)
-        decoded_there = self.folder is not None and self.folder.decode == "gpu"
-        self.beside = bool(tuning.copy_stream) and self.device.type == "cuda" and not resident and not decoded_there
+        decoded_on_gpu = self.folder is not None and self.folder.decode == "gpu"
+        self.copies_beside = options.copy_stream and self.device.type == "cuda" and not resident and not decoded_on_gpu
         """Whether batches are copied while the GPU computes."""
         self.batches: Iterable[Batch | LaunchError]
         if resident:
-            assert isinstance(source, ArraySource), "config.check lets no other data set be resident"
-            self.batches = _Resident(source.to(self.device, bool(tuning.channels_last)), micro_batches, self._place)
+            assert isinstance(source, ArraySource), "config.validate lets no other data set be resident"
+            self.batches = _Resident(source.to(self.device, options.channels_last), micro_batches, self._place)
+        elif self.folder is not None and decoded_on_gpu:
+            readers = max(1, options.num_workers)
+            decoder = GpuDecoder(self.folder, micro_batches, readers, options.prefetch_factor, self.device)
+            self.batches = _GpuDecoded(decoder)
         else:
-            self.batches = self._from_host(source, micro_batches, tuning)
+            self.batches = self._data_loader(source, micro_batches)
 
-    def _from_host(
-        self, source: BatchSource, micro_batches: Iterable[MicroBatch], tuning: TuningConfig
-    ) -> Iterable[Batch | LaunchError]:
-        workers = int(tuning.num_workers)
-        pinned = bool(tuning.pin_memory) and self.device.type == "cuda"
-        if self.folder and self.folder.decode == "gpu":
-            return _Ahead(GpuDecoder(self.folder, micro_batches, max(1, workers), tuning.prefetch_factor, self.device))
-        if self.folder and self.folder.decode == "threads" and workers:
-            return _Ahead(ThreadedDecoder(self.folder, micro_batches, workers, tuning.prefetch_factor, pinned))
+    def _data_loader(self, source: BatchSource, micro_batches: Iterable[MicroBatch]) -> DataLoader[Any]:
+        workers = self.options.num_workers
         return DataLoader(
             _Batches(source),
             batch_size=None,  # an item is a batch already
-            sampler=_Noted(micro_batches, self.fetching) if workers else micro_batches,
+            sampler=_Noted(micro_batches, self.in_flight) if workers else micro_batches,
             num_workers=workers,
-            prefetch_factor=tuning.prefetch_factor if workers else None,
-            persistent_workers=tuning.persistent_workers and workers > 0,
-            pin_memory=pinned,
+            prefetch_factor=self.options.prefetch_factor if workers else None,
+            persistent_workers=self.options.persistent_workers and workers > 0,
+            pin_memory=self.options.pin_memory and self.device.type == "cuda",
             generator=torch.Generator(),  # else its iterator draws from the one that a step's dropout was seeded in
             worker_init_fn=_enter_worker,
         )
 
     def __iter__(self) -> Iterator[Batch]:
-        status = self.status
-        copies = CopyStream(self.device) if self.beside else None
-        status.phase, status.fetching = self.data, self.fetching
+        copies = CopyStream(self.device) if self.copies_beside else None
         for batch in self.batches:
-            if self.fetching:
-                self.fetching.popleft()
+            if self.in_flight:
+                self.in_flight.popleft()
             if isinstance(batch, LaunchError):
                 try:
                     raise batch
                 finally:
                     del batch  # it would keep this frame, and both the loader processes, until some later collection
-            status.batches += 1
-            status.phase = self.forward  # from here on it is the device that one waits for
             if copies:
                 inputs, targets = copies.place([batch.inputs, batch.targets], self._place)
                 placed = Batch(inputs, targets, batch.micro_batch)
             else:
                 placed = batch if self.resident else batch.map(self._place)
             if self.folder:
-                dtype = self.dtype or torch.float32
-                placed.inputs = self.folder.finish(
-                    placed.inputs, batch.micro_batch.indices, batch.micro_batch.epoch, dtype
-                )
+                micro_batch, dtype = batch.micro_batch, self.options.dtype or torch.float32
+                placed.inputs = self.folder.finish(placed.inputs, micro_batch.indices, micro_batch.epoch, dtype)
             yield placed
-            status.phase, status.fetching = self.data, self.fetching
-        status.phase = self.end
 
     def _place(self, tensor: Tensor) -> Tensor:
-        placed = tensor.to(self.device, non_blocking=bool(self.tuning.non_blocking))
-        if self.dtype and placed.is_floating_point():
-            placed = placed.to(self.dtype)
-        if self.tuning.channels_last and placed.ndim == 4:
+        placed = tensor.to(self.device, non_blocking=self.options.non_blocking)
+        if self.options.dtype and placed.is_floating_point():
+            placed = placed.to(self.options.dtype)
+        if self.options.channels_last and placed.ndim == 4:
             placed = placed.contiguous(memory_format=torch.channels_last)
         return placed

@@ -1,7 +1,6 @@
-"""Batches of an image folder that threads of the rank itself prepare ahead: no loader processes, nothing is copied.
+"""Batches of an image folder that the GPU decodes: threads read the files ahead, one more feeds the device.
 
-Reading a file, decoding a JPEG and resizing release Python's lock. What is left in Python competes with training for
-it: see docs/data.md.
+No loader process is involved. Reading a file releases Python's lock. docs/benchmarks/jpeg.md has the measurements.
 """
 
 from __future__ import annotations
@@ -19,53 +18,13 @@ from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.image_folder import FolderSource, require_decoder
 
 CHUNK = 16
-"""The most images that one thread takes at once: all threads work on one batch, and few batches are in memory."""
-Result = Callable[[], Tensor]
+"""The most files that one thread reads at once: all threads work on one batch, so that few batches are in memory."""
+PendingCrops = Callable[[], Tensor]
 """Waits for the crops of a micro-batch and returns them. Raises what their threads raised."""
 
 
-class ThreadedDecoder:
-    """(share, crops, labels) of each micro-batch, in order; iterated again it starts over. The threads end with it."""
-
-    def __init__(
-        self, source: FolderSource, micro_batches: Iterable[MicroBatch], threads: int, batches_ahead: int, pinned: bool
-    ) -> None:
-        """pinned: the crops lie in page-locked memory."""
-        self.source, self.micro_batches, self.threads = source, micro_batches, threads
-        self.batches_ahead, self.pinned = batches_ahead, pinned
-
-    def __iter__(self) -> Iterator[tuple[MicroBatch, Tensor, Tensor]]:
-        pending: deque[tuple[MicroBatch, Result]] = deque()
-        with contextlib.ExitStack() as stack:
-            start = self._starter(stack)
-            for micro_batch in self.micro_batches:
-                pending.append((micro_batch, start(micro_batch)))
-                if len(pending) > self.batches_ahead:
-                    yield self._next(pending)
-            while pending:
-                yield self._next(pending)
-
-    def _next(self, pending: deque[tuple[MicroBatch, Result]]) -> tuple[MicroBatch, Tensor, Tensor]:
-        micro_batch, result = pending.popleft()
-        return micro_batch, result(), self.source.targets[torch.from_numpy(micro_batch.indices)]
-
-    def _starter(self, stack: contextlib.ExitStack) -> Callable[[MicroBatch], Result]:
-        """What starts the work on a micro-batch. stack: where its threads are left to be ended."""
-        pool = _pool(stack, self.threads, "decode")
-
-        def start(micro_batch: MicroBatch) -> Result:
-            crops = self.source.empty(len(micro_batch.indices), self.pinned)
-            parts = [
-                pool.submit(self.source.fill, crops[rows], micro_batch.indices[rows], micro_batch.epoch)
-                for rows in _chunks(len(micro_batch.indices), self.threads)
-            ]
-            return lambda: _filled(crops, parts)
-
-        return start
-
-
-class GpuDecoder(ThreadedDecoder):
-    """The same with crops that the device decoded: threads read the files, one more feeds the device."""
+class GpuDecoder:
+    """(micro-batch, crops on the device, labels) in order; iterated again it starts over. Its threads end with it."""
 
     def __init__(
         self,
@@ -75,27 +34,42 @@ class GpuDecoder(ThreadedDecoder):
         batches_ahead: int,
         device: torch.device,
     ) -> None:
-        super().__init__(source, micro_batches, threads, batches_ahead, pinned=False)
+        """threads: that read files. batches_ahead: micro-batches that are prepared while the model computes."""
+        self.source = source
+        self.micro_batches = micro_batches
+        self.threads = threads
+        self.batches_ahead = batches_ahead
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def _starter(self, stack: contextlib.ExitStack) -> Callable[[MicroBatch], Result]:
+    def __iter__(self) -> Iterator[tuple[MicroBatch, Tensor, Tensor]]:
+        """Raises ConfigError if torchvision cannot decode on the device, DataError if a file cannot be decoded."""
         require_decoder(self.device)
-        readers, feeder = _pool(stack, self.threads, "read"), _pool(stack, 1, "decode")
+        pending: deque[tuple[MicroBatch, PendingCrops]] = deque()
+        with contextlib.ExitStack() as stack:
+            readers = _pool(stack, self.threads, "read")
+            feeder = _pool(stack, 1, "decode")
+            for micro_batch in self.micro_batches:
+                pending.append((micro_batch, self._start(micro_batch, readers, feeder)))
+                if len(pending) > self.batches_ahead:
+                    yield self._next(pending)
+            while pending:
+                yield self._next(pending)
 
-        def start(micro_batch: MicroBatch) -> Result:
-            parts = [
-                readers.submit(self.source.read, micro_batch.indices[rows])
-                for rows in _chunks(len(micro_batch.indices), self.threads)
-            ]
-            crops = feeder.submit(self._crops, parts, micro_batch)
-            return lambda: self._handed_over(crops.result())
+    def _start(self, micro_batch: MicroBatch, readers: ThreadPoolExecutor, feeder: ThreadPoolExecutor) -> PendingCrops:
+        """Queues the reading and decoding of a micro-batch."""
+        indices = micro_batch.indices
+        files = [readers.submit(self.source.read, indices[rows]) for rows in _chunks(len(indices), self.threads)]
+        crops = feeder.submit(self._decode, files, micro_batch)
+        return lambda: self._hand_over(crops.result())
 
-        return start
+    def _next(self, pending: deque[tuple[MicroBatch, PendingCrops]]) -> tuple[MicroBatch, Tensor, Tensor]:
+        micro_batch, crops = pending.popleft()
+        return micro_batch, crops(), self.source.targets[torch.from_numpy(micro_batch.indices)]
 
-    def _crops(self, parts: list[Future[list[np.ndarray]]], micro_batch: MicroBatch) -> Tensor:
+    def _decode(self, reads: list[Future[list[np.ndarray]]], micro_batch: MicroBatch) -> Tensor:
         """In a thread and a stream of its own, beside training."""
-        files = [file for part in parts for file in part.result()]
+        files = [file for read in reads for file in read.result()]
         if self.stream is None:
             return self.source.crops_on(self.device, files, micro_batch.indices, micro_batch.epoch)
         with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
@@ -104,18 +78,11 @@ class GpuDecoder(ThreadedDecoder):
         self.stream.synchronize()
         return crops
 
-    def _handed_over(self, crops: Tensor) -> Tensor:
+    def _hand_over(self, crops: Tensor) -> Tensor:
         """The memory stays the crops' until training's stream has used them."""
         if self.stream is not None:
             crops.record_stream(torch.cuda.current_stream(self.device))
         return crops
-
-
-def _filled(crops: Tensor, parts: list[Future[None]]) -> Tensor:
-    """The crops, once all their parts are written."""
-    for part in parts:
-        part.result()
-    return crops
 
 
 def _pool(stack: contextlib.ExitStack, threads: int, name: str) -> ThreadPoolExecutor:

@@ -15,8 +15,7 @@ import ddp_train
 from ddp_train.config.schema import OPTIONS, SECTIONS, Config, CustomConfig
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
-from ddp_train.launcher.fork_server import ForkServer
-from ddp_train.launcher.sweep import Report, Trials
+from ddp_train.launcher.sweep import Trials
 from ddp_train.text import did_you_mean, shown
 
 SWEEP = ("-m", "--multirun")
@@ -26,17 +25,8 @@ FLAGS = (
 )
 
 
-def through_hydra(
-    usage: str,
-    script: Path,
-    conf: Path,
-    argv: list[str],
-    world: World | None,
-    server: ForkServer | None,
-    report: Report | None = None,
-) -> int:
-    """Does what the flags ask: tells something, or runs a sweep, its trials by way of a fork server. Returns the exit
-    code. report: is told of a sweep that came to its end.
+def through_hydra(usage: str, trials: Trials, argv: list[str], world: World | None) -> int:
+    """Does what the flags ask: prints something, or runs a sweep. Returns the exit code.
 
     Raises ConfigError before any trial starts.
     """
@@ -46,7 +36,7 @@ def through_hydra(
         raise ConfigError([f"{flag}: no such flag{did_you_mean(flag, list(FLAGS))}" for flag in unknown])
     sweep = not set(SWEEP).isdisjoint(flags)
     if {"-h", "--help"} & set(flags):
-        text = help_text(usage, conf)
+        text = help_text(usage, trials.conf)
         print(folded(text, shutil.get_terminal_size().columns) if sys.stdout.isatty() else text)
         return 0
     if "--version" in flags:
@@ -57,12 +47,11 @@ def through_hydra(
         raise ConfigError([f"-m: torchrun would start one sweep per rank; use: {instead}"])
     if not sweep and set(flags) <= {"--resolve", "-p", "--package"}:
         raise ConfigError([f"{flags[0]}: belongs to --cfg job; add that, or leave it out"])
-    trials = Trials(script, conf, server, report)
     if {"-sc", "--shell-completion", "--hydra-help"}.isdisjoint(flags):
         argv = trials.check(argv, sweep)
-    sys.argv = [str(script), *argv]
+    sys.argv = [str(trials.script), *argv]
     try:
-        hydra.main(config_path=str(conf), config_name="config", version_base="1.3")(trials.run)()
+        hydra.main(config_path=str(trials.conf), config_name="config", version_base="1.3")(trials.run)()
     except BaseException:
         if trials.sweep_dir != Path():  # what became of the trials so far is known all the same
             trials.finish()

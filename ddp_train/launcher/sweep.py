@@ -10,7 +10,7 @@ import math
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +32,9 @@ from ddp_train.launcher.fork_server import ForkServer
 from ddp_train.resilience.failure_report import FILE as FAILURE
 from ddp_train.resilience.failure_report import SUMMARY
 from ddp_train.resilience.preemption import SAVED, UNSAVED
-from ddp_train.text import first_line
 
 RESULTS = "results.jsonl"
 LAUNCHER, SLURM = "hydra/launcher", ("slurm", "submitit_slurm")
-Report = Callable[[Path, list[dict[str, Any]], str], Path]
-"""Writes a page about a sweep: its directory, its rows, its objective. Returns where the page is."""
 
 
 class Trials:
@@ -47,8 +44,11 @@ class Trials:
     the file come back.
     """
 
-    def __init__(self, script: Path, conf: Path, server: ForkServer | None, report: Report | None = None) -> None:
-        self.script, self.conf, self.server, self.report, self.sweep_dir = script, conf, server, report, Path()
+    def __init__(self, script: Path, conf: Path, server: ForkServer | None) -> None:
+        self.script = script
+        self.conf = conf
+        self.server = server
+        self.sweep_dir = Path()
         self.swept: set[str] = set()
         self.objective = ""
         self.total = 0
@@ -152,11 +152,6 @@ class Trials:
                     f"best trial {best['trial']}: {' '.join(best['overrides'])}  {self.objective} {best['objective']:g}"
                 )
             print(f"results {self.sweep_dir / RESULTS}")
-            if self.report:
-                try:
-                    print(f"report {self.report(self.sweep_dir, self.rows, self.objective)}")
-                except Exception as error:  # noqa: BLE001  the trials are done: their results and exit code stand
-                    print(f"note: no report: {type(error).__name__}: {first_line(error)}", file=sys.stderr)
         return next((row["exit_code"] for row in self.rows if row["exit_code"]), 0)
 
 

@@ -8,28 +8,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddp_train.config.user_code import instantiate
 from ddp_train.errors import ConfigError
 from ddp_train.text import first_line
 
 
-def build_model(model: Any, input_shape: Sequence[int], outputs: int) -> nn.Module:
-    """The model of a section of the config. input_shape: of one sample; outputs: classes, or 1 for a regression.
+def build_model(name: str, input_shape: Sequence[int], outputs: int, **arguments: Any) -> nn.Module:
+    """A built-in network that fits a data set. input_shape: of one sample; outputs: classes, or 1 for a regression;
+    arguments: those of its builder below, which are the keys of `model=NAME`.
 
     Raises ConfigError if a network cannot take such images.
     """
-    return _BUILDERS[model.name](model, tuple(input_shape), outputs)
+    return _BUILDERS[name](tuple(input_shape), outputs, **arguments)
 
 
-def _cnn(model: Any, shape: tuple[int, ...], outputs: int) -> nn.Module:
+def _cnn(shape: tuple[int, ...], outputs: int, channels: int, norm: str, dropout: float) -> nn.Module:
     channels_in, smallest_side = shape[0], min(shape[1:])
     layers: list[nn.Module] = []
-    channels = model.channels
     while True:
         for _ in range(2):
             # A bias before a norm layer would be subtracted again by its mean.
-            layers.append(nn.Conv2d(channels_in, channels, 3, padding=1, bias=model.norm == "none"))
-            layers += {"none": [], "batch": [nn.BatchNorm2d(channels)], "group": [_group_norm(channels)]}[model.norm]
+            layers.append(nn.Conv2d(channels_in, channels, 3, padding=1, bias=norm == "none"))
+            layers += {"none": [], "batch": [nn.BatchNorm2d(channels)], "group": [_group_norm(channels)]}[norm]
             layers.append(nn.ReLU(inplace=True))
             channels_in = channels
         layers.append(nn.MaxPool2d(2))
@@ -38,7 +37,7 @@ def _cnn(model: Any, shape: tuple[int, ...], outputs: int) -> nn.Module:
             break
         channels *= 2
     # 2 x 2 places are left whatever the image size; adaptive pooling has no deterministic backward pass on CUDA.
-    layers += [_Quadrants(), nn.Flatten(), nn.Dropout(model.dropout), nn.Linear(channels_in * 4, outputs)]
+    layers += [_Quadrants(), nn.Flatten(), nn.Dropout(dropout), nn.Linear(channels_in * 4, outputs)]
     return nn.Sequential(*layers)
 
 
@@ -55,14 +54,14 @@ class _Quadrants(nn.Module):
         return torch.stack([part.mean((2, 3)) for row in rows for part in (row[..., :width], row[..., -width:])], dim=2)
 
 
-def _mlp(model: Any, shape: tuple[int, ...], outputs: int) -> nn.Module:
+def _mlp(shape: tuple[int, ...], outputs: int, hidden: int, layers: int, dropout: float) -> nn.Module:
     def between() -> list[nn.Module]:
-        return [nn.ReLU(inplace=True), *([nn.Dropout(model.dropout)] if model.dropout else [])]
+        return [nn.ReLU(inplace=True), *([nn.Dropout(dropout)] if dropout else [])]
 
-    return _stack(shape, model.hidden, model.layers, outputs, between)
+    return _stack(shape, hidden, layers, outputs, between)
 
 
-def _linear_regression(model: Any, shape: tuple[int, ...], outputs: int) -> nn.Module:
+def _linear_regression(shape: tuple[int, ...], outputs: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(_features(shape), outputs))
 
 
@@ -74,14 +73,6 @@ def gelu(values: Tensor) -> Tensor:
     return values * 0.5 * (1.0 + torch.erf(values / 1.41421))
 
 
-def _custom(model: Any) -> nn.Module:
-    made = instantiate("model", model)
-    if not isinstance(made, nn.Module):
-        kind = type(made).__name__
-        raise ConfigError([f"model._target_={model.target}: made an object of {kind}, which is no torch.nn.Module"])
-    return made
-
-
 class _Gelu(nn.Module):
     def __init__(self, fused: bool) -> None:
         super().__init__()
@@ -91,8 +82,8 @@ class _Gelu(nn.Module):
         return self.function(values)
 
 
-def _gelu_mlp(model: Any, shape: tuple[int, ...], outputs: int) -> nn.Module:
-    return _stack(shape, model.hidden, model.layers, outputs, lambda: [_Gelu(model.fused)])
+def _gelu_mlp(shape: tuple[int, ...], outputs: int, hidden: int, layers: int, fused: bool) -> nn.Module:
+    return _stack(shape, hidden, layers, outputs, lambda: [_Gelu(fused)])
 
 
 def _stack(
@@ -111,21 +102,21 @@ def _features(shape: tuple[int, ...]) -> int:
     return torch.Size(shape).numel()
 
 
-def _torchvision(model: Any, shape: tuple[int, ...], outputs: int) -> nn.Module:
+def _torchvision(shape: tuple[int, ...], outputs: int, arch: str) -> nn.Module:
     from torchvision.models import get_model
 
     more: dict[str, Any] = {"num_classes": outputs}
-    if model.arch in ("googlenet", "inception_v3"):
+    if arch in ("googlenet", "inception_v3"):
         more |= {"aux_logits": False, "init_weights": True}  # one output, not three
-    elif model.arch.startswith("vit_"):
+    elif arch.startswith("vit_"):
         more["image_size"] = shape[1]
     try:  # on tensors without content: it costs some milliseconds
         with torch.device("meta"):
-            get_model(model.arch, weights=None, **more).eval()(torch.empty(2, 3, *shape[1:]))
+            get_model(arch, weights=None, **more).eval()(torch.empty(2, 3, *shape[1:]))
     except (RuntimeError, AssertionError, ValueError) as error:
         what = f"cannot take images of {shape[1]} x {shape[2]} pixels: {first_line(error)}"
-        raise ConfigError([f"model.arch={model.arch}: {what}"]) from error
-    network = get_model(model.arch, weights=None, **more)
+        raise ConfigError([f"model.arch={arch}: {what}"]) from error
+    network = get_model(arch, weights=None, **more)
     return nn.Sequential(_Rgb(), network) if shape[0] == 1 else network
 
 
@@ -136,11 +127,11 @@ class _Rgb(nn.Module):
         return images.expand(-1, 3, -1, -1)
 
 
-_BUILDERS: dict[str, Callable[[Any, tuple[int, ...], int], nn.Module]] = {
+_BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "cnn": _cnn,
     "mlp": _mlp,
     "linear_regression": _linear_regression,
     "gelu_mlp": _gelu_mlp,
     "torchvision": _torchvision,
-    "custom": lambda model, shape, outputs: _custom(model),
 }
+"""For each built-in network a function of the shape of a sample, the outputs, and the keys of `model=NAME`."""

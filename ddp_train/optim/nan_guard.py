@@ -1,8 +1,9 @@
-"""A loss that is NaN or infinite on one rank: found on all of them, kept out of the weights, and named.
+"""Finds a loss that is NaN or infinite on any rank, keeps it out of the weights, and names rank, step and samples.
 
-Such a loss makes its own rank's gradients NaN (see `optim.Stepper.backward`), and the gradient exchange carries the
-news to every rank: agreement costs no collective, only a look at one gradient. A gradient that is not finite though the
-loss is (sqrt at 0) may escape that look; the weights it corrupts spoil the next loss, and are never saved.
+`Stepper.backward` turns such a loss into NaN gradients, and the gradient exchange spreads them to every rank. So all
+ranks agree without a collective of their own: each looks at one gradient. Gradients that are not finite although the
+loss is (sqrt at 0) can escape that look; they make the weights non-finite, the next loss shows it, and such weights are
+never saved.
 """
 
 from __future__ import annotations
@@ -16,50 +17,51 @@ from torch.optim import Optimizer
 
 from ddp_train.distributed.process_group import from_all_ranks
 from ddp_train.errors import NonFiniteLossError
-from ddp_train.resilience.heartbeat import RankStatus
-from ddp_train.telemetry.metrics_log import RunningLoss, is_finite
+from ddp_train.task import RunningLoss, is_finite
 
 log = logging.getLogger(__name__)
 
 
 class NonFiniteCheck:
-    """Looks on the host before every step, which on a GPU waits for it."""
+    """Looks at a gradient on the host before every step, which on a GPU waits for the device."""
 
     def __init__(
         self,
         optimizer: Optimizer,
         losses: RunningLoss,
-        status: RankStatus,
         scaled: bool = False,
         allow_missing_grads: bool = False,
         skip: bool = False,
     ) -> None:
-        """losses: of the steps since somebody looked. scaled: a GradScaler leaves out steps by itself.
-        allow_missing_grads: some steps leave some parameters without a gradient: no single one can speak for all. skip:
-        a step with such a
-        loss is left out with a warning, and training goes on."""
-        self.losses, self.status, self.scaled, self.skip = losses, status, scaled, skip
+        """losses: of the steps since the last logging interval. scaled: a GradScaler skips steps that overflow.
+        allow_missing_grads: parameters may have no gradient in a step, so one gradient is no proxy for all. skip: a
+        step with such a loss is skipped with a warning, and training continues."""
+        self.losses = losses
+        self.scaled = scaled
+        self.allow_missing_grads = allow_missing_grads
+        self.skip = skip
         self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self.rate = optimizer.param_groups[0]["initial_lr"]
-        self.allow_missing_grads, self.sentinel = allow_missing_grads, nn.Parameter(requires_grad=False)
+        self.base_lr = optimizer.param_groups[0]["initial_lr"]
+        self.sentinel = nn.Parameter(requires_grad=False)
+        """The parameter whose gradient is looked at: the smallest."""
         self.sentinel_is_short = False
         """To be read without a kernel, which takes 3 us less."""
 
     def allows(self, step: int, norm: Tensor | None) -> bool:
         """Whether the optimizer step may be taken. norm: of all gradients, if it is known.
 
-        Raises NonFiniteLossError, on all ranks alike, if a loss is not finite and such steps are not left out.
+        Raises NonFiniteLossError, on all ranks alike, if a loss is not finite and such steps are not skipped.
         """
         return math.isfinite(norm if norm is not None else self._scalar_to_check()) or self._is_overflow(step)
 
-    def look(self, step: int) -> None:
-        """Raises NonFiniteLossError if `allows` let a loss pass that is not finite, in any of the `step` steps so far.
-        May wait for the device."""
+    def check_losses(self, steps_done: int) -> None:
+        """Raises NonFiniteLossError if `allows` let a non-finite loss pass in any step so far. May wait for the
+        device."""
 
-    def check_weights(self, step: int) -> None:
+    def check_weights(self, steps_done: int) -> None:
         """Raises NonFiniteLossError if a weight is not finite. Waits for the device: for checkpoints, not for steps."""
         if not math.isfinite(nn.utils.get_total_norm(self.parameters)):
-            raise self._error(f"after step {step} the weights are not finite", None)
+            raise self._error(f"after step {steps_done} the weights are not finite", steps_done, None)
 
     def _scalar_to_check(self) -> float:
         """A scalar that is not finite if a loss was not: of the smallest gradient, which costs least to read."""
@@ -79,7 +81,7 @@ class NonFiniteCheck:
 
     def _is_overflow(self, step: int) -> bool:
         """What to do about gradients that are not finite: True leaves the step to the GradScaler, which sees that
-        float16 overflowed; False leaves it out."""
+        float16 overflowed; False skips it."""
         if self.scaled and not self._culprits(step):
             return True
         error = self._explain(step)
@@ -102,47 +104,47 @@ class NonFiniteCheck:
         what = "the gradients are not finite, though every rank's loss is"
         if culprits:
             what = f"the loss is not finite on rank {', '.join(map(str, culprits))}"
-        return self._error(f"step {step}: {what}{mine}", culprits[0] if culprits else None)
+        return self._error(f"step {step}: {what}{mine}", step, culprits[0] if culprits else None)
 
-    def _error(self, detail: str, rank: int | None) -> NonFiniteLossError:
-        remedy = f"lower optimizer.lr={self.rate:g}, clip with train.max_grad_norm=1, or look at those samples"
-        return NonFiniteLossError(detail, remedy, rank)
+    def _error(self, detail: str, step: int, rank: int | None) -> NonFiniteLossError:
+        remedy = f"lower optimizer.lr={self.base_lr:g}, clip with train.max_grad_norm=1, or look at those samples"
+        return NonFiniteLossError(detail, remedy, rank, step)
 
 
 class DeviceNonFiniteCheck(NonFiniteCheck):
-    """Looks on the GPU, and keeps what it sees there until the host looks at the losses: no step waits.
+    """Looks at a gradient on the GPU, and keeps the result there until the host reads the losses: no step waits.
 
     From the first bad step on a flag on the device stops the optimizer, a fused one, which reads it as it reads that of
     a GradScaler: the weights stay those before that step, however late the host learns of it. With a GradScaler, which
-    resets its flag, only the bad steps themselves are left out.
+    resets its flag, only the bad steps themselves are skipped.
     """
 
-    def __init__(self, optimizer: Optimizer, losses: RunningLoss, status: RankStatus, scaled: bool = False) -> None:
-        super().__init__(optimizer, losses, status, scaled)
+    def __init__(self, optimizer: Optimizer, losses: RunningLoss, scaled: bool = False) -> None:
+        super().__init__(optimizer, losses, scaled)
         device = self.parameters[0].device
-        self.stopped, self.one = torch.zeros((), device=device), torch.ones((), device=device)
-        self.steps_left_out = torch.zeros((), device=device)
+        self.stopped = torch.zeros((), device=device)
+        self.one = torch.ones((), device=device)
+        self.steps_skipped = torch.zeros((), device=device)
         if not scaled:
             optimizer.found_inf = self.stopped  # pyright: ignore[reportAttributeAccessIssue]
 
     def allows(self, step: int, norm: Tensor | None) -> bool:
         if not self.scaled:
-            asked = self._sentinel_gradient() if norm is None else norm
+            checked = self._sentinel_gradient() if norm is None else norm
             # What GradScaler does, with a scale of one: sets the flag if a number is not finite, and never resets it.
             torch._amp_foreach_non_finite_check_and_unscale_(  # pyright: ignore[reportPrivateImportUsage]
-                [asked], self.stopped, self.one
+                [checked], self.stopped, self.one
             )
-            self.steps_left_out.add_(self.stopped)
+            self.steps_skipped.add_(self.stopped)
         return True
 
-    def look(self, step: int) -> None:
+    def check_losses(self, steps_done: int) -> None:
         if self.scaled:
-            firsts = torch.tensor(self.losses.first_bad_step(never=step), device=self.one.device)
-            bad = int(from_all_ranks(firsts).min())
+            first_bad = torch.tensor(self.losses.first_bad_step(never=steps_done), device=self.one.device)
+            bad = int(from_all_ranks(first_bad).min())
         else:
-            # The same on all ranks, as the exchanged gradients are. Asked of all the same: NCCL watches no collective
-            # of a replayed graph, but this one it ends after launch.timeout_seconds if a rank stands still.
-            bad = step - int(from_all_ranks(self.steps_left_out).max())
-        if bad < step:
-            self.status.step = bad
+            # The same on all ranks, as the exchanged gradients are. Exchanged all the same: NCCL watches no collective
+            # of a replayed graph, but this one it ends after launch.timeout_seconds if a rank hangs.
+            bad = steps_done - int(from_all_ranks(self.steps_skipped).max())
+        if bad < steps_done:
             raise self._explain(bad)

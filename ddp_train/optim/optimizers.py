@@ -9,58 +9,66 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ddp_train.config.user_code import instantiate
 from ddp_train.optim import split_fused
 from ddp_train.optim.lars_lamb import Lamb, Lars
 
+CLASSES: dict[str, type[Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "adadelta": torch.optim.Adadelta,
+    "rmsprop": torch.optim.RMSprop,
+    "lars": Lars,
+    "lamb": Lamb,
+}
+"""Their arguments are the keys of `optimizer=NAME`, but for `betas`, which are `beta1` and `beta2`."""
+
 
 def build_optimizer(
-    parameters: Iterable[nn.Parameter], config: Any, implementation: str, recorded: bool = False
+    parameters: Iterable[nn.Parameter],
+    name: str,
+    *,
+    implementation: str,
+    captured: bool = False,
+    decay_norm_and_bias: bool = True,
+    **arguments: Any,
 ) -> Optimizer:
-    """torch's own optimizer, or LARS or LAMB. implementation: loop, foreach or fused, as torch calls them. recorded:
-    its steps are recorded and replayed, so that they may take the host longer."""
-    parameters = [parameter for parameter in parameters if parameter.requires_grad]
-    if config.name == "custom":
-        return instantiate("optimizer", config, parameters)
-    groups = parameters if config.decay_norm_and_bias else without_decay_of_vectors(parameters)
-    common = {"lr": config.lr, "weight_decay": config.weight_decay, "foreach": implementation == "foreach"}
+    """The optimizer of the parameters that want gradients.
+
+    implementation: loop, foreach or fused, as torch calls them. captured: its steps run from a CUDA graph, so that host
+    time per step does not matter. decay_norm_and_bias: weight decay for parameters of at most one dimension too.
+    arguments: lr, weight_decay, and what else the class takes.
+    """
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    groups = trained if decay_norm_and_bias else without_decay_of_vectors(trained)
+    if "beta1" in arguments:
+        arguments["betas"] = (arguments.pop("beta1"), arguments.pop("beta2"))
     if implementation == "fused":
-        common |= {"foreach": None, "fused": True}
-    in_parts = recorded and implementation == "fused" and len({parameter.dtype for parameter in parameters}) == 1
-    torchs = split_fused if in_parts else torch.optim
-    if config.name == "sgd":
-        sgd = torchs.SGD(groups, momentum=config.momentum, nesterov=config.nesterov, **common)
-        if implementation == "fused" and config.momentum:
-            # Where a GradScaler leaves out the first step, as float16 often needs it, torch's kernel leaves the new
-            # buffers unwritten: ResNet-50 had a loss of NaN in step 2. From zeros the first step is the same.
-            for parameter in parameters:
-                sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        return sgd
-    if config.name == "adadelta":
-        return torch.optim.Adadelta(groups, rho=config.rho, eps=config.eps, **common)
-    if config.name == "rmsprop":
-        return torch.optim.RMSprop(groups, alpha=config.alpha, momentum=config.momentum, eps=config.eps, **common)
-    if config.name == "lars":
-        trust = config.trust_coefficient
-        return Lars(groups, momentum=config.momentum, trust_coefficient=trust, eps=config.eps, **common)
-    common |= {"betas": (config.beta1, config.beta2), "eps": config.eps}
-    if config.name == "lamb":
-        return Lamb(groups, max_trust_ratio=config.max_trust_ratio, **common)
-    cls = torchs.AdamW if config.name == "adamw" else torchs.Adam
-    return cls(groups, **common)
+        arguments |= {"foreach": None, "fused": True}
+    else:
+        arguments["foreach"] = implementation == "foreach"
+    cls = CLASSES[name]
+    one_dtype = len({parameter.dtype for parameter in trained}) == 1
+    if captured and implementation == "fused" and one_dtype:
+        cls = split_fused.CLASSES[cls]
+    optimizer = cls(groups, **arguments)
+    if implementation == "fused" and name == "sgd" and arguments["momentum"]:
+        # Where a GradScaler leaves out the first step, as float16 often needs it, torch's kernel leaves the new buffers
+        # unwritten: ResNet-50 had a loss of NaN in step 2. From zeros the first step is the same.
+        for parameter in trained:
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return optimizer
 
 
 def without_decay_of_vectors(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
-    """Groups of an optimizer: parameters of at most one dimension, which are norms and biases, do not decay.
+    """Parameter groups in which those of at most one dimension, norms and biases, have no weight decay.
 
-    LARS and LAMB do not adapt their rate either; torch's optimizers pass over `layer_adaptation`.
+    LARS and LAMB do not adapt the learning rate of those either; torch's optimizers ignore `layer_adaptation`.
     """
+    matrices = [parameter for parameter in parameters if parameter.ndim > 1]
+    vectors = [parameter for parameter in parameters if parameter.ndim <= 1]
     groups: list[dict[str, Any]] = [
-        {"params": [parameter for parameter in parameters if parameter.ndim > 1]},
-        {
-            "params": [parameter for parameter in parameters if parameter.ndim <= 1],
-            "weight_decay": 0.0,
-            "layer_adaptation": False,
-        },
+        {"params": matrices},
+        {"params": vectors, "weight_decay": 0.0, "layer_adaptation": False},
     ]
     return [group for group in groups if group["params"]]

@@ -6,49 +6,48 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from ddp_train.config.schema import ScheduleConfig
-
 Factor = Callable[[int], float]
+"""Optimizer step 0, 1, ... -> what the base learning rates are multiplied by."""
 
 
-def warmup_steps(config: ScheduleConfig, steps_per_epoch: int) -> int:
-    """The optimizer steps of the warm-up, which may be given in epochs."""
-    return config.warmup_steps if config.warmup_epochs is None else round(config.warmup_epochs * steps_per_epoch)
+def build_schedule(name: str, total_steps: int, warmup_steps: int = 0, **arguments: Any) -> Factor:
+    """The factor of the learning rate in optimizer step 0, 1, ... total_steps - 1.
 
-
-def build_schedule(config: ScheduleConfig, total_steps: int, steps_per_epoch: int) -> Factor:
-    """The factor of the learning rate in optimizer step 0, 1, ... total_steps - 1: a function without state.
-
-    Warm-up is linear and reaches the full rate after its steps; the schedule proper runs over the steps after it.
+    Warm-up is linear and reaches the base learning rate after its steps; the schedule proper runs over the steps after
+    it. arguments: the keys of `schedule=NAME`.
     """
-    warmup = warmup_steps(config, steps_per_epoch)
-    main = _SCHEDULES[config.name](config, max(1, total_steps - warmup))
-    if not warmup:
+    main = _SCHEDULES[name](max(1, total_steps - warmup_steps), **arguments)
+    if not warmup_steps:
         return main
-    return lambda step: (step + 1) / (warmup + 1) if step < warmup else main(step - warmup)
+    return lambda step: (step + 1) / (warmup_steps + 1) if step < warmup_steps else main(step - warmup_steps)
 
 
-def _step(config: Any, steps: int) -> Factor:
-    return lambda step: config.gamma ** (step // config.step_size)
+def _constant(steps: int) -> Factor:
+    return lambda step: 1.0
 
 
-def _cosine(config: Any, steps: int) -> Factor:
+def _step(steps: int, step_size: int, gamma: float) -> Factor:
+    return lambda step: gamma ** (step // step_size)
+
+
+def _cosine(steps: int, final_factor: float) -> Factor:
     """arXiv:1608.03983 without restarts; reaches final_factor one step after the last, as torch's does."""
-    return lambda step: config.final_factor + (1 - config.final_factor) * 0.5 * (1 + math.cos(math.pi * step / steps))
+    return lambda step: final_factor + (1 - final_factor) * 0.5 * (1 + math.cos(math.pi * step / steps))
 
 
-def _polynomial(config: Any, steps: int) -> Factor:
-    return lambda step: config.final_factor + (1 - config.final_factor) * (1 - step / steps) ** config.power
+def _polynomial(steps: int, power: float, final_factor: float) -> Factor:
+    return lambda step: final_factor + (1 - final_factor) * (1 - step / steps) ** power
 
 
-def _one_cycle(config: Any, steps: int) -> Factor:
+def _one_cycle(steps: int, pct_start: float, div_factor: float, final_div_factor: float) -> Factor:
     """arXiv:1708.07120 with cosine flanks, as torch's OneCycleLR without the momentum cycle."""
-    top, end = config.pct_start * steps - 1, steps - 1
-    first = 1 / config.div_factor
-    last = first / config.final_div_factor
+    top = pct_start * steps - 1
+    end = steps - 1
+    first = 1 / div_factor
+    last = first / final_div_factor
 
-    def between(start: float, stop: float, micro_batch: float) -> float:
-        return stop + (start - stop) / 2 * (1 + math.cos(math.pi * min(max(micro_batch, 0.0), 1.0)))
+    def between(start: float, stop: float, progress: float) -> float:
+        return stop + (start - stop) / 2 * (1 + math.cos(math.pi * min(max(progress, 0.0), 1.0)))
 
     def factor(step: int) -> float:
         if step <= top:
@@ -58,8 +57,8 @@ def _one_cycle(config: Any, steps: int) -> Factor:
     return factor
 
 
-_SCHEDULES: dict[str, Callable[[Any, int], Factor]] = {
-    "constant": lambda config, steps: lambda step: 1.0,
+_SCHEDULES: dict[str, Callable[..., Factor]] = {
+    "constant": _constant,
     "step": _step,
     "cosine": _cosine,
     "polynomial": _polynomial,

@@ -112,3 +112,11 @@ class Adam(_InParts, torch.optim.Adam):
 
 class AdamW(_InParts, torch.optim.AdamW):
     """torch.optim.AdamW(fused=True)."""
+
+
+CLASSES: dict[type[torch.optim.Optimizer], type[torch.optim.Optimizer]] = {
+    torch.optim.SGD: SGD,
+    torch.optim.Adam: Adam,
+    torch.optim.AdamW: AdamW,
+}
+"""torch's class -> the one here."""

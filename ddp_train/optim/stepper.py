@@ -1,4 +1,4 @@
-"""Optimizers, learning-rate schedules, and the optimizer step: check, clip, update."""
+"""Backward passes, and the optimizer step that ends them: check, clip, update."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from torch.optim import Optimizer
 from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.optim.nan_guard import DeviceNonFiniteCheck, NonFiniteCheck
 from ddp_train.optim.schedules import Factor
-from ddp_train.resilience.heartbeat import RankStatus
-from ddp_train.telemetry.metrics_log import ExtraPayload, RunningLoss
+from ddp_train.task import ExtraPayload, RunningLoss
 
 
 class Stepper:
@@ -23,41 +22,44 @@ class Stepper:
         self,
         optimizer: Optimizer,
         factor: Factor,
-        max_grad_norm: float | None,
         scaler: torch.amp.GradScaler,
-        status: RankStatus,
+        max_grad_norm: float | None = None,
         allow_missing_grads: bool = False,
         skip_non_finite: bool = False,
     ) -> None:
-        """allow_missing_grads, skip_non_finite: see `guard.NonFiniteCheck`."""
-        self.optimizer, self.factor, self.max_grad_norm, self.scaler = optimizer, factor, max_grad_norm, scaler
-        self.status = status
+        """max_grad_norm: gradients are clipped to this norm. allow_missing_grads, skip_non_finite: see
+        `nan_guard.NonFiniteCheck`."""
+        self.optimizer = optimizer
+        self.factor = factor
+        self.scaler = scaler
+        self.max_grad_norm = max_grad_norm
         self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.base_lrs = [group.setdefault("initial_lr", group["lr"]) for group in optimizer.param_groups]
         self.device = str(self.parameters[0].device)
         self.losses = RunningLoss()
         self.scaled = scaler.is_enabled()
-        watched = self.losses, status, self.scaled
         reads_flags = getattr(optimizer, "_step_supports_amp_scaling", False)  # torch's fused ones, and ours
         if reads_flags and self.device != "cpu" and not (allow_missing_grads or skip_non_finite):
-            self.guard: NonFiniteCheck = DeviceNonFiniteCheck(optimizer, *watched)
+            self.check_finite: NonFiniteCheck = DeviceNonFiniteCheck(optimizer, self.losses, self.scaled)
         else:
-            self.guard = NonFiniteCheck(optimizer, *watched, allow_missing_grads, skip_non_finite)
+            self.check_finite = NonFiniteCheck(
+                optimizer, self.losses, self.scaled, allow_missing_grads, skip_non_finite
+            )
         self.constants: dict[float, Tensor] = {}
         self.steps_done = 0
         self.continue_from(0)
 
     def continue_from(self, step: int) -> None:
-        """`step` optimizer steps are done already. After the optimizer's state was loaded, if it was."""
-        self.steps_done = self.status.step = step
-        self.rated = list(zip(self.optimizer.param_groups, self.base_lrs, strict=True))
+        """`step` optimizer steps are done already. Call it after `load_state`, if that is called."""
+        self.steps_done = step
+        self.groups_and_base_lrs = list(zip(self.optimizer.param_groups, self.base_lrs, strict=True))
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint must hold beside the weights."""
         return {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """The moments come from the checkpoint; rates, decay and implementation are those of this run's config."""
+        """Moments come from the checkpoint; learning rates, decay and implementation are those of this run's config."""
         own = self.optimizer.state_dict()
         self.optimizer.load_state_dict({**own, "state": state["optimizer"]["state"]})
         for parameter, moments in self.optimizer.state.items():
@@ -72,7 +74,6 @@ class Stepper:
 
         The backward pass starts from the micro-batch's scale, or from NaN if the loss is not finite.
         """
-        self.status.phase = "backward"
         if loss.is_cpu:
             seen = loss.item()
             value = micro_batch.scale if math.isfinite(seen) else math.nan
@@ -88,15 +89,14 @@ class Stepper:
     def step(self) -> None:
         """One optimizer step. Raises NonFiniteLossError, on all ranks alike, if a loss is not finite; on a GPU with a
         fused optimizer it is `mean_loss` that raises it."""
-        self.status.phase = "optimizer step"
         self.set_lr(self.factor(self.steps_done))
         self.update()
-        self.count_step()
+        self.steps_done += 1
 
     def set_lr(self, factor: float) -> None:
-        """Of all groups: their full rate times `factor`."""
-        for group, full_rate in self.rated:
-            group["lr"] = full_rate * factor
+        """Sets the learning rate of every group to its base learning rate times `factor`."""
+        for group, base_lr in self.groups_and_base_lrs:
+            group["lr"] = base_lr * factor
 
     def update(self) -> None:
         """From the gradients to new weights: check, clip, step. No gradients are left."""
@@ -104,7 +104,7 @@ class Stepper:
             self.scaler.unscale_(self.optimizer)
         limit = self.max_grad_norm
         norm = None if limit is None else nn.utils.clip_grad_norm_(self.parameters, limit)
-        allowed = self.guard.allows(self.steps_done, norm)
+        allowed = self.check_finite.allows(self.steps_done, norm)
         if self.scaled:
             self.scaler.step(self.optimizer)
             self.scaler.update()
@@ -113,21 +113,18 @@ class Stepper:
         for parameter in self.parameters:  # as optimizer.zero_grad(), which takes 20 us for four parameters, and this 1
             parameter.grad = None
 
-    def count_step(self) -> None:
-        """One more is done."""
-        self.steps_done += 1
-        self.status.step = self.steps_done
+    def mean_loss(self, extra: ExtraPayload | None = None) -> float:
+        """The mean loss per sample since the last call, over all processes, NaN if all steps were skipped.
 
-    def mean_loss(self, along: ExtraPayload | None = None) -> float:
-        """The mean loss per sample since the last call, over all processes, NaN if all steps were skipped. Raises
-        NonFiniteLossError if a loss was not finite. Waits for the device. along: what travels with the losses."""
-        self.guard.look(self.steps_done)
-        return self.losses.mean(self.device, along)
+        Raises NonFiniteLossError if a loss was not finite. Waits for the device. extra: is sent along with the losses.
+        """
+        self.check_finite.check_losses(self.steps_done)
+        return self.losses.mean(self.device, extra)
 
     def check(self) -> None:
         """Raises NonFiniteLossError if a loss was not finite, or a weight is not: before a checkpoint."""
-        self.guard.look(self.steps_done)
-        self.guard.check_weights(self.steps_done)
+        self.check_finite.check_losses(self.steps_done)
+        self.check_finite.check_weights(self.steps_done)
 
     @property
     def last_learning_rate(self) -> float:

@@ -1,8 +1,9 @@
-"""Audit mode: the same bits on 1, 2, 4, 8 ... processes. `train.reduction=ordered`.
+"""Audit mode: the same bits on 1, 2, 4, 8 ... processes. `strategy=ordered`.
 
 A sum of floating-point numbers depends on its order, and a matrix product on how many samples it holds. So each global
-batch is cut into the same `train.virtual_shards` shards whatever the number of processes, each shard is computed alone,
-and their gradients are added up in the order of one fixed binary tree. A process computes the shards of one subtree;
+batch is cut into the same `strategy.virtual_shards` shards whatever the number of processes, each shard is computed
+alone, and their gradients are added up in the order of one fixed binary tree. A process computes the shards of one
+subtree;
 all processes exchange the sums of their subtrees and add up the rest, each for itself. With 8 shards on 2 processes:
 
     shards     0   1   2   3  |  4   5   6   7
@@ -56,8 +57,12 @@ class Tree:
 class OrderedReduction(Single):
     """Gradients and the changes of buffers, added up over the shards of a global batch in a fixed order."""
 
+    allow_missing_grads = True
+    """Only DDP demands that every shard uses every parameter."""
+
     def __init__(self, device: str, seed: int, virtual_shards: int) -> None:
         super().__init__(device)
+        self.virtual_shards = virtual_shards
         self.seeds = [StepSeed(seed, shard, device) for shard in range(virtual_shards)]
         self.tree = Tree()
 

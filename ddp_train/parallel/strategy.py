@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from ddp_train.config.schema import DdpConfig
 from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.loader import Batch
 from ddp_train.distributed.process_group import averaged_buffers
@@ -19,7 +19,10 @@ from ddp_train.task import ModelWithLoss
 
 
 class Strategy(Protocol):
-    """What the rest of the package asks of a strategy."""
+    """How the processes of a run share one model. One object per run, on each process."""
+
+    allow_missing_grads: bool
+    """Whether a parameter may be without a gradient in some steps."""
 
     def place(self, module: ModelWithLoss) -> ModelWithLoss:
         """The module on its device, converted as the strategy wants it. Before the optimizer is built."""
@@ -27,6 +30,10 @@ class Strategy(Protocol):
 
     def wrap(self, module: ModelWithLoss) -> nn.Module:
         """What the training step calls. Evaluation and checkpoints use the module itself: it has the plain names."""
+        ...
+
+    def warm_up(self, first_batch: Callable[[], Batch]) -> None:
+        """What must run once after `wrap` and before training starts or resumes. first_batch: as training sees it."""
         ...
 
     def sync_gradients(self, micro_batch: MicroBatch) -> AbstractContextManager[Any]:
@@ -48,6 +55,8 @@ _NOTHING = contextlib.nullcontext()
 class Single:
     """One process, one device."""
 
+    allow_missing_grads = False
+
     def __init__(self, device: str) -> None:
         self.device = device
 
@@ -56,6 +65,9 @@ class Single:
 
     def wrap(self, module: ModelWithLoss) -> nn.Module:
         return module
+
+    def warm_up(self, first_batch: Callable[[], Batch]) -> None:
+        """Nothing to do."""
 
     def sync_gradients(self, micro_batch: MicroBatch) -> AbstractContextManager[Any]:
         return _NOTHING
@@ -73,23 +85,43 @@ class DataParallel(Single):
 
 
 class DistributedDataParallel:
-    """One process per device, gradients averaged while the backward pass still runs."""
+    """One process per device; gradients are averaged while the backward pass still runs."""
 
-    def __init__(self, device: str, config: DdpConfig) -> None:
-        self.device, self.config = device, config
+    def __init__(
+        self,
+        device: str,
+        sync_bn: bool = False,
+        comm_hook: str = "none",
+        powersgd_rank: int = 1,
+        fixed_buckets: bool = False,
+        **options: Any,
+    ) -> None:
+        """comm_hook: none, fp16, bf16 or powersgd. fixed_buckets: DDP's final bucket layout from step 0 on, see
+        `warm_up_ddp_buckets`. options: those of torch's DDP, by torch's names."""
+        self.device = device
+        self.sync_bn = sync_bn
+        self.comm_hook = comm_hook
+        self.powersgd_rank = powersgd_rank
+        self.fixed_buckets = fixed_buckets
+        self.options = options
+        self.allow_missing_grads = bool(options.get("find_unused_parameters", False))
         self.sync_batch_norms: list[SyncBatchNorm] = []
 
     def place(self, module: ModelWithLoss) -> ModelWithLoss:
-        if self.config.sync_bn:
+        if self.sync_bn:
             on_gpu = self.device.startswith("cuda")  # torch's has kernels for GPUs, and refuses CPU tensors
             module.model = (nn.SyncBatchNorm.convert_sync_batchnorm if on_gpu else synchronised)(module.model)
         return module.to(self.device)
 
     def wrap(self, module: ModelWithLoss) -> nn.Module:
         self.sync_batch_norms = [layer for layer in module.modules() if isinstance(layer, SyncBatchNorm)]
-        self.wrapped = nn.parallel.DistributedDataParallel(module, **ddp_arguments(self.config, self.device))
-        _register_comm_hook(self.wrapped, self.config)
+        self.wrapped = nn.parallel.DistributedDataParallel(module, **ddp_arguments(self.device, **self.options))
+        _register_comm_hook(self.wrapped, self.comm_hook, self.powersgd_rank)
         return self.wrapped
+
+    def warm_up(self, first_batch: Callable[[], Batch]) -> None:
+        if self.fixed_buckets:
+            warm_up_ddp_buckets(self.wrapped, first_batch())
 
     def sync_gradients(self, micro_batch: MicroBatch) -> AbstractContextManager[Any]:
         for layer in self.sync_batch_norms:
@@ -105,7 +137,7 @@ def warm_up_ddp_buckets(wrapped: nn.Module, batch: Batch) -> None:
 
     DDP lays out its buckets anew after its first iteration, in the order in which gradients came. At three ranks and
     more the layout decides in which order numbers are added: without these passes the first step after every start
-    would differ, in the last bits, from the same step of a run that goes on.
+    would differ, in the last bits, from the same step of a run that was not interrupted.
     """
     before = {name: tensor.clone() for name, tensor in wrapped.state_dict().items()}
     for _ in range(2):
@@ -114,41 +146,29 @@ def warm_up_ddp_buckets(wrapped: nn.Module, batch: Batch) -> None:
     wrapped.load_state_dict(before)
 
 
-def ddp_arguments(config: DdpConfig, device: str) -> dict[str, Any]:
+def ddp_arguments(
+    device: str, broadcast_buffers: bool = True, bucket_cap_mb_list: list[float] | None = None, **options: Any
+) -> dict[str, Any]:
     """The arguments of torch's DDP, under the names that the installed torch has for them."""
     known = inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
-    buffers = (
-        "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-    )  # renamed in torch 2.13
+    renamed = "forward_sync_buffers" in known  # in torch 2.13
     arguments = {
         "device_ids": [torch.device(device)] if device.startswith("cuda") else None,
-        "bucket_cap_mb": config.bucket_cap_mb,
-        "gradient_as_bucket_view": config.gradient_as_bucket_view,
-        "static_graph": config.static_graph,
-        buffers: config.broadcast_buffers,
-        "find_unused_parameters": config.find_unused_parameters,
-        "skip_all_reduce_unused_params": config.skip_all_reduce_unused_params,
-        "init_sync": config.init_sync,
+        "forward_sync_buffers" if renamed else "broadcast_buffers": broadcast_buffers,
+        **options,
     }
-    if config.bucket_cap_mb_list is not None:
-        arguments["bucket_cap_mb_list"] = config.bucket_cap_mb_list
+    if bucket_cap_mb_list is not None:
+        arguments["bucket_cap_mb_list"] = bucket_cap_mb_list
     return arguments
 
 
-def _register_comm_hook(wrapped: nn.parallel.DistributedDataParallel, config: DdpConfig) -> None:
+def _register_comm_hook(wrapped: nn.parallel.DistributedDataParallel, name: str, powersgd_rank: int) -> None:
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-    if config.comm_hook == "fp16":
+    if name == "fp16":
         wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    elif config.comm_hook == "bf16":
+    elif name == "bf16":
         wrapped.register_comm_hook(None, default_hooks.bf16_compress_hook)
-    elif config.comm_hook == "powersgd":  # arXiv:1905.13727; plain all-reduce in 10 passes first
-        state = powerSGD_hook.PowerSGDState(None, config.powersgd_rank, start_powerSGD_iter=10)
+    elif name == "powersgd":  # arXiv:1905.13727; plain all-reduce in 10 passes first
+        state = powerSGD_hook.PowerSGDState(None, powersgd_rank, start_powerSGD_iter=10)
         wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-
-
-def build_strategy(config: Any, device: str) -> Strategy:
-    """The strategy of a strategy section of the config."""
-    if config.name == "ddp":
-        return DistributedDataParallel(device, config)
-    return DataParallel(device) if config.name == "dp" else Single(device)

@@ -1,7 +1,7 @@
 """A whole training step as one CUDA graph: forward, loss, backward, exchange, check, optimizer.
 
 Launched one by one, the hundreds of kernels of a small model's step take the host longer than they take the GPU. A
-graph launches them all at once (CUDA semantics, "CUDA Graphs", whole-network capture). It is recorded for one shape of
+graph launches them all at once (CUDA semantics, "CUDA Graphs", whole-network capture). It is captured for one shape of
 batch; others, the short last batch of an epoch, take their step kernel by kernel.
 """
 
@@ -21,7 +21,7 @@ from ddp_train.tensor_tree import map_tensors, tensors
 from ddp_train.text import first_line
 
 WARM_UP_STEPS = 11
-"""Taken kernel by kernel before the recording: DDP needs so many (CUDA semantics, "Usage with
+"""Taken kernel by kernel before the capture: DDP needs so many (CUDA semantics, "Usage with
 DistributedDataParallel"), cuDNN and the compiler choose their kernels in them, and the optimizer makes its state."""
 
 
@@ -29,7 +29,7 @@ DistributedDataParallel"), cuDNN and the compiler choose their kernels in them, 
 def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
     """Inside, work is queued on another stream, after what is queued here; what is queued here later comes after it.
 
-    DDP must be built, warmed up and recorded on one stream that is not the default one. None changes nothing.
+    DDP must be built, warmed up and captured on one stream that is not the default one. None changes nothing.
     """
     if stream is None:
         yield
@@ -42,11 +42,11 @@ def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
 
 
 class GraphedStepper(Stepper):
-    """A Stepper whose `forward`, in place of the wrapped model, and `backward` record a step and replay it.
+    """A Stepper whose `forward`, in place of the wrapped model, and `backward` capture a step and replay it.
 
     `forward` only fills in the batch and returns the tensor in which the loss will be; `backward` replays the whole
-    step. So the loop stays what it is. Needs a fused optimizer, whose learning rate may be a tensor, and one micro-
-    batch per step.
+    step, so that the loop stays what it is. Needs a fused optimizer, whose learning rate may be a tensor, and one
+    micro-batch per step.
     """
 
     def __init__(
@@ -54,54 +54,57 @@ class GraphedStepper(Stepper):
         wrapped: Callable[[Any, Tensor], Tensor],
         stream: torch.cuda.Stream,
         is_full: Callable[[int], bool],
-        *given: Any,
+        *arguments: Any,
+        **options: Any,
     ) -> None:
         """stream: the one on which `wrapped` was built. is_full: whether the global batch of a step is a whole one: all
-        ranks must replay or none, as NCCL demands, whatever the shape of their own micro-batches. given: Stepper's
-        arguments.
+        ranks must replay or none, as NCCL demands, whatever the shape of their own micro-batches. arguments, options:
+        those of Stepper.
         """
-        self.wrapped, self.stream, self.is_full = wrapped, stream, is_full
+        self.wrapped = wrapped
+        self.stream = stream
+        self.is_full = is_full
         self.warm_up_left = WARM_UP_STEPS
         self.graph: torch.cuda.CUDAGraph | None = None
         self.replayed = False
-        super().__init__(*given)
+        super().__init__(*arguments, **options)
         for group in self.optimizer.param_groups:
             if "capturable" in group:
                 group["capturable"] = True
 
     def continue_from(self, step: int) -> None:
         super().continue_from(step)
-        for group, _ in self.rated:
-            group["lr"] = torch.zeros((), device=self.device)  # a graph reads its learning rate where it was recorded
-        self.set_to: dict[Tensor, float] = {}
+        for group, _ in self.groups_and_base_lrs:
+            group["lr"] = torch.zeros((), device=self.device)  # a graph reads its learning rate where it was captured
+        self.filled_with: dict[Tensor, float] = {}
         """The constants that the graph reads, as they were filled in last."""
 
     def set_lr(self, factor: float) -> None:
-        for group, full_rate in self.rated:
-            self._fill(group["lr"], full_rate * factor)
+        for group, base_lr in self.groups_and_base_lrs:
+            self._fill(group["lr"], base_lr * factor)
 
     def forward(self, inputs: Any, targets: Tensor) -> Tensor:
-        """The loss of a batch, a scalar: of one that is recorded its value comes with `backward`.
+        """The loss of a batch, a scalar. In a captured step its value is there after `backward`.
 
-        Raises LaunchError if a step cannot be recorded, or if whole batches differ in shape. out-of-memory errors
-        passes as it is.
+        Raises LaunchError if a step cannot be captured, or if whole batches differ in shape. Out-of-memory errors are
+        raised as they are.
         """
         full = self.is_full(self.steps_done)
         if full and self.graph is None and not self.warm_up_left:
             try:
-                self._record(inputs, targets)
+                self._capture(inputs, targets)
             except RuntimeError as error:
-                for cause in (error, error.__context__):  # the end of a recording that was broken off may fail too
+                for cause in (error, error.__context__):  # ending a capture that failed may fail too
                     if cause and is_out_of_memory(cause):
                         raise cause from None
-                why = f"the training step cannot be recorded as a CUDA graph: {first_line(error)}"
+                why = f"the training step cannot be captured as a CUDA graph: {first_line(error)}"
                 raise LaunchError(why, "use tuning.cuda_graph=false") from error
         if full and self.graph is not None:
             batch = list(tensors([inputs, targets]))
             if [tensor.shape for tensor in batch] != self.shapes:
                 raise LaunchError("batches differ in shape", "use tuning.cuda_graph=false")
-            for place, value in zip(self.batch, batch, strict=True):
-                place.copy_(value)
+            for static, value in zip(self.batch, batch, strict=True):
+                static.copy_(value)
             return self.loss
         with on_stream(self.stream):
             return self.wrapped(inputs, targets)
@@ -111,7 +114,6 @@ class GraphedStepper(Stepper):
             with on_stream(self.stream):
                 super().backward(loss, micro_batch)
             return
-        self.status.phase = "backward"
         self._fill(self.scale, micro_batch.scale)
         self.set_lr(self.factor(self.steps_done))
         self.graph.replay()
@@ -121,30 +123,31 @@ class GraphedStepper(Stepper):
     def step(self) -> None:
         if self.replayed:
             self.replayed = False
-            self.count_step()
+            self.steps_done += 1
             return
         if self.is_full(self.steps_done):
             self.warm_up_left = max(0, self.warm_up_left - 1)
         with on_stream(self.stream):
             super().step()
 
-    def _record(self, inputs: Any, targets: Tensor) -> None:
-        """Records a step for batches of this shape; none is taken."""
-        place = map_tensors(torch.clone, [inputs, targets])
-        self.batch = list(tensors(place))
+    def _capture(self, inputs: Any, targets: Tensor) -> None:
+        """Captures a step for batches of this shape; none is taken."""
+        static = map_tensors(torch.clone, [inputs, targets])
+        self.batch = list(tensors(static))
         self.shapes = [tensor.shape for tensor in self.batch]
         self.scale = torch.zeros((), device=self.device)
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        # Only this thread's calls are watched: NCCL's watchdog and pin_memory make some that a recording forbids.
+        # Only this thread's calls are checked: NCCL's watchdog and pin_memory make some that a capture forbids.
         with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
-            loss = self.wrapped(*place)
+            loss = self.wrapped(*static)
             start = loss.detach() * 0 + self.scale
             torch.autograd.backward((loss,), (self.scaler.scale(start) if self.scaled else start,))
             self.update()
-        self.loss, self.graph = loss.detach(), graph
+        self.loss = loss.detach()
+        self.graph = graph
 
     def _fill(self, constant: Tensor, value: float) -> None:
-        if self.set_to.get(constant) != value:
-            self.set_to[constant] = value
+        if self.filled_with.get(constant) != value:
+            self.filled_with[constant] = value
             constant.fill_(value)

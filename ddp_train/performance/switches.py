@@ -1,55 +1,61 @@
-"""Performance tips, each one switch that acts in one place. docs/tuning.md lists them all; the loop knows none."""
+"""Performance switches of the process and of the model. docs/tuning.md lists all tips; the loop knows none."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from ddp_train.config.schema import Config, TuningConfig
 from ddp_train.distributed.environment import set_cublas_workspace
 from ddp_train.performance.activation_checkpointing import checkpoint_blocks
 from ddp_train.task import ModelWithLoss
 
-AUTOCAST = {"fp32": None, "fp64": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-
-def set_process_flags(config: Config) -> None:
-    """The switches that torch keeps for the whole process. Before the model is built."""
-    torch.set_num_threads(int(config.launch.threads_per_process))
-    torch.backends.cudnn.benchmark = bool(config.tuning.cudnn_benchmark)
-    torch.backends.cuda.matmul.allow_tf32 = bool(config.tuning.tf32)
-    torch.backends.cudnn.allow_tf32 = bool(config.tuning.tf32)
-    if config.deterministic:
+def set_process_flags(threads: int, cudnn_benchmark: bool, tf32: bool, deterministic: bool) -> None:
+    """What torch keeps for the whole process. To be called before the model is built."""
+    torch.set_num_threads(threads)
+    torch.backends.cudnn.benchmark = cudnn_benchmark
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    torch.backends.cudnn.allow_tf32 = tf32
+    if deterministic:
         set_cublas_workspace()
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.deterministic = True
 
 
-def shape_model(module: ModelWithLoss, tuning: TuningConfig) -> None:
-    """Memory format, number type and compilation of the model with its loss, on its device."""
-    if tuning.precision == "fp64":
+def tune_model(
+    module: ModelWithLoss,
+    float64: bool = False,
+    channels_last: bool = False,
+    checkpointed_blocks: Sequence[str] = (),
+    compile_mode: str | None = None,
+) -> None:
+    """Number type, memory format, activation checkpointing and compilation of a model that is on its device.
+
+    checkpointed_blocks: names of classes. compile_mode: of torch.compile; None does not compile.
+    """
+    if float64:
         module.model = module.model.double()
-    if tuning.channels_last:
+    if channels_last:
         module.model = module.model.to(memory_format=torch.channels_last)
-    if tuning.activation_checkpointing:
-        checkpoint_blocks(module.model, tuning.activation_checkpointing)
-    if tuning.compile:
+    if checkpointed_blocks:
+        checkpoint_blocks(module.model, list(checkpointed_blocks))
+    if compile_mode is not None:
         # In place: torch.compile(module) would prefix the names in checkpoints. Our module, not the model in it: torch
         # 2.11 compiles no nn.Sequential in place, without a word. A graph for each of the few shapes of a run (whole
         # and last batch, in training and in evaluation) is faster than one for all.
-        module.compile(dynamic=False, mode=tuning.compile_mode)
-        module.score = torch.compile(module.score, dynamic=False, mode=tuning.compile_mode)
+        module.compile(dynamic=False, mode=compile_mode)
+        module.score = torch.compile(module.score, dynamic=False, mode=compile_mode)
 
 
 @contextlib.contextmanager
-def frozen_gc(tuning: TuningConfig) -> Iterator[None]:
-    """Inside, the garbage collector passes over all objects that were there before: half a million after importing
-    torch, which it would look through again and again."""
+def frozen_gc(freeze: bool) -> Iterator[None]:
+    """Inside, the garbage collector skips all objects that were there before: half a million after importing torch,
+    which it would look through again and again."""
     gc.collect()
-    if tuning.gc_freeze:
+    if freeze:
         gc.freeze()
     else:  # the fork server froze what it imported
         gc.unfreeze()

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from ddp_train.errors import LaunchError, is_out_of_memory
+from ddp_train.errors import LaunchError, NonFiniteLossError, is_out_of_memory
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.stdio import Output
 from ddp_train.text import first_line
@@ -104,7 +104,8 @@ def failure_from(error: BaseException, rank: int, status: RankStatus, log_file: 
         remedy = f"{_LESS_MEMORY}; tuning.num_workers=0 lets the data set fail in the rank itself"
     elif "in DataLoader worker process" in text:  # torch's text holds that process's traceback, and ends with it
         detail = text.splitlines()[-1]
-    return Failure(kind, rank, socket.gethostname(), status.step, status.phase, detail, remedy, str(log_file), code)
+    step = error.step if isinstance(error, NonFiniteLossError) else status.step  # a GPU's is found out later
+    return Failure(kind, rank, socket.gethostname(), step, status.phase, detail, remedy, str(log_file), code)
 
 
 _LESS_MEMORY = (

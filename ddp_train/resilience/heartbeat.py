@@ -83,6 +83,10 @@ class RankStatus(ctypes.Structure):
     def snapshot(self) -> StatusSnapshot:
         return StatusSnapshot(self.beats, self.step, self.batches, self.phase)
 
+    def set_saving(self, saving: bool) -> None:
+        """Says whether a checkpoint is being written."""
+        self.saving = int(saving)
+
     def wait_until_saved(self, seconds: float, given_up: Callable[[], bool] = lambda: False) -> None:
         """A checkpoint that is being written is a copy, whole whatever happened since: lets it come to its end."""
         deadline = time.monotonic() + seconds

@@ -22,7 +22,7 @@ from ddp_train.data.batch_plan import BatchPlan, MicroBatch, epoch_order, evalua
 from ddp_train.distributed.process_group import averaged_buffers, session
 from ddp_train.distributed.world import World
 from ddp_train.study.simulate import LOG_EVERY_STEPS
-from ddp_train.telemetry.metrics_log import RunningLoss
+from ddp_train.task import RunningLoss
 
 SAMPLES, TEST_SAMPLES = 1_281_167, 50_000
 """ImageNet's."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from ddp_train.study.plots import Axis, Bar, bars
 from ddp_train.study.report import Plot, Report, Table, write
 from ddp_train.study.request import command_of
 from ddp_train.study.trials import Outcome, outcome
+from ddp_train.text import first_line
 
 
 def gather(sweep_dir: Path, rows: list[dict[str, Any]], objective: str, overrides: list[str]) -> Path:
@@ -26,6 +28,14 @@ def gather(sweep_dir: Path, rows: list[dict[str, Any]], objective: str, override
     command = command_of(overrides)
     intro = f"One run for each combination, in fresh processes; {objective} is what the sweep optimizes."
     return write(Report("Sweep", intro, [table, plot], facts(), [command]), sweep_dir)
+
+
+def print_report(sweep_dir: Path, rows: list[dict[str, Any]], objective: str, overrides: list[str]) -> None:
+    """Writes the page and says where it is; a failure is only a note, since the trials' results stand."""
+    try:
+        print(f"report {gather(sweep_dir, rows, objective, overrides)}")
+    except Exception as error:  # noqa: BLE001  whatever it is
+        print(f"note: no report: {type(error).__name__}: {first_line(error)}", file=sys.stderr)
 
 
 _NOTE = "One run of each: nothing is said about noise. s/epoch: the median, without the first where there are several."

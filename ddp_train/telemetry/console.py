@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.task import Score
 from ddp_train.telemetry.hardware_monitor import summary_line
 from ddp_train.text import counted
@@ -63,8 +62,8 @@ def start_logging(log_file: Path, rank: int, to_terminal: bool) -> None:
 class Display:
     """The terminal of rank 0; on all other ranks it does nothing. The same lines go to the log."""
 
-    def __init__(self, active: bool, status: RankStatus) -> None:
-        self.active, self.status = active, status
+    def __init__(self, active: bool) -> None:
+        self.active = active
         self.console = Console(highlight=False, soft_wrap=True)
         self.bar: Progress | None = None
         self.numbers = ""
@@ -78,8 +77,8 @@ class Display:
                 self.console.print(Text.assemble((f"{name:<{width}}  ", "bold"), value))
                 log.info("%s: %s", name, value)
 
-    def start(self, done: int, steps: int) -> None:
-        """Shows the progress bar, where there is a terminal to show it on."""
+    def start(self, steps: int, steps_done: Callable[[], int]) -> None:
+        """Shows the progress bar, where there is a terminal to show it on. steps_done: is read four times a second."""
         if self.active and self.console.is_terminal:
             columns = (
                 TextColumn("[bold]{task.description}"),
@@ -88,8 +87,8 @@ class Display:
                 TextColumn("{task.fields[numbers]}"),
                 TimeRemainingColumn(),
             )
-            self.bar = _Bar(self, *columns, console=self.console, transient=True, expand=True)
-            self.bar.add_task("training", total=steps, completed=done, numbers="")
+            self.bar = _Bar(self, steps_done, *columns, console=self.console, transient=True, expand=True)
+            self.bar.add_task("training", total=steps, completed=steps_done(), numbers="")
             self.bar.start()
 
     def line(self, text: str) -> None:
@@ -124,15 +123,18 @@ class Display:
 
 
 class _Bar(Progress):
-    """Looks at the position itself, from rich's own thread: training does not wait for it, and calls nothing."""
+    """Reads the step itself, from rich's own thread: training does not wait for it, and calls nothing."""
 
-    def __init__(self, display: Display, *columns: ProgressColumn, **options: Any) -> None:
+    def __init__(
+        self, display: Display, steps_done: Callable[[], int], *columns: ProgressColumn, **options: Any
+    ) -> None:
         self.display = display
+        self.steps_done = steps_done
         super().__init__(*columns, refresh_per_second=REFRESHES_PER_SECOND, **options)
 
     def get_renderables(self) -> Iterable[RenderableType]:
         for task in self.task_ids:
-            self.update(task, completed=self.display.status.step, numbers=self.display.numbers)
+            self.update(task, completed=self.steps_done(), numbers=self.display.numbers)
         return super().get_renderables()
 
 

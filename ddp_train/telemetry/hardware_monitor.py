@@ -19,7 +19,7 @@ import pynvml
 import torch
 
 from ddp_train.distributed.environment import visible_devices
-from ddp_train.resilience.heartbeat import RankStatus
+from ddp_train.linux import resident_bytes
 
 SAMPLE_SECONDS = 0.5
 """Between two looks at a GPU. A look is half a dozen calls of C that release Python's lock; NVML's own window for
@@ -53,9 +53,9 @@ def combined(rule: str, values: Iterable[float | None]) -> float:
 class HardwareMonitor:
     """Of this process at each logging interval; on rank 0, of all processes and of the whole run."""
 
-    def __init__(self, status: RankStatus, gpus: GpuSampler | None = None) -> None:
+    def __init__(self, gpus: GpuSampler | None = None) -> None:
         """gpus: those that this process computes on; on all ranks the same number of them."""
-        self.status, self.gpus = status, gpus
+        self.gpus = gpus
         self.of_ranks: list[list[float]] = []
         self.latest: dict[str, float] = {}
         """Of the last interval, over all ranks; NaN where nothing is known."""
@@ -68,7 +68,7 @@ class HardwareMonitor:
         wall, processor = time.perf_counter(), time.process_time()
         cores = (processor - self.processor) / max(wall - self.wall, 1e-9)
         self.wall, self.processor = wall, processor
-        return [cores, self.status.resident_bytes / GIB, *(self.gpus.take() if self.gpus else ())]
+        return [cores, resident_bytes() / GIB, *(self.gpus.take() if self.gpus else ())]
 
     def deliver(self, of_ranks: list[list[float]]) -> None:
         """What all ranks gave."""
@@ -132,14 +132,14 @@ def summary_line(figures: dict[str, float]) -> str:
     return ", ".join(parts)
 
 
-def hardware_monitor_for(device: str, spread: bool, status: RankStatus) -> HardwareMonitor:
-    """Those of a process that computes on `device`, or, if it is a GPU and `spread`, on all that it can see."""
+def hardware_monitor_for(device: str, all_gpus: bool) -> HardwareMonitor:
+    """The monitor of a process that computes on `device`, or, if that is a GPU and `all_gpus`, on all visible GPUs."""
     if torch.device(device).type == "cpu":
-        return HardwareMonitor(status)
+        return HardwareMonitor()
     own = torch.device(device).index
-    gpus = GpuSampler(range(torch.cuda.device_count()) if spread else [own], visible_devices())
+    gpus = GpuSampler(range(torch.cuda.device_count()) if all_gpus else [own], visible_devices())
     gpus.keep_sampling()
-    return HardwareMonitor(status, gpus)
+    return HardwareMonitor(gpus)
 
 
 class GpuSampler:

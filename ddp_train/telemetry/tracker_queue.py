@@ -21,17 +21,11 @@ from pathlib import Path
 from traceback import format_exception
 from typing import Any
 
-from torch import Tensor
-
-from ddp_train.config.freeze import to_values
-from ddp_train.config.schema import Config
-from ddp_train.data.loader import Batch
 from ddp_train.distributed.environment import keep_trackers_at_home
 from ddp_train.resilience.failure_report import write_json
 from ddp_train.telemetry.hardware_monitor import RULES, combined
-from ddp_train.telemetry.trackers import KINDS, Run, Scalars, TensorBoard, Tracker
+from ddp_train.telemetry.trackers import KINDS, Run, Scalars, Tracker
 from ddp_train.text import first_line, shown
-from ddp_train.training.loop import Hook, Job
 
 FILE = "trackers.json"
 """In the run directory: for each tracker the id of the run there, and the last step that it was told of, by kind."""
@@ -41,9 +35,6 @@ FAILED_SECONDS = 2.0
 """The same of a run that failed: it has not reported that yet."""
 WAITING_LINES = 10_000
 """More than that a tracker may not be behind: a server that does not answer must not fill the memory."""
-WAITING_HISTOGRAMS = 4
-"""Copies of all weights that may wait to be written; the epochs after them go without."""
-IMAGES = 32
 log = logging.getLogger(__name__)
 
 
@@ -154,98 +145,59 @@ class TrackerThread:
 class Tracking:
     """The trackers of a run. Without any, nothing happens."""
 
-    def __init__(self, trackers: list[Tracker], run_dir: Path, config: Config) -> None:
-        self.trackers, self.run_dir, self.config = trackers, run_dir, config
-        self.running: list[TrackerThread] = []
+    def __init__(self, trackers: Sequence[Tracker], grace_seconds: float, timeout_seconds: float) -> None:
+        """grace_seconds: of which a run that was stopped may spend a quarter on them. timeout_seconds: the longest that
+        a rank may stay in one phase."""
+        self.trackers = trackers
+        self.grace_seconds = grace_seconds
+        self.timeout_seconds = timeout_seconds
+        self.threads: list[TrackerThread] = []
 
-    def start(self, first_step: int, lines: Sequence[dict[str, Any]]) -> None:
-        """Opens them, in their threads. lines: of metrics.jsonl, up to `first_step`; who was not told of them, because
-        a process was killed or the tracker is a new one, is told now."""
+    def start(self, run: Run, lines: Sequence[dict[str, Any]]) -> None:
+        """Opens them, in their threads. lines: of metrics.jsonl up to `run.first_step`; a tracker receives those that
+        it has not yet (after a killed process, or because it is newly enabled)."""
         if self.trackers:
-            values, delivered = flat(to_values(self.config)), DeliveryLog(self.run_dir)
-            run = Run(self.run_dir, self.config.name, self.config.tracker.project, values, first_step)
-            self.running = [TrackerThread(tracker, run, delivered) for tracker in self.trackers]
-        for one in self.running:
-            one.do(functools.partial(one.send, lines))
+            delivered = DeliveryLog(run.run_dir)
+            self.threads = [TrackerThread(tracker, run, delivered) for tracker in self.trackers]
+        for thread in self.threads:
+            thread.do(functools.partial(thread.send, lines))
 
     def write(self, line: dict[str, Any]) -> None:
         """A line of metrics.jsonl."""
-        for one in self.running:
-            one.do(functools.partial(one.send, [line]))
-
-    def hooks(self, job: Job, batch: Callable[[], Batch]) -> list[Hook]:
-        """Those that the details for TensorBoard need. Shows it the model now, before training begins.
-
-        batch: a first one, as training sees it, on the model's device.
-        """
-        for one in self.running:
-            if isinstance(one.tracker, TensorBoard) and self.config.tracker.details:
-                inputs = batch().inputs
-                if isinstance(inputs, Tensor):
-                    first = functools.partial(one.tracker.picture, job.module.model, inputs[:IMAGES])
-                    one.do(functools.partial(one.show, first))
-                    one.waiting.join()  # the model is traced: nobody else may use it
-                return [Histograms(one, one.tracker)]
-        return []
+        for thread in self.threads:
+            thread.do(functools.partial(thread.send, [line]))
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """Hands the summary on. Waits for the trackers, but not for long."""
-        patience = FINISH_SECONDS
-        if summary["status"] != "completed":
-            patience = self.config.launch.grace_seconds / 4
+        """Sends the summary. Waits for the trackers, but not for long."""
+        completed = summary["status"] == "completed"
+        patience = FINISH_SECONDS if completed else self.grace_seconds / 4
         known = {name: v for name, v in flat(summary).items() if not isinstance(v, str) or v != "null"}
-        self._close(summary["status"], known, min(patience, self.config.launch.timeout_seconds / 2))
+        self.close(summary["status"], known, min(patience, self.timeout_seconds / 2))
 
-    def _close(self, status: str, summary: dict[str, Any], seconds: float) -> None:
-        running, self.running = self.running, []
-        for one in running:
-            one.do(functools.partial(one.close, status, summary))
-            one.do(None)
+    def close(self, status: str, summary: dict[str, Any], seconds: float) -> None:
+        """Ends all threads; those that take longer than so many seconds are left behind. Nothing if they are ended."""
+        threads, self.threads = self.threads, []
+        for thread in threads:
+            thread.do(functools.partial(thread.close, status, summary))
+            thread.do(None)
         deadline = time.monotonic() + seconds
-        for one in running:
-            one.thread.join(max(0.0, deadline - time.monotonic()))
-            if one.thread.is_alive():
-                log.warning("tracker %s has not finished within %g s: it is left behind", one.tracker.name, seconds)
-
-
-class Histograms:
-    """Of the weights, for TensorBoard, at the end of each epoch. On one process: nothing is exchanged."""
-
-    def __init__(self, background: TrackerThread, board: TensorBoard) -> None:
-        self.background, self.board, self.room = background, board, threading.Semaphore(WAITING_HISTOGRAMS)
-
-    def due(self, job: Job) -> int:
-        return job.plan.epoch_end(job.step)
-
-    def act(self, job: Job) -> None:
-        if job.plan.ends_epoch(job.step) and self.room.acquire(blocking=False):
-            weights = {name: p.detach().to("cpu", copy=True) for name, p in job.module.model.named_parameters()}
-            self.background.do(functools.partial(self._show, job.step, weights))
-
-    def _show(self, step: int, weights: dict[str, Tensor]) -> None:
-        try:
-            self.background.show(functools.partial(self.board.histograms, step, weights))
-        finally:
-            self.room.release()
+        for thread in threads:
+            thread.thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.thread.is_alive():
+                log.warning("tracker %s did not finish within %g s and is left behind", thread.tracker.name, seconds)
 
 
 @contextlib.contextmanager
-def tracked(config: Config, run_dir: Path, active: bool) -> Iterator[Tracking]:
-    """The trackers that the config asks for, on the one process where it is active. If what is inside fails, they are
-    told so."""
-    trackers = trackers_of(config) if active and config.mode == "train" else []
+def open_trackers(names: Sequence[str], grace_seconds: float, timeout_seconds: float) -> Iterator[Tracking]:
+    """The trackers of these names; if what is inside fails, they receive that status."""
+    trackers = [tracker() for tracker in KINDS if tracker.name in names]
     if trackers:
         keep_trackers_at_home()
-    tracking = Tracking(trackers, run_dir, config)
+    tracking = Tracking(trackers, grace_seconds, timeout_seconds)
     try:
         yield tracking
     finally:
-        tracking._close("failed", {}, FAILED_SECONDS)  # unless it has finished
-
-
-def trackers_of(config: Config) -> list[Tracker]:
-    """New ones, not open yet."""
-    return [tracker() for tracker in KINDS if getattr(config.tracker, tracker.name)]
+        tracking.close("failed", {}, FAILED_SECONDS)  # unless it has finished
 
 
 def without_passwords(text: str) -> str:

@@ -28,7 +28,6 @@ from torch import Tensor, nn
 
 from ddp_train.errors import DataError, OwnershipLostError, WriteError
 from ddp_train.resilience import run_lock
-from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.tensor_tree import map_tensors, tensors
 
 MODEL, TRAINING, MANIFEST = "model.safetensors", "training.pt", "manifest.json"
@@ -57,10 +56,14 @@ def copy_of(tensor: Tensor) -> Tensor:
 class Writer:
     """Writes checkpoints into `run_dir` in a thread of its own, one at a time. For one process only, rank 0."""
 
-    def __init__(self, run_dir: Path, keep: int, keep_best: bool = False, status: RankStatus | None = None) -> None:
-        """position: where it is told that a checkpoint is being written."""
-        self.status = status or RankStatus()
-        self.run_dir, self.keep, self.keep_best = run_dir, keep, keep_best
+    def __init__(
+        self, run_dir: Path, keep: int, keep_best: bool = False, on_saving: Callable[[bool], None] = lambda _: None
+    ) -> None:
+        """on_saving: is called with True before a checkpoint is written, and with False after."""
+        self.run_dir = run_dir
+        self.keep = keep
+        self.keep_best = keep_best
+        self.on_saving = on_saving
         self.thread: threading.Thread | None = None
         self.error: Exception | None = None
         self.owner = run_lock.owner(run_dir / run_lock.FILE)
@@ -70,12 +73,12 @@ class Writer:
     def submit(self, take: Callable[[], Snapshot]) -> None:
         """Waits until the one before is written, takes a snapshot and begins to write it."""
         self._join()
-        self.status.saving = 1
+        self.on_saving(True)
         try:
             self.thread = threading.Thread(target=self._write, args=(take(),), name="checkpoint")
             self.thread.start()
         except BaseException:
-            self.status.saving = 0
+            self.on_saving(False)
             raise
 
     def finish(self) -> None:
@@ -97,9 +100,9 @@ class Writer:
             _remove_old(self.run_dir / "checkpoints", snapshot.step, self.keep, self.keep_best)
         except Exception as error:  # noqa: BLE001  `submit` and `finish` raise it in the training thread
             self.error = error  # a WriteError counts if it is the last word: until then training goes on
-            log.warning("%s; training goes on, the next checkpoint will be tried", error)
+            log.warning("%s; training continues, and the next checkpoint is tried", error)
         finally:
-            self.status.saving = 0
+            self.on_saving(False)
 
 
 def write(run_dir: Path, snapshot: Snapshot, owner: dict[str, str] | None = None) -> Path:

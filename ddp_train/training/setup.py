@@ -2,61 +2,257 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ddp_train.config.auto import optimizer_at_batch, process_count
-from ddp_train.config.schema import TRACKERS, Config, TuningConfig
-from ddp_train.data.batch_plan import BatchPlan, evaluation_batches
-from ddp_train.data.datasets import BatchSource
-from ddp_train.data.loader import Batch, Loader
+from ddp_train.config.auto import optimizer_at_batch
+from ddp_train.config.schema import Config
+from ddp_train.config.user_code import instantiate
+from ddp_train.data.batch_plan import BatchPlan, MicroBatch, evaluation_batches
+from ddp_train.data.datasets import BatchSource, UserDataset, build_datasets
+from ddp_train.data.loader import Batch, Loader, LoaderOptions
 from ddp_train.data.rng import StepSeed, hash_key
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
 from ddp_train.models.zoo import build_model
 from ddp_train.optim.optimizers import build_optimizer
-from ddp_train.optim.schedules import build_schedule, warmup_steps
+from ddp_train.optim.schedules import build_schedule
 from ddp_train.optim.stepper import Stepper
 from ddp_train.parallel.ordered_reduction import OrderedReduction
-from ddp_train.parallel.strategy import Strategy, build_strategy, warm_up_ddp_buckets
+from ddp_train.parallel.strategy import DataParallel, DistributedDataParallel, Single, Strategy
 from ddp_train.performance import switches
 from ddp_train.performance.bias_lint import biases_before_norm
 from ddp_train.performance.cuda_graph import GraphedStepper, on_stream
 from ddp_train.resilience.heartbeat import RankStatus
-from ddp_train.task import ModelWithLoss, Scorer, cross_entropy, squared_error
+from ddp_train.task import ModelWithLoss, Scorer, cross_entropy, is_regression, squared_error
 from ddp_train.tensor_tree import map_tensors
-from ddp_train.text import counted, shown
+from ddp_train.text import counted
 from ddp_train.training.loop import Evaluation, Job
+from ddp_train.training.phases import ReportedBatches, ReportedStepper
+
+AUTOCAST = {"fp32": None, "fp64": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def build_module(config: Config, source: BatchSource, device: str) -> ModelWithLoss:
+def arguments_of(section: Any, *but: str) -> dict[str, Any]:
+    """The keys of a section as the arguments of what it names."""
+    return {name: value for name, value in vars(section).items() if name not in ("name", *but)}
+
+
+def open_datasets(config: Config) -> tuple[BatchSource, BatchSource]:
+    """The training and the test split. Raises DataError or ConfigError."""
+    if config.data.name == "custom":
+        train, test = (instantiate("data", config.data, train=train) for train in (True, False))
+        return UserDataset(train, config.seed), UserDataset(test, config.seed)
+    return build_datasets(config.data.name, config.seed, **arguments_of(config.data, "placement"))
+
+
+def build_strategy(config: Config, world: World, device: str) -> Strategy:
+    """The one strategy of the run."""
+    name = config.strategy.name
+    if name == "ordered":
+        return OrderedReduction(device, config.seed, config.strategy.virtual_shards)
+    if name == "ddp":
+        fixed_buckets = bool(config.deterministic) and world.size > 2
+        return DistributedDataParallel(device, fixed_buckets=fixed_buckets, **arguments_of(config.strategy))
+    return DataParallel(device) if name == "dp" else Single(device)
+
+
+def build_module(config: Config, source: BatchSource, strategy: Strategy, device: str) -> ModelWithLoss:
     """The model with its loss, placed and tuned; the same weights on every process."""
     inputs, targets = source.get_batch(np.array([0]), None)
-    regression = config.train.loss == "mse" or (config.train.loss == "auto" and targets.is_floating_point())
-    if regression != targets.is_floating_point():
-        kind = "numbers" if targets.is_floating_point() else "class labels"
-        raise ConfigError(
-            [f"train.loss={config.train.loss}: the targets of data={config.data.name} are {kind}; use train.loss=auto"]
-        )
+    regression = is_regression(config.train.loss, targets)
     custom = config.model.name == "custom"
-    try:
-        outputs = source.outputs
-    except ConfigError:  # the data set does not say; a model of the user's own knows
-        if not custom:
-            raise
-        outputs = 0
-    loss = squared_error if regression else cross_entropy(outputs, config.train.label_smoothing)
+    outputs = _outputs(source, required=not custom)
     torch.manual_seed(hash_key(config.seed, "model"))
-    model = build_model(config.model, () if custom else inputs.shape[1:], 0 if custom else outputs)
-    module = ModelWithLoss(model, loss, device, switches.AUTOCAST[config.tuning.precision])
-    module = build_strategy(config.strategy, device).place(module)
-    switches.shape_model(module, config.tuning)
+    if custom:
+        model = _own_model(config.model)
+    else:
+        model = build_model(config.model.name, inputs.shape[1:], outputs, **arguments_of(config.model))
+    loss = squared_error if regression else cross_entropy(outputs, config.train.label_smoothing)
+    module = strategy.place(ModelWithLoss(model, loss, device, AUTOCAST[config.tuning.precision]))
+    tuning = config.tuning
+    switches.tune_model(
+        module,
+        float64=tuning.precision == "fp64",
+        channels_last=bool(tuning.channels_last),
+        checkpointed_blocks=tuning.activation_checkpointing,
+        compile_mode=tuning.compile_mode if tuning.compile else None,
+    )
     return module
+
+
+def _outputs(source: BatchSource, required: bool) -> int:
+    """What a model must produce for a sample; 0 if the data set does not say, and a model of the user's own knows."""
+    try:
+        return source.outputs
+    except ConfigError:
+        if required:
+            raise
+        return 0
+
+
+def _own_model(model: Any) -> nn.Module:
+    made = instantiate("model", model)
+    if not isinstance(made, nn.Module):
+        kind = type(made).__name__
+        raise ConfigError([f"model._target_={model.target}: made an object of {kind}, which is no torch.nn.Module"])
+    return made
+
+
+def build_plan(config: Config, world: World, samples: int) -> BatchPlan:
+    """Which process computes which samples in which step."""
+    plan = BatchPlan(
+        samples=samples,
+        global_batch_size=config.train.global_batch_size,
+        accumulation_steps=config.train.accumulation_steps,
+        steps=0,
+        seed=config.seed,
+        rank=world.rank,
+        world_size=world.size,
+        virtual_shards=getattr(config.strategy, "virtual_shards", None),
+    )
+    whole = config.train.epochs * plan.steps_per_epoch
+    return replace(plan, steps=min(whole, config.train.max_steps or whole))
+
+
+def warmup_steps(config: Config, plan: BatchPlan) -> int:
+    """The optimizer steps of the warm-up. Raises ConfigError if it is longer than the run."""
+    schedule = config.schedule
+    steps, asked = schedule.warmup_steps, f"warmup_steps={schedule.warmup_steps}"
+    if schedule.warmup_epochs is not None:
+        steps = round(schedule.warmup_epochs * plan.steps_per_epoch)
+        asked = f"warmup_epochs={schedule.warmup_epochs:g} ({steps} steps)"
+    if steps >= plan.steps:
+        rule = f"the run ends before, after {plan.steps} steps; use less than {plan.steps} steps"
+        raise ConfigError([f"schedule.{asked}: {rule}"])
+    return steps
+
+
+def build_job(
+    config: Config,
+    world: World,
+    device: str,
+    module: ModelWithLoss,
+    strategy: Strategy,
+    sources: tuple[BatchSource, BatchSource],
+    status: RankStatus,
+    first_step: int,
+) -> Job:
+    """What `fit` needs, `first_step` optimizer steps being done. The weights are those of `module` on rank 0."""
+    train_source, test_source = sources
+    plan = build_plan(config, world, len(train_source))
+    factor = build_schedule(
+        config.schedule.name,
+        plan.steps,
+        warmup_steps(config, plan),
+        **arguments_of(config.schedule, "warmup_steps", "warmup_epochs"),
+    )
+    stream = torch.cuda.Stream(device) if config.tuning.cuda_graph and config.device == "cuda" else None
+    with on_stream(stream):
+        wrapped = strategy.wrap(module)
+        strategy.warm_up(lambda: first_batch(config, plan, train_source, device))
+    optimizer = _optimizer(config, module.model, captured=stream is not None)
+    scaler = torch.amp.GradScaler(torch.device(device).type, enabled=config.tuning.precision == "fp16")
+    options = {
+        "max_grad_norm": config.train.max_grad_norm,
+        "allow_missing_grads": strategy.allow_missing_grads,
+        "skip_non_finite": config.train.on_non_finite == "skip",
+    }
+    forward: Callable[[Any, Tensor], Tensor] = wrapped
+    if stream:
+        stepper: Stepper = GraphedStepper(wrapped, stream, plan.is_full, optimizer, factor, scaler, **options)
+        forward = stepper.forward
+    else:
+        stepper = Stepper(optimizer, factor, scaler, **options)
+    loader = Loader(
+        train_source, _MicroBatches(plan, first_step), device, loader_options(config), resident=_resident(config)
+    )
+    return Job(
+        plan=plan,
+        module=module,
+        wrapped=forward,
+        strategy=strategy,
+        stepper=cast(Stepper, ReportedStepper(stepper, status)),
+        batches=ReportedBatches(loader, status),
+        evaluation=build_evaluation(config, world, device, module, strategy, test_source, status),
+        seed_step=StepSeed(config.seed, world.rank, device),
+        step=first_step,
+    )
+
+
+def _optimizer(config: Config, model: nn.Module, captured: bool) -> torch.optim.Optimizer:
+    section = optimizer_at_batch(config)
+    if section.name == "custom":
+        return instantiate("optimizer", section, [p for p in model.parameters() if p.requires_grad])
+    return build_optimizer(
+        model.parameters(),
+        section.name,
+        implementation=config.tuning.optimizer,
+        captured=captured,
+        **arguments_of(section, "lr_scaling", "lr_base_batch"),
+    )
+
+
+def build_evaluation(
+    config: Config,
+    world: World,
+    device: str,
+    module: ModelWithLoss,
+    strategy: Strategy,
+    source: BatchSource,
+    status: RankStatus,
+) -> Evaluation:
+    """What `evaluate` needs."""
+    batch_size = config.train.evaluate_batch_size
+    micro_batches = evaluation_batches(len(source), batch_size, world.rank, world.size)
+    loader = Loader(source, micro_batches, device, loader_options(config), resident=_resident(config))
+    return Evaluation(
+        module=module,
+        strategy=strategy,
+        batches=ReportedBatches(loader, status, "evaluation "),
+        new_scorer=lambda: Scorer(-(-len(source) // batch_size), device),
+    )
+
+
+def loader_options(config: Config) -> LoaderOptions:
+    """How batches come to the device."""
+    tuning = config.tuning
+    return LoaderOptions(
+        dtype=torch.float64 if tuning.precision == "fp64" else None,
+        channels_last=bool(tuning.channels_last),
+        num_workers=int(tuning.num_workers),
+        prefetch_factor=tuning.prefetch_factor,
+        persistent_workers=tuning.persistent_workers,
+        pin_memory=bool(tuning.pin_memory),
+        non_blocking=bool(tuning.non_blocking),
+        copy_stream=bool(tuning.copy_stream),
+    )
+
+
+def _resident(config: Config) -> bool:
+    return getattr(config.data, "placement", "host") == "device"
+
+
+def first_batch(config: Config, plan: BatchPlan, source: BatchSource, device: str) -> Batch:
+    """This process's first micro-batch, as training sees it; no loader process is started for it."""
+    options = replace(loader_options(config), num_workers=0)
+    return next(iter(Loader(source, [next(plan.micro_batches())], device, options)))
+
+
+class _MicroBatches:
+    """The micro-batches of a plan, to be iterated more than once as DataLoader's samplers are."""
+
+    def __init__(self, plan: BatchPlan, first_step: int) -> None:
+        self.plan = plan
+        self.first_step = first_step
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return self.plan.micro_batches(self.first_step)
 
 
 def advice(config: Config, module: ModelWithLoss, source: BatchSource) -> list[str]:
@@ -69,177 +265,8 @@ def advice(config: Config, module: ModelWithLoss, source: BatchSource) -> list[s
         source.get_batch(np.array([0]), None)[0],
     )
     names = biases_before_norm(module.model, sample) or []
+    if not names:
+        return []
     some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    what = f"{counted(len(names), 'bias')} directly before a norm layer, which takes the mean away again"
-    return [f"note: {what}: {some}; build such layers with bias=False"] if names else []
-
-
-def build_evaluation(
-    config: Config, world: World, device: str, module: ModelWithLoss, source: BatchSource, status: RankStatus
-) -> Evaluation:
-    """What `evaluate` needs."""
-    batch_size = config.train.evaluate_batch_size
-    micro_batches = evaluation_batches(len(source), batch_size, world.rank, world.size)
-    return Evaluation(
-        module=module,
-        strategy=_strategy(config, device),
-        batches=Loader(source, micro_batches, config.tuning, device, status, "evaluation ", _resident(config)),
-        new_scorer=lambda: Scorer(-(-len(source) // batch_size), device),
-    )
-
-
-def _strategy(config: Config, device: str) -> Strategy:
-    if config.train.reduction == "ordered":
-        return OrderedReduction(device, config.seed, config.train.virtual_shards)
-    return build_strategy(config.strategy, device)
-
-
-def _resident(config: Config) -> bool:
-    return getattr(config.data, "loader", "host") == "device"
-
-
-def build_plan(config: Config, world: World, samples: int) -> BatchPlan:
-    """Who computes what, in numbers."""
-    plan = BatchPlan(
-        samples=samples,
-        global_batch_size=config.train.global_batch_size,
-        accumulation_steps=config.train.accumulation_steps,
-        steps=0,
-        seed=config.seed,
-        rank=world.rank,
-        world_size=world.size,
-        virtual_shards=config.train.virtual_shards if config.train.reduction == "ordered" else None,
-    )
-    whole = config.train.epochs * plan.steps_per_epoch
-    return replace(plan, steps=min(whole, config.train.max_steps or whole))
-
-
-def build_job(
-    config: Config,
-    world: World,
-    device: str,
-    module: ModelWithLoss,
-    sources: tuple[BatchSource, BatchSource],
-    status: RankStatus,
-    first_step: int,
-) -> Job:
-    """What `fit` needs, `first_step` optimizer steps being done. The weights are those of `module` on rank 0."""
-    train_source, test_source = sources
-    plan = build_plan(config, world, len(train_source))
-    warmup, warmup_epochs = warmup_steps(config.schedule, plan.steps_per_epoch), config.schedule.warmup_epochs
-    if warmup >= plan.steps:
-        asked = (
-            f"warmup_steps={warmup}" if warmup_epochs is None else f"warmup_epochs={warmup_epochs:g} ({warmup} steps)"
-        )
-        rule = f"the run ends before, after {plan.steps} steps; use less than {plan.steps} steps"
-        raise ConfigError([f"schedule.{asked}: {rule}"])
-    strategy = _strategy(config, device)
-    stream = torch.cuda.Stream(device) if config.tuning.cuda_graph and config.device == "cuda" else None
-    with on_stream(stream):
-        wrapped = strategy.wrap(module)
-        by_ddp = config.strategy.name == "ddp" and not plan.virtual_shards
-        if config.deterministic and by_ddp and world.size > 2:
-            warm_up_ddp_buckets(wrapped, first_batch(config, plan, train_source, device, status))
-    parts = (
-        build_optimizer(
-            module.model.parameters(), optimizer_at_batch(config), config.tuning.optimizer, recorded=stream is not None
-        ),
-        build_schedule(config.schedule, plan.steps, plan.steps_per_epoch),
-        config.train.max_grad_norm,
-        torch.amp.GradScaler(torch.device(device).type, enabled=config.tuning.precision == "fp16"),
-        status,
-        # Without DDP nobody asks that every shard uses every parameter.
-        plan.virtual_shards is not None or getattr(config.strategy, "find_unused_parameters", False),
-        config.train.on_non_finite == "skip",
-    )
-    forward: Callable[[Any, Tensor], Tensor] = wrapped
-    if stream:
-        stepper: Stepper = GraphedStepper(wrapped, stream, plan.is_full, *parts)
-        forward = stepper.forward
-    else:
-        stepper = Stepper(*parts)
-    return Job(
-        plan=plan,
-        module=module,
-        wrapped=forward,
-        strategy=strategy,
-        stepper=stepper,
-        batches=Loader(
-            train_source, _Shares(plan, first_step), config.tuning, device, status, resident=_resident(config)
-        ),
-        evaluation=build_evaluation(config, world, device, module, test_source, status),
-        seed_step=StepSeed(config.seed, world.rank, device),
-        step=first_step,
-    )
-
-
-def first_batch(config: Config, plan: BatchPlan, source: BatchSource, device: str, status: RankStatus) -> Batch:
-    """This process's first micro-batch, as training sees it; no loader process is started for it."""
-    here = replace(config.tuning, num_workers=0)
-    return next(iter(Loader(source, [next(plan.micro_batches())], here, device, status)))
-
-
-class _Shares:
-    """The micro-batches of a plan, to be iterated more than once as DataLoader's samplers are."""
-
-    def __init__(self, plan: BatchPlan, first_step: int) -> None:
-        self.plan, self.first_step = plan, first_step
-
-    def __iter__(self):
-        return self.plan.micro_batches(self.first_step)
-
-
-def plan_rows(config: Config, job: Job, reasons: dict[str, str]) -> dict[str, str]:
-    """What is about to happen, for the user's eyes. reasons: why switches are what they are, see `resolve.reasons`."""
-    plan, processes = job.plan, process_count(config)
-    parameters = sum(parameter.numel() for parameter in job.module.model.parameters())
-    split = f"{plan.micro_batch_size} per process x {counted(processes, 'process')} x "
-    split += f"{plan.accumulation_steps} accumulation"
-    if plan.virtual_shards:
-        split = (
-            f"{plan.global_batch_size // plan.virtual_shards} x {plan.virtual_shards} virtual shards, added up in order"
-        )
-    resumed = f", from step {job.step:,}" if job.step else ""
-    whole = plan.steps_per_epoch * config.train.epochs
-    cut = f", cut to {plan.steps:,} by train.max_steps" if plan.steps < whole else ""
-    on = f"{processes} on {config.launch.nnodes} hosts" if config.launch.nnodes > 1 else str(processes)
-    back_end = config.launch.backend if config.strategy.name == "ddp" else "no process group"
-    scaled = ""
-    if (scaling := getattr(config.optimizer, "lr_scaling", "none")) != "none":
-        ratio = f"{plan.global_batch_size:,} / {config.optimizer.lr_base_batch:,}"
-        scaled = f" = {config.optimizer.lr:g} x {ratio if scaling == 'linear' else f'sqrt({ratio})'}"
-    decode = getattr(config.data, "decode", "")
-    trackers = [name for name in TRACKERS if getattr(config.tracker, name)]
-    model = getattr(config.model, "arch", None) or getattr(config.model, "target", None) or config.model.name
-    return {
-        "processes": f"{on} x {config.device}, {back_end}, {config.strategy.name}",
-        "model": f"{model}, {parameters:,} parameters",
-        "data": f"{config.data.name}, {plan.samples:,} samples to train on"
-        + (", held on the device" if _resident(config) else "")
-        + (f", decode {decode}" if decode else ""),
-        "global batch": f"{plan.global_batch_size} = {split}",
-        "steps": f"{whole:,} = {counted(config.train.epochs, 'epoch')} x {plan.steps_per_epoch:,}{cut}{resumed}",
-        "optimizer": f"{config.optimizer.name}, lr {job.stepper.base_lrs[0]:g}{scaled}, "
-        f"{config.schedule.name} schedule, "
-        f"warm-up {counted(warmup_steps(config.schedule, plan.steps_per_epoch), 'step')}",
-        **tuning_rows(config.tuning, reasons),
-        **({"trackers": ", ".join(trackers)} if trackers else {}),
-        "run directory": str(config.run_dir),
-    }
-
-
-def tuning_rows(tuning: TuningConfig, reasons: dict[str, str]) -> dict[str, str]:
-    """The switches that are on, and those that `auto` left off, unless it is because there is no GPU."""
-    passive = {"name", "prefetch_factor", "bias_lint", *([] if tuning.num_workers else ["persistent_workers"])}
-    tips = {name: value for name, value in vars(tuning).items() if name not in passive}
-    off = {name for name, value in tips.items() if value in (False, 0, [], "default")}
-    why = {name: f" ({reason})" for name, reason in reasons.items() if reason}
-    on = [
-        (name if value is True else f"{name} {shown(value)}") + why.get(name, "")
-        for name, value in tips.items()
-        if name not in off
-    ]
-    rows = {"tuning": f"{tuning.name}: {', '.join(on)}"}
-    if left_off := [name + why[name] for name in tips if name in off & why.keys() and reasons[name] != "no GPU"]:
-        rows["left off"] = ", ".join(left_off)
-    return rows
+    what = f"{counted(len(names), 'bias')} directly before a norm layer, which subtracts the mean again"
+    return [f"note: {what}: {some}; build such layers with bias=False"]

@@ -1,0 +1,80 @@
+"""Reports to the status board where a rank is, from outside: batches, stepper and hooks know nothing of it.
+
+The launcher reads these phases to tell which rank hangs, and where (resilience/hang_detector.py). An assignment to
+shared memory is all that a report costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from ddp_train.data.batch_plan import MicroBatch
+from ddp_train.data.loader import Batch, Loader
+from ddp_train.optim.stepper import Stepper
+from ddp_train.resilience.heartbeat import RankStatus
+from ddp_train.training.loop import Hook, Job
+
+
+class ReportedBatches:
+    """The batches of a loader: in phase `data` until one is there, in `forward` while it is used."""
+
+    def __init__(self, loader: Loader, status: RankStatus, prefix: str = "") -> None:
+        """prefix: of the names of its phases; an evaluation has its own, and one for its end."""
+        self.loader = loader
+        self.status = status
+        self.data, self.forward, self.end = prefix + "data", prefix + "forward", prefix + "end"
+
+    def __iter__(self) -> Iterator[Batch]:
+        status = self.status
+        self._wait()
+        for batch in self.loader:
+            status.batches += 1
+            status.phase = self.forward
+            yield batch
+            self._wait()
+        status.phase = self.end
+
+    def _wait(self) -> None:
+        self.status.phase = self.data
+        self.status.fetching = self.loader.in_flight
+
+
+class ReportedStepper:
+    """A Stepper that reports its two parts, and the steps that are done. All else is the stepper's own."""
+
+    def __init__(self, stepper: Stepper, status: RankStatus) -> None:
+        self._stepper = stepper
+        self._status = status
+
+    def backward(self, loss: Tensor, micro_batch: MicroBatch) -> None:
+        self._status.phase = "backward"
+        self._stepper.backward(loss, micro_batch)
+
+    def step(self) -> None:
+        self._status.phase = "optimizer step"
+        self._stepper.step()
+        self._status.step = self._stepper.steps_done
+
+    def continue_from(self, step: int) -> None:
+        self._stepper.continue_from(step)
+        self._status.step = step
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stepper, name)
+
+
+class ReportedHook:
+    """A hook that is in one phase whenever it acts."""
+
+    def __init__(self, hook: Hook, status: RankStatus, phase: str) -> None:
+        self.hook = hook
+        self.status = status
+        self.phase = phase
+        self.due = hook.due
+
+    def act(self, job: Job) -> None:
+        self.status.phase = self.phase
+        self.hook.act(job)

@@ -1,0 +1,100 @@
+"""The plan of a run, as a person reads it before the first step: processes, batch, steps, optimizer, switches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ddp_train.config.auto import process_count
+from ddp_train.config.schema import TRACKERS, Config, TuningConfig
+from ddp_train.data.batch_plan import BatchPlan
+from ddp_train.text import counted, shown
+
+
+def plan_rows(
+    config: Config, plan: BatchPlan, parameters: int, base_lr: float, warmup_steps: int, first_step: int
+) -> dict[str, str]:
+    """Heading -> text. parameters: of the model. base_lr: at this global batch. first_step: where training resumes."""
+    return {
+        "processes": _processes(config),
+        "model": f"{_model_name(config.model)}, {parameters:,} parameters",
+        "data": _data(config.data, plan.samples),
+        "global batch": f"{plan.global_batch_size} = {_split(plan, process_count(config))}",
+        "steps": _steps(plan, config.train.epochs, first_step),
+        "optimizer": _optimizer(config, plan, base_lr, warmup_steps),
+        **tuning_rows(config.tuning, config.reasons),
+        **_trackers(config.tracker),
+        "run directory": str(config.run_dir),
+    }
+
+
+def _processes(config: Config) -> str:
+    count, hosts = process_count(config), config.launch.nnodes
+    on = f"{count} on {hosts} hosts" if hosts > 1 else str(count)
+    backend = config.launch.backend if config.strategy.has_process_group else "no process group"
+    return f"{on} x {config.device}, {backend}, {config.strategy.name}"
+
+
+def _model_name(model: Any) -> str:
+    return getattr(model, "arch", None) or getattr(model, "target", None) or model.name
+
+
+def _data(data: Any, samples: int) -> str:
+    parts = [data.name, f"{samples:,} samples to train on"]
+    if getattr(data, "placement", "host") == "device":
+        parts.append("held on the device")
+    if decode := getattr(data, "decode", ""):
+        parts.append(f"decode {decode}")
+    return ", ".join(parts)
+
+
+def _split(plan: BatchPlan, processes: int) -> str:
+    if plan.virtual_shards:
+        each = plan.global_batch_size // plan.virtual_shards
+        return f"{each} x {plan.virtual_shards} virtual shards, added up in order"
+    over = f"{counted(processes, 'process')} x {plan.accumulation_steps} accumulation"
+    return f"{plan.micro_batch_size} per process x {over}"
+
+
+def _steps(plan: BatchPlan, epochs: int, first_step: int) -> str:
+    whole = plan.steps_per_epoch * epochs
+    text = f"{whole:,} = {counted(epochs, 'epoch')} x {plan.steps_per_epoch:,}"
+    if plan.steps < whole:
+        text += f", cut to {plan.steps:,} by train.max_steps"
+    if first_step:
+        text += f", from step {first_step:,}"
+    return text
+
+
+def _optimizer(config: Config, plan: BatchPlan, base_lr: float, warmup_steps: int) -> str:
+    optimizer = config.optimizer
+    lr = f"{base_lr:g}"
+    scaling = getattr(optimizer, "lr_scaling", "none")
+    if scaling != "none":
+        ratio = f"{plan.global_batch_size:,} / {optimizer.lr_base_batch:,}"
+        lr += f" = {optimizer.lr:g} x {ratio if scaling == 'linear' else f'sqrt({ratio})'}"
+    warmup = counted(warmup_steps, "step")
+    return f"{optimizer.name}, lr {lr}, {config.schedule.name} schedule, warm-up {warmup}"
+
+
+def _trackers(tracker: Any) -> dict[str, str]:
+    enabled = [name for name in TRACKERS if getattr(tracker, name)]
+    return {"trackers": ", ".join(enabled)} if enabled else {}
+
+
+def tuning_rows(tuning: TuningConfig, reasons: dict[str, str]) -> dict[str, str]:
+    """The switches that are on, and those that `auto` left off for another reason than that there is no GPU."""
+    silent = {"name", "prefetch_factor", "bias_lint"}
+    if not tuning.num_workers:
+        silent.add("persistent_workers")
+    switches = {name: value for name, value in vars(tuning).items() if name not in silent}
+    why = {name: f" ({reason})" for name, reason in reasons.items() if reason}
+    on, left_off = [], []
+    for name, value in switches.items():
+        if value not in (False, 0, [], "default"):
+            on.append((name if value is True else f"{name} {shown(value)}") + why.get(name, ""))
+        elif name in why and reasons[name] != "no GPU":
+            left_off.append(name + why[name])
+    rows = {"tuning": f"{tuning.name}: {', '.join(on)}"}
+    if left_off:
+        rows["left off"] = ", ".join(left_off)
+    return rows

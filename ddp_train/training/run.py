@@ -1,0 +1,255 @@
+"""One run on one process: opens the data, resumes, trains or evaluates, and sums up."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ddp_train.config.auto import described
+from ddp_train.config.freeze import to_values
+from ddp_train.config.schema import TRACKERS, Config, CustomConfig
+from ddp_train.config.user_code import instantiate
+from ddp_train.data.datasets import BatchSource, check_same_data, digests
+from ddp_train.distributed.process_group import Store, local_leader_first, same_everywhere, set_buffers
+from ddp_train.distributed.world import World
+from ddp_train.performance.switches import frozen_gc, set_process_flags
+from ddp_train.resilience.failure_report import SUMMARY, write_json
+from ddp_train.resilience.heartbeat import RankStatus
+from ddp_train.resilience.preemption import StopController
+from ddp_train.task import Score
+from ddp_train.telemetry.console import Display
+from ddp_train.telemetry.hardware_monitor import hardware_monitor_for
+from ddp_train.telemetry.metrics_log import MetricsFile
+from ddp_train.telemetry.tracker_queue import Tracking, flat, open_trackers
+from ddp_train.telemetry.trackers import Run as TrackedRun
+from ddp_train.text import counted
+from ddp_train.training import checkpoint, setup
+from ddp_train.training.hooks import CheckpointHook, MetricsHook, tensorboard_details
+from ddp_train.training.loop import Job, evaluate, fit
+from ddp_train.training.phases import ReportedHook
+from ddp_train.training.plan_report import plan_rows
+
+Sources = tuple[BatchSource, BatchSource]
+"""The training and the test split."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run on one process. What its methods build is gone when `execute` returns: DDP objects must be collected
+    before their process group is closed."""
+
+    config: Config
+    world: World
+    device: str
+    status: RankStatus
+    """Where this process is, for the launcher."""
+    store: Store | None
+    """The key-value store that all processes share; None without a process group."""
+    leave: Callable[[int], Any]
+    """Ends the process with an exit code, for a stop on which the ranks cannot agree."""
+    display: Display
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(str(self.config.run_dir))
+
+    def execute(self) -> bool:
+        """Trains or evaluates. Returns whether the run is completed; if not, it was stopped and saved."""
+        tuning = self.config.tuning
+        set_process_flags(
+            threads=int(self.config.launch.threads_per_process),
+            cudnn_benchmark=bool(tuning.cudnn_benchmark),
+            tf32=bool(tuning.tf32),
+            deterministic=bool(self.config.deterministic),
+        )
+        self.status.phase = "data set"
+        sources = self.open_data()
+        self.status.phase = "build"
+        found = self.find_checkpoint()
+        if self.config.mode == "evaluate":
+            assert found, "config.validate asks for a checkpoint, and find raises if it is not valid"
+            summary = self.evaluate(sources, found)
+            self.display.line(f"checkpoint {found}")
+            self.publish(summary)
+        else:
+            launch = self.config.launch
+            with open_trackers(self.tracker_names(), launch.grace_seconds, launch.timeout_seconds) as tracking:
+                summary = self.train(sources, found, tracking)
+                self.publish(summary)
+                tracking.finish(summary)
+        return summary["status"] == "completed"
+
+    def open_data(self) -> Sources:
+        """A download happens once per host."""
+        downloads = getattr(self.config.data, "download", False)
+        with local_leader_first(self.world, self.device) if downloads else contextlib.nullcontext():
+            return setup.open_datasets(self.config)
+
+    def find_checkpoint(self) -> Path | None:
+        """The verified checkpoint to start from, the same on all ranks; None to start from step 0."""
+        restarted = self.world.attempt > 0 and self.config.mode == "train"
+        found = checkpoint.find("auto", self.run_dir) if restarted else None
+        found = found or checkpoint.find(self.config.checkpoint.resume, self.run_dir)
+        step = checkpoint.read_manifest(found)["step"] if found else -1
+        same_everywhere(step, self.device, f"the checkpoint in {self.run_dir}")
+        return found
+
+    def tracker_names(self) -> list[str]:
+        """Trackers are fed by rank 0 alone."""
+        return [name for name in TRACKERS if getattr(self.config.tracker, name)] if self.world.is_leader else []
+
+    # --- training -----------------------------------------------------------------------------------------------------
+
+    def train(self, sources: Sources, found: Path | None, tracking: Tracking) -> dict[str, Any]:
+        """From step 0, or from a checkpoint, to the end or to an agreed stop. Returns the summary."""
+        config, device = self.config, self.device
+        first_step = checkpoint.read_manifest(found)["step"] if found else 0
+        strategy = setup.build_strategy(config, self.world, device)
+        module = setup.build_module(config, sources[0], strategy, device)
+        job = setup.build_job(config, self.world, device, module, strategy, sources, self.status, first_step)
+        metrics = MetricsFile(self.run_dir, self.world.is_leader, first_step)
+        record = MetricsHook(
+            self.display,
+            metrics,
+            hardware_monitor_for(device, all_gpus=config.strategy.spreads_over_gpus),
+            epochs=config.train.epochs,
+            log_every_steps=config.train.log_every_steps,
+            evaluate_every_epochs=config.train.evaluate_every_epochs,
+        )
+        data_digests = digests(sources[0])
+        if found:
+            self.restore(found, job, record, data_digests)
+        job.stepper.continue_from(first_step)
+        save = self.checkpoint_hook(record, data_digests)
+        self.start_trackers(tracking, metrics, first_step)
+        details = []
+        if config.tracker.details:
+            batch = setup.first_batch(config, job.plan, sources[0], device) if self.world.is_leader else None
+            details = tensorboard_details(tracking.threads, module.model, batch)
+        job.hooks = [
+            ReportedHook(record, self.status, "record"),
+            ReportedHook(save, self.status, "checkpoint"),
+            *details,
+        ]
+        job.stop = job.evaluation.stop = StopController()
+        self.announce(job, sources[0])
+        score = self.fit(job, record)
+        return self.training_summary(job, record, score)
+
+    def restore(self, found: Path, job: Job, record: MetricsHook, data_digests: dict[str, str]) -> None:
+        """Weights, buffers of every rank, optimizer and counters, from a checkpoint."""
+        data = self.config.data
+        if self.run_dir in found.parents:
+            then = checkpoint.read_manifest(found)["data_digests"]
+            check_same_data(data.name, getattr(data, "root", None), then, data_digests)
+        checkpoint.load_model(found, job.module.model)
+        training = checkpoint.load_training(found)
+        if len(training["buffers"]) == self.world.size > 1:
+            set_buffers(job.module, training["buffers"][self.world.rank])
+        job.stepper.load_state(training)
+        record.load_state(training["record"])
+
+    def checkpoint_hook(self, record: MetricsHook, data_digests: dict[str, str]) -> CheckpointHook:
+        section = self.config.checkpoint
+        writer = None
+        if self.world.is_leader:
+            writer = checkpoint.Writer(self.run_dir, section.keep, section.best, self.status.set_saving)
+        manifest = {
+            "config": to_values(self.config),
+            "world_size": self.world.size,
+            "torch": torch.__version__,
+            "data_digests": data_digests,
+        }
+        return CheckpointHook(writer, record, manifest, section.every_steps, section.every_minutes, section.best)
+
+    def start_trackers(self, tracking: Tracking, metrics: MetricsFile, first_step: int) -> None:
+        config = self.config
+        hyperparameters = flat(to_values(config))
+        run = TrackedRun(self.run_dir, config.name, config.tracker.project, hyperparameters, first_step)
+        tracking.start(run, metrics.kept)
+        metrics.listeners.append(tracking.write)
+
+    def announce(self, job: Job, source: BatchSource) -> None:
+        """Shows the plan, and the progress bar."""
+        if self.world.is_leader:
+            parameters = sum(parameter.numel() for parameter in job.module.model.parameters())
+            warmup = setup.warmup_steps(self.config, job.plan)
+            self.display.plan(plan_rows(self.config, job.plan, parameters, job.stepper.base_lrs[0], warmup, job.step))
+            for line in setup.advice(self.config, job.module, source):
+                self.display.line(line)
+        if job.step >= job.plan.steps:
+            done = counted(job.step, "step")
+            self.display.line(f"nothing is left to train: {done} done, {job.plan.steps:,} were asked for")
+        self.display.start(job.plan.steps, lambda: job.step)
+
+    def fit(self, job: Job, record: MetricsHook) -> Score | None:
+        """Trains; a signal stops all ranks after one and the same step. Returns the last score, None if stopped."""
+        record.start_clocks(job.step)
+        connection = self.store.clone() if self.store else None
+        patience = self.config.launch.grace_seconds / 2
+        try:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(job.stop.listening(self.status, self.world, connection, patience, self.leave))
+                for target in self.config.hooks:
+                    stack.enter_context(
+                        instantiate("hooks", CustomConfig(target=target), job, self.run_dir, self.world)
+                    )
+                stack.enter_context(frozen_gc(self.config.tuning.gc_freeze))
+                fit(job)
+                if job.step < job.plan.steps:
+                    return None
+                # Without a score at the end, nothing was left to train: the run was complete already.
+                return record.score or evaluate(job.evaluation)
+        finally:
+            self.display.stop()
+
+    # --- evaluation and summary ---------------------------------------------------------------------------------------
+
+    def evaluate(self, sources: Sources, found: Path) -> dict[str, Any]:
+        """Scores the test set with a checkpoint. Returns the summary."""
+        strategy = setup.build_strategy(self.config, self.world, self.device)
+        module = setup.build_module(self.config, sources[0], strategy, self.device)
+        checkpoint.load_model(found, module.model)
+        evaluation = setup.build_evaluation(
+            self.config, self.world, self.device, module, strategy, sources[1], self.status
+        )
+        began = time.perf_counter()
+        score = evaluate(evaluation)
+        seconds = time.perf_counter() - began
+        return self.summary(score, steps=checkpoint.read_manifest(found)["step"], seconds=seconds)
+
+    def training_summary(self, job: Job, record: MetricsHook, score: Score | None) -> dict[str, Any]:
+        samples_seen = job.plan.samples_seen(job.step)
+        trained = sum(record.epoch_seconds) if score else record.seconds
+        return self.summary(
+            score,
+            steps=job.step,
+            seconds=record.seconds,
+            samples_seen=samples_seen,
+            epoch_seconds=record.epoch_seconds,
+            samples_per_second=samples_seen / trained if trained else None,
+            figures=record.hardware.summary(),
+        )
+
+    def summary(self, score: Score | None, **numbers: Any) -> dict[str, Any]:
+        """The content of summary.json."""
+        on_gpu = self.config.device == "cuda"
+        return {
+            "status": "completed" if score else "preempted",
+            **described(self.config),
+            "device_name": torch.cuda.get_device_name(self.device) if on_gpu else "cpu",
+            "torch": torch.__version__,
+            **numbers,
+            "test": score.as_dict() if score else None,
+        }
+
+    def publish(self, summary: dict[str, Any]) -> None:
+        if self.world.is_leader:
+            write_json(self.run_dir / SUMMARY, summary)
+            self.display.summary(summary, self.run_dir)
