@@ -3,21 +3,36 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ddp_train.config.auto import resolve
 from ddp_train.config.bind import bind
 from ddp_train.config.hardware import Hardware
-from ddp_train.config.schema import Config
-from ddp_train.data.datasets import ArraySource, BatchSource, build_datasets
+from ddp_train.config.schema import Config, TuningConfig
+from ddp_train.data.batch_plan import MicroBatch
+from ddp_train.data.datasets import ArraySource, BatchSource
+from ddp_train.data.loader import Loader
 from ddp_train.distributed.world import World
+from ddp_train.models.zoo import build_model
+from ddp_train.optim.optimizers import build_optimizer
+from ddp_train.optim.schedules import Factor, build_schedule
 from ddp_train.resilience.heartbeat import RankStatus
+from ddp_train.task import ModelWithLoss
 from ddp_train.training.loop import Job, fit
-from ddp_train.training.setup import build_job, build_module
+from ddp_train.training.setup import (
+    arguments_of,
+    build_job,
+    build_module,
+    build_strategy,
+    loader_options,
+    open_datasets,
+)
 
 
 def config_of(world: World, machine: Hardware | None = None, **sections: Any) -> Config:
@@ -35,13 +50,54 @@ def table(samples: int, features: int = 6, classes: int = 3, seed: int = 1) -> A
     return ArraySource(inputs, labels)
 
 
+def datasets_of(section: Any, seed: int = 0) -> tuple[BatchSource, BatchSource]:
+    """The splits that a data section of the config names."""
+    return open_datasets(Config(data=section, seed=seed))
+
+
+def model_of(section: Any, shape: Sequence[int], outputs: int) -> nn.Module:
+    """The network that a model section of the config names."""
+    return build_model(section.name, shape, outputs, **arguments_of(section))
+
+
+def optimizer_of(parameters: Iterable[nn.Parameter], section: Any, kind: str, captured: bool = False) -> Optimizer:
+    """The optimizer that an optimizer section of the config names. kind: loop, foreach or fused."""
+    arguments = arguments_of(section, "lr_scaling", "lr_base_batch")
+    return build_optimizer(parameters, section.name, implementation=kind, captured=captured, **arguments)
+
+
+def schedule_of(section: Any, total_steps: int, steps_per_epoch: int) -> Factor:
+    """The schedule that a schedule section of the config names."""
+    warmup, epochs = section.warmup_steps, section.warmup_epochs
+    warmup = warmup if epochs is None else round(epochs * steps_per_epoch)
+    return build_schedule(section.name, total_steps, warmup, **arguments_of(section, "warmup_steps", "warmup_epochs"))
+
+
+def loader_of(
+    source: BatchSource, micro_batches: Iterable[MicroBatch], tuning: TuningConfig, device: str, resident: bool = False
+) -> Loader:
+    """A loader with the switches of a tuning section."""
+    return Loader(source, micro_batches, device, loader_options(Config(tuning=tuning)), resident)
+
+
+def module_of(config: Config, source: BatchSource, device: str = "cpu") -> ModelWithLoss:
+    """The model with its loss, as the worker builds it."""
+    return build_module(config, source, build_strategy(config, World(), device), device)
+
+
 def job_of(
-    config: Config, world: World, sources: tuple[BatchSource, BatchSource] | None = None, first_step: int = 0
+    config: Config,
+    world: World,
+    sources: tuple[BatchSource, BatchSource] | None = None,
+    first_step: int = 0,
+    device: str | None = None,
+    module: ModelWithLoss | None = None,
 ) -> Job:
-    """A job as the worker builds it."""
-    sources, device = sources or build_datasets(config.data, config.seed), world.device(config.device)
-    module = build_module(config, sources[0], device)
-    return build_job(config, world, device, module, sources, RankStatus(), first_step)
+    """A job as the worker builds it. device: in place of the config's."""
+    sources, device = sources or open_datasets(config), device or world.device(config.device)
+    strategy = build_strategy(config, world, device)
+    module = module or build_module(config, sources[0], strategy, device)
+    return build_job(config, world, device, module, strategy, sources, RankStatus(), first_step)
 
 
 def trained(world: World, config: Config, sources: tuple[BatchSource, BatchSource] | None = None) -> dict[str, Tensor]:

@@ -171,7 +171,7 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_is_tried_again(
             writer.finish()
         assert names(disk) == ["step_00000001"], "nothing half written is left"
         assert find("auto", disk) == disk / "checkpoints/step_00000001"
-        assert "training goes on" in caplog.text
+        assert "training continues" in caplog.text
         writer.submit(lambda: snapshot(3))
         writer.finish()
         assert names(disk) == ["step_00000003"]

@@ -14,9 +14,7 @@ from torch import Tensor
 from ddp_train.config.schema import TuningConfig
 from ddp_train.data.batch_plan import BatchPlan
 from ddp_train.data.copy_stream import BATCHES_AHEAD
-from ddp_train.data.loader import Loader
-from ddp_train.resilience.heartbeat import RankStatus
-from tests.jobs import table
+from tests.jobs import loader_of, table
 
 happened: list[str] = []
 
@@ -61,9 +59,9 @@ def test_a_batch_is_copied_before_the_computation_on_those_before_it_is_waited_f
     source, plan = table(40), BatchPlan(samples=40, global_batch_size=8, accumulation_steps=1, steps=5, seed=0)
     tuning = TuningConfig(num_workers=0, pin_memory=False, non_blocking=False, copy_stream=True)
     tuning.channels_last = False
-    loader = Loader(source, plan.micro_batches(), tuning, "cpu", RankStatus())
-    assert not loader.beside, "there is no stream on the CPU"
-    loader.beside, real = True, loader._place
+    loader = loader_of(source, plan.micro_batches(), tuning, "cpu")
+    assert not loader.copies_beside, "there is no stream on the CPU"
+    loader.copies_beside, real = True, loader._place
 
     def place(tensor: Tensor) -> Tensor:
         happened.append("copy")

@@ -23,8 +23,7 @@ from ddp_train.resilience.failure_report import failure_from
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.tensor_tree import map_tensors, tensors
 from ddp_train.training.loop import Job, train
-from ddp_train.training.setup import build_job, build_module
-from tests.jobs import config_of, table
+from tests.jobs import config_of, job_of, table
 
 recorded: list[int] = []
 replayed: list[int] = []
@@ -55,7 +54,7 @@ def no_gpu() -> Iterator[None]:
         stack.enter_context(mock.patch.object(torch.cuda, "Stream"))
         for module in ("training.setup", "performance.cuda_graph"):
             stack.enter_context(mock.patch(f"ddp_train.{module}.on_stream", contextlib.nullcontext))
-        stack.enter_context(mock.patch.object(GraphedStepper, "_record", record))
+        stack.enter_context(mock.patch.object(GraphedStepper, "_capture", record))
         yield
 
 
@@ -75,8 +74,7 @@ def job(graph: bool, samples: int, optimizer: str = "sgd", source: ArraySource |
         },
     )
     sources = (source or table(samples), table(8))
-    module = build_module(config, sources[0], "cpu")
-    return build_job(config, World(), "cpu", module, sources, RankStatus(), first_step=0)
+    return job_of(config, World(), sources, device="cpu")
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "lars", "lamb"])
@@ -104,7 +102,7 @@ def test_the_twelfth_batch_may_be_a_short_one() -> None:
 def test_what_cannot_be_recorded_is_told_with_the_remedy() -> None:
     made = job(True, 40)
     refusal = RuntimeError("operation not permitted when stream is capturing\nand a stack")
-    with mock.patch.object(GraphedStepper, "_record", side_effect=refusal), pytest.raises(LaunchError) as caught:
+    with mock.patch.object(GraphedStepper, "_capture", side_effect=refusal), pytest.raises(LaunchError) as caught:
         train(made, iter(made.batches), until=20)
     assert str(caught.value).endswith("as a CUDA graph: operation not permitted when stream is capturing")
     assert caught.value.remedy == "use tuning.cuda_graph=false" and made.step == WARM_UP_STEPS
@@ -124,6 +122,6 @@ def broken_off(*_: Any) -> None:
 )
 def test_want_of_memory_is_not_a_step_that_cannot_be_recorded(fails: Any) -> None:
     made = job(True, 40)
-    with mock.patch.object(GraphedStepper, "_record", side_effect=fails), pytest.raises(RuntimeError) as caught:
+    with mock.patch.object(GraphedStepper, "_capture", side_effect=fails), pytest.raises(RuntimeError) as caught:
         train(made, iter(made.batches), until=20)
     assert failure_from(caught.value, 0, RankStatus(), Path("log"), "").kind == "oom"

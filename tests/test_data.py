@@ -32,15 +32,15 @@ from ddp_train.config.schema import (
 )  # fmt: skip
 from ddp_train.data import augment, rng
 from ddp_train.data.batch_plan import BatchPlan, MicroBatch, evaluation_batches
-from ddp_train.data.datasets import ArraySource, BatchSource, UserDataset, build_datasets
-from ddp_train.data.loader import Loader, _Resident
+from ddp_train.data.datasets import ArraySource, BatchSource, UserDataset
+from ddp_train.data.loader import _Resident
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, DataError
 from ddp_train.linux import children_of, state_of
 from ddp_train.resilience.failure_report import failure_from
 from ddp_train.resilience.heartbeat import RankStatus
 from tests.commands import wait_until
-from tests.jobs import config_of, job_of
+from tests.jobs import config_of, datasets_of, job_of, loader_of
 from tests.ranks import on_ranks
 
 LOADER = {"pin_memory": False, "non_blocking": False, "channels_last": False}
@@ -251,7 +251,7 @@ def everything(source: BatchSource) -> tuple[Tensor, Tensor]:
 def test_digits_are_those_of_scikit_learn() -> None:
     from sklearn.datasets import load_digits
 
-    train, test = build_datasets(DigitsConfig(), 0)
+    train, test = datasets_of(DigitsConfig(), 0)
     assert (len(train), len(test), train.outputs) == (1433, 364, 10)
     images = torch.cat([everything(train)[0], everything(test)[0]]).view(-1, 64)
     theirs = torch.from_numpy(load_digits().data).float() / 8 - 1
@@ -280,7 +280,7 @@ def test_mnist_files_are_read_and_normalised(tmp_path: Path) -> None:
     for split, part in (("train", slice(0, 20)), ("t10k", slice(20, 30))):
         write_idx(raw / f"{split}-images-idx3-ubyte", images[part])
         write_idx(raw / f"{split}-labels-idx1-ubyte", labels[part])
-    train, test = build_datasets(MnistConfig(root=str(tmp_path)), 0)
+    train, test = datasets_of(MnistConfig(root=str(tmp_path)), 0)
     inputs, targets = train.get_batch(np.array([3, 7]), None)
     expected = (torch.from_numpy(images[[3, 7]]).float()[:, None] / 255 - 0.1307) / 0.3081
     torch.testing.assert_close(inputs, expected)
@@ -309,7 +309,7 @@ def test_numbers_in_a_tensor_are_a_regression() -> None:
 
 def test_cifar_without_files_names_the_option(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"data\.root="):
-        build_datasets(Cifar10Config(root=str(tmp_path)), 0)
+        datasets_of(Cifar10Config(root=str(tmp_path)), 0)
 
 
 def test_an_image_folder_is_read_and_a_spoilt_file_is_named(tmp_path: Path) -> None:
@@ -320,7 +320,7 @@ def test_an_image_folder_is_read_and_a_spoilt_file_is_named(tmp_path: Path) -> N
                 path = tmp_path / split / label / f"{number}.png"
                 path.parent.mkdir(parents=True, exist_ok=True)
                 Image.fromarray(generator.integers(0, 256, (40, 50, 3), dtype=np.uint8)).save(path)
-    train, test = build_datasets(ImageFolderConfig(root=str(tmp_path), image_size=16), 0)
+    train, test = datasets_of(ImageFolderConfig(root=str(tmp_path), image_size=16), 0)
     inputs, targets = train.get_batch(np.array([0, 5]), 0)
     assert inputs.shape == (2, 3, 16, 16) and targets.tolist() == [0, 1] and train.outputs == 2
     assert torch.equal(train.get_batch(np.array([5]), 0)[0][0], inputs[1])
@@ -342,7 +342,7 @@ def failing(world: World, source: BatchSource, number: int, workers: int) -> tup
     tuning = config_of(world, tuning={"num_workers": workers}).tuning
     micro_batch = MicroBatch(0, 0, np.array([number]), 1, 1.0, True)
     try:
-        next(iter(Loader(source, [micro_batch], tuning, "cpu", RankStatus())))
+        next(iter(loader_of(source, [micro_batch], tuning, "cpu")))
     except Exception as error:  # noqa: BLE001  it is what the test looks at
         failure = failure_from(error, 0, RankStatus(), Path("log"), "")
         return type(error).__name__, str(error), getattr(error, "remedy", ""), failure.detail
@@ -370,7 +370,7 @@ def test_an_exception_in_a_process_of_the_loader_is_told_by_its_last_line() -> N
 
 def test_generated_sets_are_the_same_each_time_and_depend_on_the_seed() -> None:
     for config in (SyntheticConfig(samples=20, test_samples=5), LinearRegressionDataConfig(samples=20, test_samples=5)):
-        one, again, other = (everything(build_datasets(config, seed)[0])[0] for seed in (0, 0, 1))
+        one, again, other = (everything(datasets_of(config, seed)[0])[0] for seed in (0, 0, 1))
         assert torch.equal(one, again) and not torch.equal(one, other)
 
 
@@ -404,9 +404,9 @@ def test_the_draws_of_a_foreign_dataset_are_keyed_and_disturb_nobody() -> None:
 
 
 def test_a_loader_hands_out_its_shares_in_order_and_again() -> None:
-    train, _ = build_datasets(DigitsConfig(limit=50), 0)
+    train, _ = datasets_of(DigitsConfig(limit=50), 0)
     micro_batches = evaluation_batches(50, 8, 0, 1)
-    loader = Loader(train, micro_batches, TuningConfig(num_workers=2, **LOADER), "cpu", RankStatus())
+    loader = loader_of(train, micro_batches, TuningConfig(num_workers=2, **LOADER), "cpu")
     for _ in range(2):
         assert [batch.micro_batch.indices.tolist() for batch in loader] == [
             micro_batch.indices.tolist() for micro_batch in micro_batches
@@ -424,22 +424,20 @@ def test_nested_inputs_travel_through_the_loader() -> None:
             return {"a": torch.ones(len(indices)), "b": [torch.zeros(len(indices), 2)]}, torch.zeros(len(indices))
 
     tuning = TuningConfig(num_workers=0, precision="fp64", **LOADER)
-    (batch,) = Loader(Nested(), [MicroBatch(None, 0, np.arange(3), 3, 1.0, True)], tuning, "cpu", RankStatus())
+    (batch,) = loader_of(Nested(), [MicroBatch(None, 0, np.arange(3), 3, 1.0, True)], tuning, "cpu")
     assert batch.inputs["a"].dtype == torch.float64 and batch.inputs["b"][0].shape == (3, 2)
 
 
 @pytest.mark.parametrize("augment", [False, True])
 def test_a_resident_data_set_gives_the_same_batches(augment: bool) -> None:
     """Cut out of groups that end with the memory for one or with the epoch; in any precision."""
-    train, _ = build_datasets(DigitsConfig(augment=augment), seed=3)
+    train, _ = datasets_of(DigitsConfig(augment=augment), seed=3)
     plan = BatchPlan(
         samples=len(train), global_batch_size=100, accumulation_steps=2, steps=40, seed=3, rank=1, world_size=3
     )
     for precision in ("fp32", "fp64"):
         tuning = TuningConfig(num_workers=0, **LOADER | {"precision": precision})
-        made = [
-            Loader(train, list(plan.micro_batches()), tuning, "cpu", RankStatus(), resident=r) for r in (False, True)
-        ]
+        made = [loader_of(train, list(plan.micro_batches()), tuning, "cpu", resident=r) for r in (False, True)]
         held = made[1].batches
         assert isinstance(held, _Resident)
         held.samples_at_once = 100
@@ -460,7 +458,7 @@ def test_a_step_knows_whether_its_batch_is_whole() -> None:
 
 
 def test_fewer_samples_than_classes_leave_no_class_out() -> None:
-    train, test = build_datasets(SyntheticConfig(samples=4, test_samples=4, classes=10, image_size=2), 0)
+    train, test = datasets_of(SyntheticConfig(samples=4, test_samples=4, classes=10, image_size=2), 0)
     assert (train.outputs, test.outputs) == (10, 10)
     assert test.get_batch(np.arange(4), None)[1].max() > train.get_batch(np.arange(4), None)[1].max()
 

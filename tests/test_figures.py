@@ -15,7 +15,6 @@ import torch
 
 from ddp_train.data.batch_plan import BatchPlan
 from ddp_train.distributed.world import World
-from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.task import RunningLoss
 from ddp_train.telemetry import hardware_monitor
 from ddp_train.telemetry.hardware_monitor import (
@@ -41,9 +40,8 @@ def busy(seconds: float) -> None:
 
 def interval(world: World) -> tuple[float, dict[str, Any], dict[str, float]]:
     """Rank 1 is busy; each rank pretends to hold another number of GiB."""
-    status = RankStatus()
-    status.resident_bytes = (world.rank + 1) * GIB
-    measured, losses = HardwareMonitor(status), RunningLoss()
+    hardware_monitor.resident_bytes = lambda: (world.rank + 1) * GIB
+    measured, losses = HardwareMonitor(), RunningLoss()
     plan = BatchPlan(
         samples=6, global_batch_size=6, accumulation_steps=1, steps=1, seed=0, rank=world.rank, world_size=3
     )
@@ -69,8 +67,8 @@ def test_a_run_that_goes_on_tells_of_the_whole_of_it() -> None:
         measured.interval(seconds)
         return measured
 
-    first = fed(HardwareMonitor(RankStatus()), cores=1.0, gib=5.0, seconds=30.0)
-    second = HardwareMonitor(RankStatus())
+    first = fed(HardwareMonitor(), cores=1.0, gib=5.0, seconds=30.0)
+    second = HardwareMonitor()
     second.load_state(first.state())
     assert fed(second, cores=3.0, gib=2.0, seconds=10.0).summary() == {"cpu_cores": 1.5, "resident_gib": 5.0}
 
@@ -148,7 +146,7 @@ def test_samples_become_one_number_and_a_gap_is_told_once(
     assert (numbers["process_gpu_memory_gib"], numbers["torch_memory_gib"]) == (3, 2)
     assert math.isnan(numbers["power_watts"])
     assert [r.message for r in caplog.records] == ["not all figures of GPUs are known: NVML says Not Supported"]
-    measured = HardwareMonitor(RankStatus(), gpus)
+    measured = HardwareMonitor(gpus)
     measured.deliver([measured.collect()])
     line = measured.interval(1.0)
     assert "power_watts" not in line and line["temperature_celsius"] == [60, 60]
@@ -167,7 +165,7 @@ def test_without_nvml_there_are_no_figures_of_it(
     with caplog.at_level(logging.INFO):
         gpus = GpuSampler([0], None)
     gpus.keep_sampling()
-    measured = HardwareMonitor(RankStatus(), gpus)
+    measured = HardwareMonitor(gpus)
     measured.deliver([measured.collect()])
     assert set(measured.interval(1.0)) == {"cpu_cores", "resident_gib", "torch_memory_gib"}
     assert len(caplog.records) == 1 and "Shared Library Not Found" in caplog.text

@@ -20,18 +20,16 @@ from ddp_train.config.hardware import Hardware
 from ddp_train.config.schema import ImageFolderConfig, TuningConfig
 from ddp_train.data import crop
 from ddp_train.data.batch_plan import BatchPlan, MicroBatch, evaluation_batches
-from ddp_train.data.datasets import build_datasets
 from ddp_train.data.image_folder import IMAGENET_MEAN, IMAGENET_STD, FolderSource, require_decoder
 from ddp_train.data.loader import Loader
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, DataError
-from ddp_train.resilience.heartbeat import RankStatus
 from tests.commands import THREE, read, run, weights
-from tests.jobs import config_of
+from tests.jobs import config_of, datasets_of, loader_of
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding:DeprecationWarning")  # of torchvision 0.29
-DECODERS = ("pil", "processes", "threads", "gpu")
+DECODERS = ("pil", "processes", "gpu")
 """The last decodes on whatever device it is given: here, on the CPU."""
 SIZE = 24
 DRAWS = [(0.9, 0.5, 0.5, 0.5), (0.1, 0.9, 0.2, 0.7), (0.5, 0.1, 0.99, 0.0), (0.0, 0.5, 0.0, 0.99), None]
@@ -60,18 +58,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def source_of(root: Path, decode: str, split: int = 0, **more: object) -> FolderSource:
-    source = build_datasets(ImageFolderConfig(root=str(root), image_size=SIZE, decode=decode, **more), 0)[split]
+    source = datasets_of(ImageFolderConfig(root=str(root), image_size=SIZE, decode=decode, **more), 0)[split]
     assert isinstance(source, FolderSource)
     return source
 
 
-def loader_of(
-    source: FolderSource, micro_batches: list[MicroBatch], workers: int, status: RankStatus | None = None
-) -> Loader:
+def batches_of(source: FolderSource, micro_batches: list[MicroBatch], workers: int) -> Loader:
     tuning = TuningConfig(
         precision="fp32", num_workers=workers, pin_memory=False, non_blocking=False, channels_last=False
     )
-    return Loader(source, micro_batches, tuning, "cpu", status or RankStatus())
+    return loader_of(source, micro_batches, tuning, "cpu")
 
 
 # --- crops ----------------------------------------------------------------------------------------------------------
@@ -120,7 +116,7 @@ def test_pil_crops_as_torchvision_does_pil_images(folder: Path) -> None:
 
 
 def test_inputs_are_mirrored_by_draw_and_normalised(folder: Path) -> None:
-    source, indices = source_of(folder, "threads"), np.arange(12)
+    source, indices = source_of(folder, "processes"), np.arange(12)
     crops, labels = source.get_batch(indices, 2)
     mirrored = torch.tensor([draws is not None and draws[4] < 0.5 for draws in source._draws(indices, 2)])
     assert 0 < mirrored.sum() < 12 and labels.tolist() == [0] * 12 and crops.dtype == torch.uint8
@@ -164,9 +160,8 @@ def test_odd_files_are_decoded_whatever_decodes(folder: Path, tmp_path: Path) ->
     crops = {decode: source.get_batch(indices, 0)[0] for decode, source in sources.items()}
     gpu = sources["gpu"]
     crops["gpu"] = gpu.crops_on(torch.device("cpu"), gpu.read(indices), indices, 0)
-    assert torch.equal(crops["processes"], crops["threads"])
     for decode in ("pil", "gpu"):
-        difference = (crops[decode].float() - crops["threads"].float()).abs().flatten(1).mean(1)
+        difference = (crops[decode].float() - crops["processes"].float()).abs().flatten(1).mean(1)
         assert difference.max() < 1, (decode, dict(zip(sources["pil"].paths, difference.tolist(), strict=False)))
 
 
@@ -187,11 +182,10 @@ def test_a_spoilt_file_is_named_with_its_sample(decode: str, folder: Path, tmp_p
     micro_batches, whole = evaluation_batches(20, 5, 0, 1), path.read_bytes()
     for kind, spoil in SPOILT.items():
         path.write_bytes(spoil(whole))
-        for workers in (0, 2) if decode == "threads" else (0,):
-            good, told, remedy = until_it_fails(source, micro_batches, workers)
-            assert good == 5, "the batch before it is in order"
-            assert told.startswith(f"{path} (sample 7) cannot be decoded: "), kind
-            assert remedy == "repair or remove the file"
+        good, told, remedy = until_it_fails(source, micro_batches, 0)
+        assert good == 5, "the batch before it is in order"
+        assert told.startswith(f"{path} (sample 7) cannot be decoded: "), kind
+        assert remedy == "repair or remove the file"
     path.unlink()
     assert f"{path} (sample 7)" in until_it_fails(source, micro_batches, 0)[1]
 
@@ -200,7 +194,7 @@ def until_it_fails(source: FolderSource, micro_batches: list[MicroBatch], worker
     """How many samples a loader gave, what it then said, and the remedy."""
     good = 0
     try:
-        for batch in loader_of(source, micro_batches, workers):
+        for batch in batches_of(source, micro_batches, workers):
             good += len(batch.targets)
     except DataError as error:
         return good, str(error), error.remedy
@@ -225,7 +219,7 @@ def test_a_loader_process_names_a_spoilt_file(folder: Path, tmp_path: Path) -> N
 def test_a_gpu_that_cannot_decode_is_a_mistake_in_the_config() -> None:
     if torch.cuda.is_available():
         pytest.skip("this host has one that can")
-    with pytest.raises(ConfigError, match=r"data\.decode=gpu: .* use data\.decode=threads"):
+    with pytest.raises(ConfigError, match=r"data\.decode=gpu: .* use data\.decode=processes"):
         require_decoder(torch.device("cuda:0"))
 
 
@@ -240,7 +234,7 @@ def tensors_by_sample(world: World, root: Path, workers: int) -> dict[tuple[str,
         plan = BatchPlan(len(train), 12, 1, 6, 0, world.rank, world.size)
         loaders = (train, list(plan.micro_batches())), (test, evaluation_batches(len(test), 2, world.rank, world.size))
         for source, micro_batches in loaders:
-            for batch in loader_of(source, micro_batches, workers):
+            for batch in batches_of(source, micro_batches, workers):
                 for row, number in enumerate(batch.micro_batch.indices[: batch.micro_batch.num_real].tolist()):
                     seen[decode, batch.micro_batch.epoch, number] = batch.inputs[row].clone()
     return seen
@@ -259,38 +253,30 @@ def test_a_sample_becomes_the_same_tensor_on_any_rank_worker_count_and_world(fol
     assert len(one) == len(DECODERS) * (2 * 36 + 6)
     for other in runs[1:]:
         assert other.keys() == one.keys() and all(torch.equal(other[key], one[key]) for key in other)
-    assert not torch.equal(one["threads", 0, 5], one["threads", 1, 5]), "epochs draw anew"
-    assert all(
-        torch.equal(one["processes", *key], value) for (decode, *key), value in one.items() if decode == "threads"
-    )
+    assert not torch.equal(one["processes", 0, 5], one["processes", 1, 5]), "epochs draw anew"
 
 
-# --- threads --------------------------------------------------------------------------------------------------------
+# --- threads of the GPU's decoder --------------------------------------------------------------------------------------------------------
 
 
 def at_work() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith(("decode", "read"))]
 
 
-@pytest.mark.parametrize("decode", ["threads", "gpu"])
-def test_threads_keep_order_and_bounds_and_end_with_the_loader(
-    decode: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source, status, read_files = source_of(folder, decode), RankStatus(), list[int]()
+def test_threads_keep_order_and_bounds_and_end_with_the_loader(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, read_files = source_of(folder, "gpu"), list[int]()
     micro_batches = evaluation_batches(36, 4, 0, 1)
     look = source._read
     monkeypatch.setattr(source, "_read", lambda number: read_files.append(number) or look(number))
-    loader = loader_of(source, micro_batches, 3, status)
+    loader = batches_of(source, micro_batches, 3)
     for _ in range(2):
         assert [batch.micro_batch.indices.tolist() for batch in loader] == [
             micro_batch.indices.tolist() for micro_batch in micro_batches
         ]
-        assert status.phase == "end"
-    assert status.batches == 18
     read_files.clear()
     batches = iter(loader)
     next(batches)
-    assert status.phase == "forward" and at_work()
+    assert at_work()
     time.sleep(0.3)
     assert max(read_files) < 4 * 3, "the batch that was asked for, and prefetch_factor=2 more"
     del batches
@@ -301,14 +287,14 @@ def test_threads_keep_order_and_bounds_and_end_with_the_loader(
 
 
 def test_an_error_of_a_thread_reaches_training(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = source_of(folder, "threads")
+    source = source_of(folder, "gpu")
 
-    def broken(number: int, draws: list[float] | None) -> np.ndarray:
+    def broken(number: int) -> np.ndarray:
         raise RuntimeError(f"broken sample {number}")
 
-    monkeypatch.setattr(source, "_crop", broken)
+    monkeypatch.setattr(source, "_read", broken)
     with pytest.raises(RuntimeError, match="broken sample 0"):
-        list(loader_of(source, evaluation_batches(4, 4, 0, 1), 2))
+        list(batches_of(source, evaluation_batches(4, 4, 0, 1), 2))
 
 
 # --- what is chosen -------------------------------------------------------------------------------------------------
@@ -338,24 +324,24 @@ def config_asked():
 
 
 def words(root: Path, *more: str) -> list[str]:
-    """Three epochs of six steps on three ranks, two decoding threads each."""
+    """Three epochs of six steps on three ranks, two loader processes each."""
     return [
-        "model=mlp", "data=image_folder", f"data.root={root}", f"data.image_size={SIZE}", "data.decode=threads",
+        "model=mlp", "data=image_folder", f"data.root={root}", f"data.image_size={SIZE}", "data.decode=processes",
         "train.global_batch_size=6", "train.epochs=3", "checkpoint.every_steps=1", "checkpoint.keep=99",
         "tuning.num_workers=2", THREE, *more,
     ]  # fmt: skip
 
 
 @pytest.mark.slow
-def test_a_run_with_threads_resumes_in_mid_epoch_to_the_same_bytes(folder: Path, tmp_path: Path) -> None:
+def test_a_run_with_loader_processes_resumes_in_mid_epoch_to_the_same_bytes(folder: Path, tmp_path: Path) -> None:
     whole = run(f"run_dir={tmp_path}/run", *words(folder))
     assert whole.returncode == 0, whole.stderr
-    assert "decode threads" in whole.stdout
+    assert "decode processes" in whole.stdout
     expected, score = weights(tmp_path / "run"), read(tmp_path / "run", "summary.json")["test"]
     for place in (tmp_path / "run" / "checkpoints").iterdir():
         if place.name > "step_00000008":  # as if the run had been lost in its second epoch
             shutil.rmtree(place)
-    again = run(f"run_dir={tmp_path}/run", *words(folder, "data.decode=processes", "tuning.num_workers=0"))
+    again = run(f"run_dir={tmp_path}/run", *words(folder, "tuning.num_workers=0"))
     assert again.returncode == 0 and "from step 8" in again.stdout, again.stderr
     assert weights(tmp_path / "run") == expected
     assert read(tmp_path / "run", "summary.json")["test"] == score
@@ -363,7 +349,7 @@ def test_a_run_with_threads_resumes_in_mid_epoch_to_the_same_bytes(folder: Path,
 
 def test_a_spoilt_file_of_rank_1_ends_the_run(folder: Path, tmp_path: Path) -> None:
     root = shutil.copytree(folder, tmp_path / "spoilt")
-    source = source_of(root, "threads")
+    source = source_of(root, "processes")
     number = next(
         micro_batch for micro_batch in BatchPlan(36, 6, 1, 18, 0, 1, 3).micro_batches() if micro_batch.step == 3
     ).indices[0]

@@ -15,16 +15,14 @@ from torchvision.models import resnet50
 from ddp_train.config.hardware import Hardware
 from ddp_train.config.schema import DigitsConfig, TuningConfig
 from ddp_train.data.batch_plan import BatchPlan
-from ddp_train.data.datasets import ArraySource, build_datasets
-from ddp_train.data.loader import Loader
+from ddp_train.data.datasets import ArraySource
 from ddp_train.distributed.world import World
 from ddp_train.errors import NonFiniteLossError
 from ddp_train.performance.activation_checkpointing import checkpoint_blocks
 from ddp_train.performance.cuda_graph import GraphedStepper
-from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.telemetry.hardware_monitor import hardware_monitor_for
 from ddp_train.training.loop import Job, evaluate, train
-from tests.jobs import config_of, job_of, largest_difference
+from tests.jobs import config_of, datasets_of, job_of, largest_difference, loader_of
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: torch.cuda.is_available() is false")
@@ -54,7 +52,7 @@ def job(world: World, case: dict[str, Any], graph: bool, first_step: int = 0, **
         schedule={"name": "cosine", "warmup_steps": 5},
         tuning={"cuda_graph": graph, "precision": "fp32"} | case.get("tuning", {}),
     )
-    assert config.data.loader == "device" and config.device == "cuda"
+    assert config.data.placement == "device" and config.device == "cuda"
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.deterministic = True
     made = job_of(config, world, first_step=first_step, **more)
@@ -106,7 +104,7 @@ def test_recorded_steps_exchange_gradients(name: str) -> None:
     ("precision", "optimizer"), [("fp32", "sgd"), ("fp16", "sgd"), ("fp32", "lamb"), ("fp16", "lars")]
 )
 def test_a_bad_loss_stays_out_of_the_weights_until_the_host_looks(graph: bool, precision: str, optimizer: str) -> None:
-    sources = build_datasets(DigitsConfig(), 0)
+    sources = datasets_of(DigitsConfig(), 0)
     poisoned = 700
     sources[0].inputs[poisoned] = math.nan  # pyright: ignore[reportAttributeAccessIssue]
     case = {"tuning": {"precision": precision}, "optimizer": {"name": optimizer}}
@@ -149,12 +147,10 @@ def pixels() -> ArraySource:
 
 @pytest.mark.parametrize("name", ["digits", "digits, augmented", "pixels"])
 def test_data_on_the_device_are_those_of_the_host(name: str) -> None:
-    source = pixels() if name == "pixels" else build_datasets(DigitsConfig(augment="augmented" in name), 0)[0]
+    source = pixels() if name == "pixels" else datasets_of(DigitsConfig(augment="augmented" in name), 0)[0]
     plan = BatchPlan(samples=len(source), global_batch_size=96, accumulation_steps=1, steps=40, seed=0)
     tuning = TuningConfig(num_workers=0, pin_memory=False, non_blocking=False, channels_last=True, precision="fp32")
-    made = [
-        Loader(source, list(plan.micro_batches()), tuning, "cuda:0", RankStatus(), resident=r) for r in (False, True)
-    ]
+    made = [loader_of(source, list(plan.micro_batches()), tuning, "cuda:0", resident=r) for r in (False, True)]
     for batch, other in zip(*made, strict=True):
         assert np.array_equal(batch.micro_batch.indices, other.micro_batch.indices)
         assert batch.inputs.is_cuda and other.inputs.is_contiguous(memory_format=torch.channels_last)
@@ -170,7 +166,7 @@ def test_batches_are_whole_however_late_they_are_read(copy_stream: bool) -> None
     tuning = TuningConfig(num_workers=0, pin_memory=True, non_blocking=True, copy_stream=copy_stream)
     tuning.channels_last, tuning.precision = True, "fp32"
     busy, seen = torch.ones(4096, 4096, device="cuda"), []
-    for batch in Loader(source, plan.micro_batches(), tuning, "cuda:0", RankStatus()):
+    for batch in loader_of(source, plan.micro_batches(), tuning, "cuda:0"):
         for _ in range(20):
             busy @ busy
         seen.append((batch.inputs.clone(), batch.targets.clone(), batch.micro_batch.indices))
@@ -215,7 +211,7 @@ def test_blocks_that_compute_again_take_less_memory(compiled: bool) -> None:
 def test_figures_are_of_the_gpu_that_computes() -> None:
     for number in range(torch.cuda.device_count()):
         square = torch.randn(8192, 8192, device=f"cuda:{number}", dtype=torch.bfloat16)
-        measured = hardware_monitor_for(f"cuda:{number}", False, RankStatus())
+        measured = hardware_monitor_for(f"cuda:{number}", all_gpus=False)
         first = measured.give()
         measured.receive([first])
         before = measured.interval(1.0)["gpu_memory_gib"][0]

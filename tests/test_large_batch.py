@@ -20,12 +20,11 @@ from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
 from ddp_train.optim.lars_lamb import Lamb, Lars
 from ddp_train.optim.nan_guard import DeviceNonFiniteCheck
-from ddp_train.optim.optimizers import build_optimizer
-from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.task import RunningLoss
 from ddp_train.training.loop import evaluate, fit, train
-from ddp_train.training.setup import plan_rows
-from tests.jobs import config_of, job_of, largest_difference, table, trained
+from ddp_train.training.plan_report import plan_rows
+from ddp_train.training.setup import warmup_steps
+from tests.jobs import config_of, job_of, largest_difference, optimizer_of, table, trained
 from tests.ranks import on_ranks
 
 CALLS = {"lars": 30, "lamb": 55}
@@ -210,16 +209,16 @@ def test_a_grad_scaler_leaves_steps_out(cls: Any) -> None:
 def test_the_guard_of_devices_needs_no_wait(name: str) -> None:
     """Played on the CPU: a NaN sets the flag, and the weights stay from then on."""
     parameter = nn.Parameter(torch.ones(3, 3))
-    optimizer = build_optimizer([parameter], OPTIONS["optimizer"][name](), "fused" if name == "sgd" else "foreach")
+    optimizer = optimizer_of([parameter], OPTIONS["optimizer"][name](), "fused" if name == "sgd" else "foreach")
     optimizer.param_groups[0]["initial_lr"] = 0.1
-    guard = DeviceNonFiniteCheck(optimizer, RunningLoss(), RankStatus())
+    guard = DeviceNonFiniteCheck(optimizer, RunningLoss())
     for step, gradient in enumerate((1.0, math.nan, 1.0)):
         before = parameter.detach().clone()
         parameter.grad = torch.full_like(parameter, gradient)
         assert guard.allows(step, None)
         optimizer.step()
         assert torch.equal(parameter, before) == (step > 0)
-    assert guard.steps_left_out == 2
+    assert guard.steps_skipped == 2
 
 
 class Calls(TorchDispatchMode):
@@ -248,7 +247,7 @@ def test_a_step_has_few_calls_and_reads_nothing(config: OptimizerConfig, lr_kind
     library.impl("_fused_sgd_", lambda *given, **named: None)
     for parameter in model.parameters():
         parameter.grad = torch.empty_like(parameter)
-    optimizer = build_optimizer(model.parameters(), config, "foreach")
+    optimizer = optimizer_of(model.parameters(), config, "foreach")
     optimizer.found_inf = found_inf
     for group in optimizer.param_groups:
         group["lr"] = rate
@@ -307,7 +306,7 @@ def test_norms_and_biases_decay_or_not(name: str) -> None:
             parameter.data.copy_(start)
             parameter.grad = torch.zeros_like(parameter)
         config = OPTIONS["optimizer"][name](weight_decay=0.1, decay_norm_and_bias=decay)
-        build_optimizer(net.parameters(), config, "foreach").step()
+        optimizer_of(net.parameters(), config, "foreach").step()
         moved = [not torch.equal(p, start) for p, start in zip(net.parameters(), before, strict=True)]
         assert moved == [decay or start.ndim > 1 for start in before]
 
@@ -315,7 +314,7 @@ def test_norms_and_biases_decay_or_not(name: str) -> None:
 def test_only_lars_and_lamb_leave_norms_and_biases_out_by_themselves() -> None:
     outside = {name for name in OPTIMIZERS if not OPTIONS["optimizer"][name]().decay_norm_and_bias}
     assert outside == {"lars", "lamb"}
-    vectors = build_optimizer([nn.Parameter(torch.ones(3))], LarsConfig(), "foreach")
+    vectors = optimizer_of([nn.Parameter(torch.ones(3))], LarsConfig(), "foreach")
     assert len(vectors.param_groups) == 1 and not vectors.param_groups[0]["layer_adaptation"]
 
 
@@ -337,7 +336,7 @@ def test_the_rate_follows_the_global_batch(scaling: str, rate: float, shown: str
         config.strategy = OPTIONS["strategy"]["single"]()  # a job of one process of them, without a group
         job = job_of(config, World(0, processes, 0, processes), (table(48), table(12)))
         assert job.stepper.base_lrs == pytest.approx([rate], rel=1e-15)
-        assert plan_rows(config, job, {})["optimizer"].startswith(f"sgd, {shown}")
+        assert plan_rows(config, job.plan, 0, job.stepper.base_lrs[0], 0, 0)["optimizer"].startswith(f"sgd, {shown}")
         assert config.optimizer.lr == asked == 0.1, "what is frozen is what was asked for"
 
 
@@ -354,7 +353,8 @@ def test_a_warm_up_in_epochs_is_counted_in_optimizer_steps(epochs: float, accumu
     job = job_of(config, World(), (table(100), table(12)))
     rising = [(step + 1) / (steps + 1) for step in range(steps)]
     assert [job.stepper.factor(step) for step in range(10)] == pytest.approx([*rising, *[1.0] * (10 - steps)])
-    assert plan_rows(config, job, {})["optimizer"].endswith(f"warm-up {steps} steps")
+    assert warmup_steps(config, job.plan) == steps
+    assert plan_rows(config, job.plan, 0, 1.0, steps, 0)["optimizer"].endswith(f"warm-up {steps} steps")
 
 
 def test_a_warm_up_that_outlasts_the_run_is_refused() -> None:

@@ -10,8 +10,9 @@ from torch import nn
 
 from ddp_train.config.schema import CustomConfig, TorchvisionConfig
 from ddp_train.errors import ConfigError, DataError
-from ddp_train.models.zoo import build_model
 from ddp_train.task import ModelWithLoss, cross_entropy, squared_error
+from ddp_train.training import setup
+from tests.jobs import model_of
 
 
 @pytest.mark.parametrize(
@@ -19,14 +20,14 @@ from ddp_train.task import ModelWithLoss, cross_entropy, squared_error
 )
 def test_a_classifier_of_torchvision_gives_one_tensor_in_training(arch: str, side: int) -> None:
     with torch.device("meta"):  # tensors without content: no time is spent on drawing weights
-        model = build_model(TorchvisionConfig(arch=arch), (1, side, side), 10)
+        model = model_of(TorchvisionConfig(arch=arch), (1, side, side), 10)
         assert model.train()(torch.empty(4, 1, side, side)).shape == (4, 10)
 
 
 @pytest.mark.parametrize(("arch", "side"), [("inception_v3", 32), ("vit_b_16", 28), ("alexnet", 8), ("maxvit_t", 64)])
 def test_images_that_a_classifier_cannot_take_are_named(arch: str, side: int) -> None:
     with pytest.raises(ConfigError, match=f"model.arch={arch}: cannot take images of {side} x {side} pixels: [A-Zs]"):
-        build_model(TorchvisionConfig(arch=arch), (3, side, side), 10)
+        model_of(TorchvisionConfig(arch=arch), (3, side, side), 10)
 
 
 def test_weights_are_drawn_as_if_nothing_had_been_tried_before() -> None:
@@ -35,7 +36,7 @@ def test_weights_are_drawn_as_if_nothing_had_been_tried_before() -> None:
     torch.manual_seed(3)
     expected = resnet18(num_classes=10).state_dict()
     torch.manual_seed(3)
-    built = build_model(TorchvisionConfig(arch="resnet18"), (3, 32, 32), 10).state_dict()
+    built = model_of(TorchvisionConfig(arch="resnet18"), (3, 32, 32), 10).state_dict()
     assert all(torch.equal(built[name], tensor) for name, tensor in expected.items())
 
 
@@ -71,4 +72,4 @@ def test_a_model_with_two_outputs_is_told() -> None:
 def test_what_is_no_model_is_told() -> None:
     target = CustomConfig(target="collections.OrderedDict")
     with pytest.raises(ConfigError, match="an object of OrderedDict, which is no"):
-        build_model(target, (), 0)
+        setup._own_model(target)

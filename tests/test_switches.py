@@ -29,7 +29,7 @@ import yaml
 from PIL import Image
 from torch import nn
 
-from ddp_train.config.auto import reasons, resolve
+from ddp_train.config.auto import resolve
 from ddp_train.config.bind import all_keys, bind
 from ddp_train.config.external_checks import TORCHVISION_FILES
 from ddp_train.config.freeze import FILE, freeze
@@ -37,20 +37,21 @@ from ddp_train.config.hardware import Hardware
 from ddp_train.config.overrides import read_overrides
 from ddp_train.config.schema import OPTIONS, SECTIONS, Config
 from ddp_train.config.validate import check
-from ddp_train.data.datasets import ArraySource, build_datasets
-from ddp_train.data.loader import Loader
+from ddp_train.data.datasets import ArraySource, BatchSource
 from ddp_train.distributed.world import World
 from ddp_train.errors import NonFiniteLossError
 from ddp_train.launcher import local, multihost, sweep
-from ddp_train.optim.optimizers import build_optimizer
-from ddp_train.optim.schedules import build_schedule
-from ddp_train.parallel.strategy import build_strategy
 from ddp_train.performance import switches
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.resilience.preemption import SIGNALS
 from ddp_train.telemetry import tracker_queue
+from ddp_train.telemetry.console import Display
 from ddp_train.training import worker
-from ddp_train.training.setup import advice, build_evaluation, build_job, build_module, build_plan, tuning_rows
+from ddp_train.training.loop import Evaluation
+from ddp_train.training.plan_report import tuning_rows
+from ddp_train.training.run import Run
+from ddp_train.training.setup import advice, build_evaluation, build_module, build_plan, build_strategy, open_datasets
+from tests.jobs import job_of, loader_of, module_of, optimizer_of, schedule_of
 
 ROOT = Path(__file__).resolve().parent.parent
 CONF = ROOT / "conf"
@@ -111,7 +112,7 @@ def content(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def samples(case: Case) -> Any:
     """Both splits: their lengths and some samples as training sees them in epoch 0."""
-    train, test = build_datasets(case.config.data, case.config.seed)
+    train, test = open_datasets(case.config)
     inputs, targets = train.get_batch(np.arange(min(8, len(train))), 0)
     return len(train), len(test), train.outputs, content(inputs), content(targets)
 
@@ -165,37 +166,62 @@ def asked_of_torchvision(case: Case) -> Any:
     return seen if case.config.data.name == "image_folder" else list(Torchvision.asked)
 
 
-def module_of(case: Case) -> nn.Module:
+def model_in(case: Case) -> nn.Module:
     """The model that trains, on random images or on the data that was asked for."""
-    source = build_datasets(case.config.data, case.config.seed)[0]
-    return build_module(case.config, source, "cpu").model
+    return module_of(case.config, open_datasets(case.config)[0]).model
 
 
 def model(case: Case) -> Any:
-    built = module_of(case)
+    built = model_in(case)
     return str(built), [tuple(parameter.shape) for parameter in built.parameters()]
 
 
 def gelu_is_compiled(case: Case) -> Any:
-    functions = [layer.function for layer in module_of(case).modules() if hasattr(layer, "function")]
+    functions = [layer.function for layer in model_in(case).modules() if hasattr(layer, "function")]
     return [hasattr(function, "_torchdynamo_orig_callable") for function in functions]
 
 
 def optimizer(case: Case) -> Any:
     parameters = [nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))]
-    built = build_optimizer(parameters, case.config.optimizer, case.config.tuning.optimizer)
+    built = optimizer_of(parameters, case.config.optimizer, case.config.tuning.optimizer)
     return type(built), [{**group, "params": [p.ndim for p in group["params"]]} for group in built.param_groups]
 
 
+class Reached(Exception):
+    """Ends a run where it has come far enough."""
+
+
+def alone(case: Case) -> Config:
+    """The config for one process without a group, on the CPU."""
+    return dataclasses.replace(case.config, strategy=OPTIONS["strategy"]["single"]())
+
+
+def run_of(config: Config) -> Run:
+    """A run in this process, on the CPU, without a process group."""
+    config = dataclasses.replace(config, strategy=OPTIONS["strategy"]["single"]())
+    return Run(config, World(), "cpu", RankStatus(), None, mock.Mock(), Display(active=True))
+
+
+def trackers_named(names: list[str]) -> list[Any]:
+    return [tracker() for tracker in tracker_queue.KINDS if tracker.name in names]
+
+
+def evaluation_of(case: Case, train: BatchSource, test: BatchSource) -> Evaluation:
+    config = alone(case)
+    strategy = build_strategy(config, World(), "cpu")
+    module = build_module(config, train, strategy, "cpu")
+    return build_evaluation(config, World(), "cpu", module, strategy, test, RankStatus())
+
+
 def schedule(case: Case) -> Any:
-    factor = build_schedule(case.config.schedule, 20, 10)
+    factor = schedule_of(case.config.schedule, 20, 10)
     return [factor(step) for step in range(20)]
 
 
 def learning_rates(case: Case) -> Any:
     """Of the first steps, as the run will have them."""
-    sources = build_datasets(case.config.data, case.config.seed)
-    job = build_job(case.config, World(), "cpu", build_module(case.config, sources[0], "cpu"), sources, RankStatus(), 0)
+    sources = open_datasets(case.config)
+    job = job_of(alone(case), World(), sources)
     return [job.stepper.base_lrs[0] * job.stepper.factor(step) for step in range(4)]
 
 
@@ -208,11 +234,11 @@ def wrapped(case: Case) -> Any:
         given.update(arguments)
         real(self, module, **arguments)
 
-    source = build_datasets(case.config.data, case.config.seed)[0]
+    source = open_datasets(case.config)[0]
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with mock.patch.object(nn.parallel.DistributedDataParallel, "__init__", init):
-            ddp: Any = build_strategy(case.config.strategy, "cpu").wrap(build_module(case.config, source, "cpu"))
+            ddp: Any = build_strategy(case.config, World(), "cpu").wrap(module_of(case.config, source))
         if case.config.strategy.comm_hook != "bf16":  # gloo on CPU cannot average bfloat16
             ddp(*source.get_batch(np.arange(4), 0)).sum().backward()
         hooks = [(hook.__name__, getattr(state, "matrix_approximation_rank", None)) for hook, state in ddp._comm_hooks]
@@ -223,22 +249,22 @@ def wrapped(case: Case) -> Any:
 
 def placed_modules(case: Case) -> Any:
     """The layers after `place` has converted them."""
-    source = build_datasets(case.config.data, case.config.seed)[0]
-    return [type(layer).__name__ for layer in build_module(case.config, source, "cpu").modules()]
+    source = open_datasets(case.config)[0]
+    return [type(layer).__name__ for layer in module_of(case.config, source).modules()]
 
 
 def number_types(case: Case) -> Any:
-    source = build_datasets(case.config.data, case.config.seed)[0]
-    module = build_module(case.config, source, "cpu")
+    source = open_datasets(case.config)[0]
+    module = module_of(case.config, source)
     micro_batches = build_plan(case.config, World(), 48).micro_batches()
-    batch = next(iter(Loader(source, micro_batches, case.config.tuning, "cpu", RankStatus())))
+    batch = next(iter(loader_of(source, micro_batches, case.config.tuning, "cpu")))
     outputs = module.model(batch.inputs)
     return module.autocast, outputs.dtype, batch.inputs.dtype
 
 
 def memory_formats(case: Case) -> Any:
-    loader = Loader(ArraySource(torch.zeros(4, 1), torch.zeros(4)), [], case.config.tuning, "cpu", RankStatus())
-    weights = [weight for weight in module_of(case).parameters() if weight.ndim == 4]
+    loader = loader_of(ArraySource(torch.zeros(4, 1), torch.zeros(4)), [], case.config.tuning, "cpu")
+    weights = [weight for weight in model_in(case).parameters() if weight.ndim == 4]
     four = [*weights, loader._place(torch.zeros(2, 3, 4, 4))]
     return [tensor.is_contiguous(memory_format=torch.channels_last) for tensor in four]
 
@@ -246,7 +272,7 @@ def memory_formats(case: Case) -> Any:
 def data_loader(case: Case) -> Any:
     """The settings of the DataLoader. On GPUs: nothing is loaded."""
     source = ArraySource(torch.zeros(4, 1), torch.zeros(4))
-    built = Loader(source, [], case.config.tuning, World().device(case.config.device), RankStatus()).batches
+    built: Any = loader_of(source, [], case.config.tuning, World().device(case.config.device)).batches
     return built.num_workers, built.prefetch_factor, built.persistent_workers, built.pin_memory
 
 
@@ -254,30 +280,26 @@ def where_data_are_held(case: Case) -> Any:
     """What batches come from, or why they cannot."""
     if case.problems:
         return case.problems
-    train, test = build_datasets(case.config.data, case.config.seed)
-    evaluation = build_evaluation(
-        case.config, World(), "cpu", build_module(case.config, train, "cpu"), test, RankStatus()
-    )
-    assert isinstance(evaluation.batches, Loader)
-    return type(evaluation.batches.batches)
+    train, test = open_datasets(case.config)
+    evaluation: Any = evaluation_of(case, train, test)
+    return type(evaluation.batches.loader.batches)
 
 
 def copies_to_the_device(case: Case) -> Any:
     tensor = mock.Mock(spec=torch.Tensor)
     tensor.to.return_value = torch.zeros(2)
-    Loader(ArraySource(torch.zeros(4, 1), torch.zeros(4)), [], case.config.tuning, "cuda:0", RankStatus())._place(
-        tensor
-    )
+    loader_of(ArraySource(torch.zeros(4, 1), torch.zeros(4)), [], case.config.tuning, "cuda:0")._place(tensor)
     return tensor.to.call_args.kwargs
 
 
 def copies_beside_the_computation(case: Case) -> Any:
-    return Loader(ArraySource(torch.zeros(4, 1), torch.zeros(4)), [], case.config.tuning, "cuda:0", RankStatus()).beside
+    return loader_of(ArraySource(torch.zeros(4, 1), torch.zeros(4)), [], case.config.tuning, "cuda:0").copies_beside
 
 
 def process_flags(case: Case) -> Any:
     """The global flags of torch once a worker has set them."""
-    switches.set_process_flags(case.config)
+    with mock.patch.object(Run, "open_data", side_effect=Reached), contextlib.suppress(Reached):
+        run_of(case.config).execute()
     return flags()
 
 
@@ -285,11 +307,11 @@ def compiled(case: Case) -> Any:
     """How many graphs torch's compiler found in a training step and an evaluation; they are not turned into kernels."""
     from torch._dynamo import utils
 
-    source = build_datasets(case.config.data, case.config.seed)[0]
+    source = open_datasets(case.config)[0]
     torch._dynamo.reset()
     utils.counters.clear()
     with mock.patch("torch._inductor.compile_fx.compile_fx", lambda graph, *_, **__: graph.forward):
-        module = build_module(case.config, source, "cpu")
+        module = module_of(case.config, source)
         inputs, targets = source.get_batch(np.arange(4), None)
         module(inputs, targets).backward()
         module.score(inputs, targets)
@@ -298,7 +320,7 @@ def compiled(case: Case) -> Any:
 
 def asked_of_the_compiler(case: Case) -> Any:
     """The options with which a training step is turned into kernels; it is not."""
-    source, asked = build_datasets(case.config.data, case.config.seed)[0], []
+    source, asked = open_datasets(case.config)[0], []
 
     def compile_fx(graph: Any, *_: Any, config_patches: Any = None, **__: Any) -> Any:
         asked.append(config_patches)
@@ -306,44 +328,45 @@ def asked_of_the_compiler(case: Case) -> Any:
 
     torch._dynamo.reset()
     with mock.patch("torch._inductor.compile_fx.compile_fx", compile_fx):
-        build_module(case.config, source, "cpu")(*source.get_batch(np.arange(4), None))
+        module_of(case.config, source)(*source.get_batch(np.arange(4), None))
     return asked
 
 
 def tensors_kept(case: Case) -> Any:
     """The bytes of each for the backward pass."""
-    source, kept = build_datasets(case.config.data, case.config.seed)[0], []
-    module = build_module(case.config, source, "cpu")
+    source, kept = open_datasets(case.config)[0], []
+    module = module_of(case.config, source)
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.nbytes), lambda _: None):
         module(*source.get_batch(np.arange(4), None))
     return kept
 
 
 def advised(case: Case) -> Any:
-    source = build_datasets(case.config.data, case.config.seed)[0]
-    return advice(case.config, build_module(case.config, source, "cpu"), source)
+    source = open_datasets(case.config)[0]
+    return advice(case.config, module_of(case.config, source), source)
 
 
 def steppers(case: Case) -> Any:
     """The one that a job has. On GPUs: no step is taken."""
-    sources = build_datasets(case.config.data, case.config.seed)
-    module = build_module(case.config, sources[0], "cpu")
+    sources = open_datasets(case.config)
+    module = module_of(case.config, sources[0])
     with (
         mock.patch.object(torch.cuda, "Stream"),
         mock.patch("ddp_train.training.setup.on_stream", contextlib.nullcontext),
     ):
         config = dataclasses.replace(case.config, strategy=OPTIONS["strategy"]["single"]())
-        return type(build_job(config, World(), "cpu", module, sources, RankStatus(), 0).stepper)
+        made: Any = job_of(config, World(), sources, device="cpu", module=module).stepper
+        return type(made._stepper)
 
 
 def spared_objects(case: Case) -> Any:
-    with switches.frozen_gc(case.config.tuning):
+    with switches.frozen_gc(case.config.tuning.gc_freeze):
         return gc.get_freeze_count() > 0
 
 
 def loss(case: Case) -> Any:
-    source = build_datasets(case.config.data, case.config.seed)[0]
-    module = build_module(case.config, source, "cpu")
+    source = open_datasets(case.config)[0]
+    module = module_of(case.config, source)
     return str(module.loss), vars(module.loss).get("label_smoothing")
 
 
@@ -356,26 +379,19 @@ def plan(case: Case) -> Any:
 
 
 def evaluation_batches(case: Case) -> Any:
-    sources = build_datasets(case.config.data, case.config.seed)
-    module = build_module(case.config, sources[0], "cpu")
-    evaluation = build_evaluation(case.config, World(), "cpu", module, sources[1], RankStatus())
-    return [len(batch.targets) for batch in evaluation.batches]
+    return [len(batch.targets) for batch in evaluation_of(case, *open_datasets(case.config)).batches]
 
 
 def weights_after_a_step(case: Case) -> Any:
-    sources = build_datasets(case.config.data, case.config.seed)
-    module = build_module(case.config, sources[0], "cpu")
-    job = build_job(case.config, World(), "cpu", module, sources, RankStatus(), 0)
+    job = job_of(alone(case), World())
     batch = next(iter(job.batches))
     job.stepper.backward(job.wrapped(batch.inputs, batch.targets), batch.micro_batch)
     job.stepper.step()
-    return [content(parameter.detach()) for parameter in module.parameters()]
+    return [content(parameter.detach()) for parameter in job.module.parameters()]
 
 
 def steps_after_a_bad_loss(case: Case) -> Any:
-    sources = build_datasets(case.config.data, case.config.seed)
-    module = build_module(case.config, sources[0], "cpu")
-    job = build_job(case.config, World(), "cpu", module, sources, RankStatus(), 0)
+    job = job_of(alone(case), World())
     batch = next(iter(job.batches))
     job.stepper.backward(job.wrapped(batch.inputs * torch.nan, batch.targets), batch.micro_batch)
     with contextlib.suppress(NonFiniteLossError):
@@ -387,7 +403,7 @@ def run(case: Case) -> Any:
     """A whole run in this process: what stands in its files, but for the clock."""
     freeze(case.config)
     run_dir = Path(str(case.config.run_dir))
-    worker._work(case.config, World(), "cpu", run_dir, RankStatus(), store=None)
+    run_of(case.config).execute()
     lines = (run_dir / "metrics.jsonl").read_text().splitlines() if (run_dir / "metrics.jsonl").exists() else []
     summary = json.loads((run_dir / "summary.json").read_text())
     timeless = [{k: v for k, v in json.loads(line).items() if "second" not in k and k != "figures"} for line in lines]
@@ -398,23 +414,26 @@ def run(case: Case) -> Any:
 def trackers(case: Case) -> Any:
     """Those of a run, and what they are told of it; none is opened."""
     told: list[Any] = []
-    with mock.patch.object(
-        tracker_queue, "TrackerThread", lambda tracker, run, book: told.append((tracker.name, run.project))
-    ):
-        made = tracker_queue.Tracking(
-            tracker_queue.trackers_of(case.config), Path(str(case.config.run_dir)), case.config
-        )
-        with contextlib.suppress(AttributeError):  # nobody is there to be told the first lines
-            made.start(0, [])
+
+    def thread(tracker: Any, run: Any, delivered: Any) -> mock.Mock:
+        told.append((tracker.name, run.project))
+        return mock.Mock()
+
+    begun, metrics = run_of(case.config), mock.Mock(kept=[], listeners=[])
+    with mock.patch.object(tracker_queue, "TrackerThread", thread):
+        begun.start_trackers(tracker_queue.Tracking(trackers_named(begun.tracker_names()), 1.0, 1.0), metrics, 0)
     return told
 
 
 def hooks_of_trackers(case: Case) -> Any:
     """The hooks that the details need."""
-    board = mock.Mock(tracker=tracker_queue.TensorBoard())
-    made = tracker_queue.Tracking([], Path(), case.config)
-    made.running = [board]
-    return [type(hook) for hook in made.hooks(mock.Mock(), mock.Mock())]
+    case.config.tracker.tensorboard = True
+    case.config.train.max_steps = 1
+    freeze(case.config)
+    hooks: list[Any] = []
+    with mock.patch.object(Run, "announce", lambda run, job, source: hooks.extend(job.hooks)):
+        run_of(case.config).execute()
+    return [type(hook) for hook in hooks]
 
 
 def frozen_to(case: Case) -> Any:
@@ -485,7 +504,7 @@ def process_group(case: Case) -> Any:
     with contextlib.ExitStack() as stack:
         opened = stack.enter_context(mock.patch.object(dist, "init_process_group"))
         unwanted = [(dist, "barrier"), (dist, "destroy_process_group"), (gc, "collect"), (torch.cuda, "set_device")]
-        unwanted += [(worker, "_work"), (worker.console, "start_logging"), (worker.heartbeat, "show_stacks")]
+        unwanted += [(worker.Run, "execute"), (worker, "start_logging"), (worker.heartbeat, "show_stacks")]
         for owner, name in unwanted:
             stack.enter_context(mock.patch.object(owner, name))
         assert worker.run(case.config, World(), lambda: mock.Mock()) == 0
@@ -643,7 +662,7 @@ ROWS: dict[str, Row] = {
 
 def test_what_cannot_be_recorded_is_refused_or_left_out() -> None:
     against = ("launch.backend=gloo", "train.accumulation_steps=2", "optimizer=rmsprop", "strategy=dp",
-               "train.on_non_finite=skip", "strategy.sync_bn=true", "train.reduction=ordered",
+               "train.on_non_finite=skip", "strategy.sync_bn=true", "strategy=ordered",
                "tuning.compile=true tuning.compile_mode=max-autotune",
                "tuning.activation_checkpointing=[Linear]")  # fmt: skip
     assert case_of("model=mlp", GPU).config.tuning.cuda_graph is True
@@ -660,7 +679,7 @@ def test_the_plan_says_why() -> None:
 
     def rows(line: str, machine: Hardware) -> dict[str, str]:
         config = case_of(line, machine).config
-        return tuning_rows(config.tuning, reasons(config, machine))
+        return tuning_rows(config.tuning, config.reasons)
 
     assert rows("", CPU) == {"tuning": "recommended: precision fp32 (no GPU), gc_freeze, optimizer foreach (no GPU)"}
     assert rows("model=mlp tuning.tf32=false", GPU) == {

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ddp_train.distributed.world import World
-from ddp_train.parallel.strategy import build_strategy
 from ddp_train.parallel.sync_batch_norm import SyncBatchNorm, synchronised
 from ddp_train.task import ModelWithLoss
+from ddp_train.training.setup import build_strategy
 from tests.jobs import config_of, largest_difference, table, trained
 from tests.ranks import on_ranks
 
@@ -160,7 +160,7 @@ def compiled(world: World) -> float:
     model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
     module = ModelWithLoss(model, nn.functional.cross_entropy, "cpu", None)
     losses = []
-    module = build_strategy(config.strategy, "cpu").place(module)
+    module = build_strategy(config, world, "cpu").place(module)
     for _ in range(2):  # eager, then compiled
         loss = module(inputs, labels)
         loss.backward()

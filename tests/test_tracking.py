@@ -16,7 +16,7 @@ import pytest
 
 from ddp_train.config.overrides import read_config, read_overrides
 from ddp_train.config.prepare import archive_previous_run, prepare
-from ddp_train.config.schema import Config, TrackerConfig
+from ddp_train.config.schema import TrackerConfig
 from ddp_train.errors import ConfigError
 from ddp_train.telemetry.tracker_queue import DeliveryLog, TrackerThread, Tracking, flat, scalars_of
 from ddp_train.telemetry.trackers import Mlflow, Run
@@ -231,8 +231,8 @@ def line(step: int) -> dict[str, Any]:
 
 def steps_told(tracker: Noted, run_dir: Path, kept: int, more: range) -> list[int]:
     """The steps of which a tracker is told by a process that begins with `kept` lines and then records `more`."""
-    tracking = Tracking([tracker], run_dir, Config())
-    tracking.start(kept, [line(step) for step in range(1, kept + 1)])
+    tracking = Tracking([tracker], grace_seconds=30.0, timeout_seconds=600.0)
+    tracking.start(Run(run_dir, "", "", {}, kept), [line(step) for step in range(1, kept + 1)])
     for step in more:
         tracking.write(line(step))
     tracking.finish({"status": "preempted"})
@@ -255,14 +255,14 @@ def test_what_was_not_told_before_a_kill_is_told_now(tmp_path: Path) -> None:
 
 
 def test_what_was_missed_in_an_outage_is_told_after_it(tmp_path: Path) -> None:
-    tracker, tracking = Noted(), Tracking([], tmp_path, Config())
-    tracking.trackers = [tracker]
-    tracking.start(0, [])
-    tracking.running[0].waiting.join()
+    tracker = Noted()
+    tracking = Tracking([tracker], grace_seconds=30.0, timeout_seconds=600.0)
+    tracking.start(Run(tmp_path, "", "", {}, 0), [])
+    tracking.threads[0].waiting.join()
     for step in range(1, 6):
         tracker.out_of_reach = step in (2, 3)
         tracking.write(line(step))
-        tracking.running[0].waiting.join()
+        tracking.threads[0].waiting.join()
     tracking.finish({"status": "preempted"})
     assert [step for step, _ in tracker.told if isinstance(step, int)] == [1, 2, 3, 4, 5]
     assert read(tmp_path, "trackers.json") == {"noted": {"id": "one", "train": 5}}
@@ -308,10 +308,9 @@ def test_mlflow_has_one_run_whatever_fails_and_takes_long_values(
 
 
 def test_each_later_line_is_tried_and_nobody_waits_for_ever(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    tracker, config = Noted(bad_step=3), Config()
-    config.launch.timeout_seconds = 1.0
-    tracking = Tracking([tracker], tmp_path, config)
-    tracking.start(0, [])
+    tracker = Noted(bad_step=3)
+    tracking = Tracking([tracker], grace_seconds=30.0, timeout_seconds=1.0)
+    tracking.start(Run(tmp_path, "", "", {}, 0), [])
     for step in range(1, 5):
         tracking.write(line(step))
     tracking.finish({"status": "completed", "test": {"loss": 1.0}, "backend": "none"})
@@ -320,7 +319,7 @@ def test_each_later_line_is_tried_and_nobody_waits_for_ever(tmp_path: Path, capl
     warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert warnings == [
         "tracker noted failed: ConnectionError: nobody there; training goes on",
-        "tracker noted has not finished within 0.5 s: it is left behind",
+        "tracker noted did not finish within 0.5 s and is left behind",
     ]
     tracker.closed.set()
 
