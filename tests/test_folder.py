@@ -225,7 +225,7 @@ def test_a_loader_process_names_a_spoilt_file(folder: Path, tmp_path: Path) -> N
 def test_a_gpu_that_cannot_decode_is_a_mistake_in_the_config() -> None:
     if torch.cuda.is_available():
         pytest.skip("this host has one that can")
-    with pytest.raises(ConfigError, match=r"data\.decode=gpu: .* use data\.decode=threads"):
+    with pytest.raises(ConfigError, match=r"data\.decode=gpu: .* use data\.decode=processes"):
         require_decoder(torch.device("cuda:0"))
 
 

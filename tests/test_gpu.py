@@ -54,7 +54,7 @@ def job(world: World, case: dict[str, Any], graph: bool, first_step: int = 0, **
         schedule={"name": "cosine", "warmup_steps": 5},
         tuning={"cuda_graph": graph, "precision": "fp32"} | case.get("tuning", {}),
     )
-    assert config.data.loader == "device" and config.device == "cuda"
+    assert config.data.placement == "device" and config.device == "cuda"
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.deterministic = True
     made = job_of(config, world, first_step=first_step, **more)

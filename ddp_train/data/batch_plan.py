@@ -47,7 +47,7 @@ class BatchPlan:
     rank: int = 0
     world_size: int = 1
     virtual_shards: int | None = None
-    """With `train.reduction=ordered`: the parts of a global batch, the same whatever the number of processes."""
+    """With `strategy=ordered`: the parts of a global batch, the same whatever the number of processes."""
 
     @property
     def steps_per_epoch(self) -> int:

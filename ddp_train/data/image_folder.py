@@ -181,5 +181,5 @@ def require_decoder(device: torch.device) -> None:
     try:
         _decode([image] if isinstance(image, Tensor) else image, device)
     except RuntimeError as error:
-        told = f"this torchvision cannot decode on {device}: {first_line(error)}; use data.decode=threads"
+        told = f"this torchvision cannot decode on {device}: {first_line(error)}; use data.decode=processes"
         raise ConfigError([f"data.decode=gpu: {told}"]) from error

@@ -12,6 +12,7 @@ from pathlib import Path
 import hydra
 
 import ddp_train
+from ddp_train.config.overrides import register_schema
 from ddp_train.config.schema import OPTIONS, SECTIONS, Config, CustomConfig
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
@@ -60,6 +61,7 @@ def through_hydra(
     trials = Trials(script, conf, server, report)
     if {"-sc", "--shell-completion", "--hydra-help"}.isdisjoint(flags):
         argv = trials.check(argv, sweep)
+    register_schema(conf)
     sys.argv = [str(script), *argv]
     try:
         hydra.main(config_path=str(conf), config_name="config", version_base="1.3")(trials.run)()

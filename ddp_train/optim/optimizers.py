@@ -23,7 +23,9 @@ def build_optimizer(
     if config.name == "custom":
         return instantiate("optimizer", config, parameters)
     groups = parameters if config.decay_norm_and_bias else without_decay_of_vectors(parameters)
-    common = {"lr": config.lr, "weight_decay": config.weight_decay, "foreach": implementation == "foreach"}
+    common = {"lr": config.lr, "weight_decay": config.weight_decay}
+    if implementation != "default":
+        common |= {"foreach": implementation == "foreach"}
     if implementation == "fused":
         common |= {"foreach": None, "fused": True}
     in_parts = recorded and implementation == "fused" and len({parameter.dtype for parameter in parameters}) == 1

@@ -1,9 +1,10 @@
-"""Audit mode: the same bits on 1, 2, 4, 8 ... processes. `train.reduction=ordered`.
+"""Audit mode: the same bits on 1, 2, 4, 8 ... processes. `strategy=ordered`.
 
 A sum of floating-point numbers depends on its order, and a matrix product on how many samples it holds. So each global
-batch is cut into the same `train.virtual_shards` shards whatever the number of processes, each shard is computed alone,
-and their gradients are added up in the order of one fixed binary tree. A process computes the shards of one subtree;
-all processes exchange the sums of their subtrees and add up the rest, each for itself. With 8 shards on 2 processes:
+batch is cut into the same `strategy.virtual_shards` shards whatever the number of processes, each shard is computed
+alone, and their gradients are added up in the order of one fixed binary tree. A process computes the shards of one
+subtree; all processes exchange the sums of their subtrees and add up the rest, each for itself. With 8 shards on 2
+processes:
 
     shards     0   1   2   3  |  4   5   6   7
                 \\ /     \\ /   |   \\ /     \\ /

@@ -17,6 +17,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.hooks import RemovableHandle
 
 from ddp_train.distributed.process_group import from_all_ranks
+from ddp_train.distributed.world import World
 from ddp_train.performance.bias_lint import biases_before_norm
 from ddp_train.training.loop import Job
 
@@ -29,8 +30,8 @@ class GradientProbe:
     Dropout is off: its draws are keyed by process.
     """
 
-    def __init__(self, job: Job, run_dir: Path, is_leader: bool) -> None:
-        self.job, self.folder, self.is_leader = job, run_dir / FOLDER, is_leader
+    def __init__(self, job: Job, run_dir: Path, world: World) -> None:
+        self.job, self.folder, self.is_leader = job, run_dir / FOLDER, world.is_leader
         self.model = job.module.model
         self.facts: dict[str, Any] = {"batch_norm": {}, "bias_before_norm": [], "dropout": [], "unseen": []}
         self.handles: list[RemovableHandle] = []

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ddp_train.config.auto import optimizer_at_batch, process_count
-from ddp_train.config.schema import TRACKERS, Config, TuningConfig
+from ddp_train.config.schema import TRACKERS, Config, OrderedConfig, TuningConfig
 from ddp_train.data.batch_plan import BatchPlan, evaluation_batches
 from ddp_train.data.datasets import BatchSource
 from ddp_train.data.loader import Batch, Loader
@@ -89,13 +89,13 @@ def build_evaluation(
 
 
 def _strategy(config: Config, device: str) -> Strategy:
-    if config.train.reduction == "ordered":
-        return OrderedReduction(device, config.seed, config.train.virtual_shards)
+    if isinstance(config.strategy, OrderedConfig):
+        return OrderedReduction(device, config.seed, config.strategy.virtual_shards)
     return build_strategy(config.strategy, device)
 
 
 def _resident(config: Config) -> bool:
-    return getattr(config.data, "loader", "host") == "device"
+    return config.data.placement == "device"
 
 
 def build_plan(config: Config, world: World, samples: int) -> BatchPlan:
@@ -108,7 +108,7 @@ def build_plan(config: Config, world: World, samples: int) -> BatchPlan:
         seed=config.seed,
         rank=world.rank,
         world_size=world.size,
-        virtual_shards=config.train.virtual_shards if config.train.reduction == "ordered" else None,
+        virtual_shards=config.strategy.virtual_shards if isinstance(config.strategy, OrderedConfig) else None,
     )
     whole = config.train.epochs * plan.steps_per_epoch
     return replace(plan, steps=min(whole, config.train.max_steps or whole))
@@ -137,7 +137,7 @@ def build_job(
     stream = torch.cuda.Stream(device) if config.tuning.cuda_graph and config.device == "cuda" else None
     with on_stream(stream):
         wrapped = strategy.wrap(module)
-        by_ddp = config.strategy.name == "ddp" and not plan.virtual_shards
+        by_ddp = config.strategy.has_process_group and not plan.virtual_shards
         if config.deterministic and by_ddp and world.size > 2:
             warm_up_ddp_buckets(wrapped, first_batch(config, plan, train_source, device, status))
     parts = (
@@ -149,7 +149,7 @@ def build_job(
         torch.amp.GradScaler(torch.device(device).type, enabled=config.tuning.precision == "fp16"),
         status,
         # Without DDP nobody asks that every shard uses every parameter.
-        plan.virtual_shards is not None or getattr(config.strategy, "find_unused_parameters", False),
+        plan.virtual_shards is not None or config.strategy.find_unused_parameters,
         config.train.on_non_finite == "skip",
     )
     forward: Callable[[Any, Tensor], Tensor] = wrapped
@@ -203,12 +203,12 @@ def plan_rows(config: Config, job: Job, reasons: dict[str, str]) -> dict[str, st
     whole = plan.steps_per_epoch * config.train.epochs
     cut = f", cut to {plan.steps:,} by train.max_steps" if plan.steps < whole else ""
     on = f"{processes} on {config.launch.nnodes} hosts" if config.launch.nnodes > 1 else str(processes)
-    back_end = config.launch.backend if config.strategy.name == "ddp" else "no process group"
+    back_end = config.launch.backend if config.strategy.has_process_group else "no process group"
     scaled = ""
-    if (scaling := getattr(config.optimizer, "lr_scaling", "none")) != "none":
+    if (scaling := config.optimizer.lr_scaling) != "none":
         ratio = f"{plan.global_batch_size:,} / {config.optimizer.lr_base_batch:,}"
         scaled = f" = {config.optimizer.lr:g} x {ratio if scaling == 'linear' else f'sqrt({ratio})'}"
-    decode = getattr(config.data, "decode", "")
+    decode = config.data.decode
     trackers = [name for name in TRACKERS if getattr(config.tracker, name)]
     model = getattr(config.model, "arch", None) or getattr(config.model, "target", None) or config.model.name
     return {

@@ -16,10 +16,10 @@ from typing import Any, NoReturn
 import torch
 
 from ddp_train import stdio
-from ddp_train.config.auto import described, reasons
+from ddp_train.config.auto import described
 from ddp_train.config.freeze import FILE, load_frozen, to_values
-from ddp_train.config.hardware import detect_hardware
 from ddp_train.config.schema import Config
+from ddp_train.config.user_code import build_hook
 from ddp_train.data.datasets import BatchSource, build_datasets, check_same_data, digests
 from ddp_train.distributed.environment import (
     TOLD,
@@ -27,7 +27,6 @@ from ddp_train.distributed.environment import (
     launcher_pid,
     say_last_word,
     tell_agent,
-    visible_devices,
     world_from_environment,
 )
 from ddp_train.distributed.preflight import agree
@@ -55,7 +54,7 @@ from ddp_train.text import counted
 from ddp_train.training import checkpoint
 from ddp_train.training.checkpoint import Writer
 from ddp_train.training.hooks import Record, Save
-from ddp_train.training.loop import Job, evaluate, fit
+from ddp_train.training.loop import evaluate, fit
 from ddp_train.training.setup import advice, build_evaluation, build_job, build_module, first_batch, plan_rows
 
 PEER_ERROR_GRACE_SECONDS = 3.0
@@ -65,11 +64,7 @@ LAUNCHER_FIRST_SECONDS = 5.0
 log = logging.getLogger(__name__)
 
 
-Attendant = Callable[[Config, World, Job], contextlib.AbstractContextManager[Any]]
-"""What goes on around training, given its job before the first step: it may replace collaborators of the loop."""
-
-
-def main(attendant: Attendant | None = None) -> NoReturn:
+def main() -> NoReturn:
     """A worker of our own launcher, `python -m ddp_train.training.worker RUN_DIR`: the config is frozen already."""
     stdio.tolerate_closed_streams()
     die_with_parent()
@@ -77,7 +72,7 @@ def main(attendant: Attendant | None = None) -> NoReturn:
     assert world, "the launcher sets the environment of its workers"
     config = load_frozen(Path(sys.argv[1], FILE).read_text())
     join_timeout = config.launch.join_timeout_seconds
-    leave(run(config, world, lambda: open_store(world, join_timeout), attendant))
+    leave(run(config, world, lambda: open_store(world, join_timeout)))
 
 
 Wing = Callable[[Store, World, list[str], Config], int]
@@ -111,7 +106,7 @@ def join(
     leave(run(config, world, checked_store))
 
 
-def run(config: Config, world: World, get_store: Callable[[], Store], attendant: Attendant | None = None) -> int:
+def run(config: Config, world: World, get_store: Callable[[], Store]) -> int:
     """Trains or evaluates. Returns the exit code; reports what went wrong."""
     run_dir = Path(str(config.run_dir))
     # Where the user reads: standard error may become this rank's log file.
@@ -127,13 +122,13 @@ def run(config: Config, world: World, get_store: Callable[[], Store], attendant:
         device = world.device(config.device)
         if config.device == "cuda":
             torch.cuda.set_device(device)
-        grouped = config.strategy.name == "ddp"
+        grouped = config.strategy.has_process_group
         timeout = _watched_timeout(config) if board else config.launch.timeout_seconds
         if grouped:
             store = get_store()
             peer_check.announce(store, world)
         with session(world, device, config.launch.backend, store, timeout) if store else contextlib.nullcontext():
-            completed = _work(config, world, device, run_dir, status, store, attendant)
+            completed = _work(config, world, device, run_dir, status, store)
             status.phase = heartbeat.END  # the launcher asks for it: exit code 0 alone is not the end of a run
         heartbeat.remove_empty_stacks(run_dir, world.rank)
         return 0 if completed else SAVED
@@ -164,13 +159,7 @@ def _watched_timeout(config: Config) -> float:
 
 
 def _work(
-    config: Config,
-    world: World,
-    device: str,
-    run_dir: Path,
-    status: heartbeat.RankStatus,
-    store: Store | None,
-    attendant: Attendant | None = None,
+    config: Config, world: World, device: str, run_dir: Path, status: heartbeat.RankStatus, store: Store | None
 ) -> bool:
     """Everything between the opening of the session and its end. What it builds is gone when it returns.
 
@@ -179,7 +168,7 @@ def _work(
     switches.set_process_flags(config)
     display = console.Display(active=world.is_leader, status=status)
     status.phase = "data set"
-    with local_leader_first(world, device) if getattr(config.data, "download", False) else contextlib.nullcontext():
+    with local_leader_first(world, device) if config.data.download else contextlib.nullcontext():
         sources = build_datasets(config.data, config.seed)
     status.phase = "build"
     restarted = checkpoint.find("auto", run_dir) if world.attempt and config.mode == "train" else None
@@ -191,9 +180,7 @@ def _work(
             summary = _evaluate(config, world, device, status, sources, found)
             display.line(f"checkpoint {found}")
         else:
-            summary = _train(
-                config, world, device, run_dir, status, display, sources, found, store, tracking, attendant
-            )
+            summary = _train(config, world, device, run_dir, status, display, sources, found, store, tracking)
         if world.is_leader:
             failure_report.write_json(run_dir / failure_report.SUMMARY, summary)
             display.summary(summary, run_dir)
@@ -212,7 +199,6 @@ def _train(
     found: Path | None,
     store: Store | None,
     tracking: Tracking,
-    attendant: Attendant | None = None,
 ) -> dict[str, Any]:
     manifest: dict[str, Any] = checkpoint.read_manifest(found) if found else {"step": 0}
     module = build_module(config, sources[0], device)
@@ -226,7 +212,7 @@ def _train(
         config.train.log_every_steps,
         config.train.evaluate_every_epochs,
         status,
-        hardware_monitor_for(device, config.strategy.name == "dp", status),
+        hardware_monitor_for(device, config.strategy.spreads_over_gpus, status),
     )
     data_digests = digests(sources[0])
     if found:
@@ -248,7 +234,7 @@ def _train(
     job.hooks = [record, save, *details]
     job.stop = job.evaluation.stop = stop = StopController()
     if world.is_leader:
-        display.plan(plan_rows(config, job, reasons(config, detect_hardware(visible_devices()))))
+        display.plan(plan_rows(config, job, config.reasons))
         for line in advice(config, module, sources[0]):
             display.line(line)
     if job.step >= job.plan.steps:
@@ -258,8 +244,9 @@ def _train(
     connection = store.clone() if store else None
     try:
         listening = stop.listening(status, world, connection, config.launch.grace_seconds / 2, leave)
-        attended = attendant(config, world, job) if attendant else contextlib.nullcontext()
-        with listening, attended, switches.frozen_gc(config.tuning):
+        with listening, contextlib.ExitStack() as hooks, switches.frozen_gc(config.tuning):
+            for path in config.hooks:
+                hooks.enter_context(build_hook(path, job, run_dir, world))
             fit(job)
             # Without a score at the end, nothing was left to train: the run was complete already.
             score = None if job.step < job.plan.steps else record.score or evaluate(job.evaluation)
