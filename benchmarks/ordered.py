@@ -1,10 +1,10 @@
-"""What bit-identical training costs: step times with train.reduction=ordered against torch's own DDP.
+"""What bit-identical training costs: step times with strategy=ordered against torch's own DDP.
 
     python benchmarks/ordered.py [--rounds 3] [--processes 1 2 4] [--output docs/benchmarks/ordered.md]
 
 Whole runs by the launcher, one thread per process: the digits, global batch 96, 15 steps per epoch. A step time is that
 of an interval of metrics.jsonl, which leaves out starting, evaluations and checkpoints; the first interval of a run is
-dropped. Each round runs both reductions at each number of processes, in an order that changes from round to round.
+dropped. Each round runs both strategies at each number of processes, in an order that changes from round to round.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ WORDS += [
     "device=cpu",
 ]
 MODELS = ["cnn", "mlp"]
-REDUCTIONS = ["all_reduce", "ordered"]
+STRATEGIES = ["ddp", "ordered"]
 
 
-def step_times(model: str, processes: int, reduction: str) -> list[float]:
+def step_times(model: str, processes: int, strategy: str) -> list[float]:
     """Milliseconds per step, of each interval of a run."""
     with tempfile.TemporaryDirectory() as folder:
-        words = [f"model={model}", f"launch.nproc_per_node={processes}", f"train.reduction={reduction}", *WORDS]
+        words = [f"model={model}", f"launch.nproc_per_node={processes}", f"strategy={strategy}", *WORDS]
         command = [sys.executable, str(ROOT / "launch.py"), f"run_dir={folder}/run", *words]
         subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=600)
         lines = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    variants = [(m, p, r) for m in MODELS for p in arguments.processes for r in REDUCTIONS]
+    variants = [(m, p, r) for m in MODELS for p in arguments.processes for r in STRATEGIES]
     times: dict[tuple[str, int, str], list[float]] = {variant: [] for variant in variants}
     load = f"{load_average()} at the start"
     for number in range(arguments.rounds):
@@ -63,7 +63,7 @@ def main() -> None:
     rows = ["| model | processes | DDP, ms | ordered, ms | ratio of medians |", "|---|---:|---:|---:|---:|"]
     for model in MODELS:
         for processes in arguments.processes:
-            theirs, ours = (times[model, processes, reduction] for reduction in REDUCTIONS)
+            theirs, ours = (times[model, processes, strategy] for strategy in STRATEGIES)
             ratio = statistics.median(ours) / statistics.median(theirs)
             rows.append(f"| {model} | {processes} | {shown(theirs)} | {shown(ours)} | {ratio:.2f} |")
     processes = " ".join(map(str, arguments.processes))

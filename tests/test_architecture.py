@@ -40,7 +40,7 @@ FIRST_SITTING = """
 WITH_TORCH = """
     tensor_tree distributed/preflight distributed/process_group resilience/peer_check data/ models/ telemetry/ task
     optim/ parallel/ performance/ training/ doctor/probe. doctor/peers study/dry_plan study/step_times
-    study/gradient_probe study/worker
+    study/gradient_probe
 """.split()  # noqa: SIM905
 """What workers import. All else runs before a config is valid, and must answer a typo within half a second."""
 

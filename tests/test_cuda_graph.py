@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddp_train.config.auto import LAYER_WISE
 from ddp_train.config.hardware import Hardware
+from ddp_train.config.schema import OPTIONS
 from ddp_train.data.datasets import ArraySource
 from ddp_train.distributed.world import World
 from ddp_train.errors import LaunchError
@@ -70,7 +70,7 @@ def job(graph: bool, samples: int, optimizer: str = "sgd", source: ArraySource |
         tuning={
             "cuda_graph": graph,
             "precision": "fp32",
-            "optimizer": "foreach" if optimizer in LAYER_WISE else "fused",
+            "optimizer": "fused" if OPTIONS["optimizer"][optimizer].has_fused else "foreach",
         },
     )
     sources = (source or table(samples), table(8))

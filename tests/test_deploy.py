@@ -21,7 +21,7 @@ import yaml
 from kubeflow_trainer_api import models
 
 from ddp_train.config.overrides import read_overrides
-from ddp_train.config.prepare import examine, read_run
+from ddp_train.config.prepare import read_run, resolve_and_check
 from ddp_train.config.schema import LaunchConfig
 from ddp_train.launcher.local import FINAL
 from ddp_train.resilience.preemption import SAVED, UNSAVED
@@ -118,7 +118,7 @@ def test_the_health_check_sees_a_worker_that_was_stopped(tmp_path: Path) -> None
 def test_the_words_are_a_config_that_can_run(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     config, problems = read_run(ROOT / "conf", read_overrides(ROOT / "conf", words_of(path)))
-    resolved, more = examine(config, None)
+    resolved, more = resolve_and_check(config, None)
     assert problems + more == []
     assert resolved.launch.nnodes == 2 and resolved.run_dir
 

@@ -256,7 +256,8 @@ def test_a_sample_becomes_the_same_tensor_on_any_rank_worker_count_and_world(fol
     assert not torch.equal(one["processes", 0, 5], one["processes", 1, 5]), "epochs draw anew"
 
 
-# --- threads of the GPU's decoder --------------------------------------------------------------------------------------------------------
+# --- threads of the GPU decoder --------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------------
 
 
 def at_work() -> list[str]:

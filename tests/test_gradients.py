@@ -65,7 +65,7 @@ def probed(world: World, folder: str, model: dict[str, Any], strategy: dict[str,
     if spoil and world.rank == 1:
         weight = next(job.module.model.parameters())
         weight.register_hook(lambda gradient: gradient * 2)
-    with GradientProbe(job, Path(folder), world.is_leader):
+    with GradientProbe(job, Path(folder), world):
         fit(job)
     assert job.step == 1 and "update" not in vars(job.stepper)
     assert not any(layer._forward_pre_hooks for layer in job.module.model.modules())

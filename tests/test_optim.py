@@ -173,7 +173,9 @@ def poisoned_run(world: World, kind: str, accumulation: int, extra: dict[str, An
     bad[poisoned] = {"nan": math.nan, "inf": math.inf}[kind]
     source = ArraySource(bad, good.targets)
     train = {"global_batch_size": 24, "accumulation_steps": accumulation, "epochs": 1}
-    config = config_of(world, model={"name": "mlp", "hidden": 4}, train=train | extra)
+    train |= {key: value for key, value in extra.items() if key != "strategy"}
+    strategy = {"name": extra.get("strategy", "ddp")}
+    config = config_of(world, model={"name": "mlp", "hidden": 4}, train=train, strategy=strategy)
     job = job_of(config, world, (source, good))
     before: list[torch.Tensor] = []
 
@@ -211,12 +213,12 @@ def vars_of(plan: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("kind", "accumulation", "extra"), [
     ("nan", 1, {}), ("nan", 4, {}), ("inf", 1, {}), ("nan", 2, {"max_grad_norm": 1.0}),
-    ("nan", 1, {"reduction": "ordered"}), ("inf", 1, {"reduction": "ordered", "max_grad_norm": 1.0}),
+    ("nan", 1, {"strategy": "ordered"}), ("inf", 1, {"strategy": "ordered", "max_grad_norm": 1.0}),
 ])  # fmt: skip
 def test_a_bad_loss_on_one_rank_stops_all_before_the_step_and_names_it(
     kind: str, accumulation: int, extra: dict
 ) -> None:
-    for ranks in (1, 4 if "reduction" in extra else 3):  # virtual shards are dealt out to a power of two
+    for ranks in (1, 4 if "strategy" in extra else 3):  # virtual shards are dealt out to a power of two
         for result in on_ranks(ranks, poisoned_run, kind, accumulation, extra):
             message, rank, steps_done, moved, step, guilty = result
             assert rank == guilty and steps_done == step and not moved

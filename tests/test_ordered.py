@@ -1,4 +1,4 @@
-"""`train.reduction=ordered`: 1, 2, 4 and 8 processes end with the same bits."""
+"""`strategy=ordered`: 1, 2, 4 and 8 processes end with the same bits."""
 
 from __future__ import annotations
 
@@ -34,12 +34,13 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def job_with(world: World, model: str, reduction: str, precision: str) -> Job:
+def job_with(world: World, model: str, strategy: str, precision: str) -> Job:
     config = config_of(
         world,
         model=MODELS[model],
         data={"name": "digits", "limit": SAMPLES, "augment": True},
-        train={"global_batch_size": 48, "epochs": 7, "max_steps": STEPS, "max_grad_norm": 1.0, "reduction": reduction},
+        strategy={"name": strategy},
+        train={"global_batch_size": 48, "epochs": 7, "max_steps": STEPS, "max_grad_norm": 1.0},
         optimizer={"name": "adamw", "lr": 0.01},
         schedule={"name": "cosine", "warmup_steps": 3},
         tuning={"precision": precision},
@@ -88,18 +89,19 @@ def test_1_2_4_and_8_processes_end_with_the_same_bits(model: str, precision: str
 
 def test_torchs_own_reduction_does_not() -> None:
     """So that the test above can fail: without dropout, whose draws differ by rank there, rounding alone is left."""
-    digests = [on_ranks(ranks, no_dropout_bits, "all_reduce")[0] for ranks in (1, 2)]
+    digests = [on_ranks(ranks, no_dropout_bits, "ddp")[0] for ranks in (1, 2)]
     assert digests[0] != digests[1]
     digests = [on_ranks(ranks, no_dropout_bits, "ordered")[0] for ranks in (1, 2)]
     assert digests[0] == digests[1]
 
 
-def no_dropout_bits(world: World, reduction: str) -> str:
+def no_dropout_bits(world: World, strategy: str) -> str:
     config = config_of(
         world,
         model={"name": "cnn", "channels": 4},
         data={"name": "digits", "limit": SAMPLES},
-        train={"global_batch_size": 48, "epochs": 2, "reduction": reduction},
+        strategy={"name": strategy},
+        train={"global_batch_size": 48, "epochs": 2},
     )
     job = job_of(config, world)
     fit(job)
@@ -110,12 +112,12 @@ def test_it_is_the_gradient_of_the_mean_loss() -> None:
     """Against one process with the whole batch in one pass, in double precision."""
     world, sources = World(), (table(29), table(10))
     weights = []
-    for reduction in ("ordered", "all_reduce"):
+    for strategy in ("ordered", "single"):
         config = config_of(
             world,
-            strategy={"name": "single"},
+            strategy={"name": strategy},
             model={"name": "mlp", "hidden": 8},
-            train={"global_batch_size": 8, "epochs": 3, "reduction": reduction},
+            train={"global_batch_size": 8, "epochs": 3},
             tuning={"precision": "fp64"},
         )
         job = job_of(config, world, sources)
@@ -224,9 +226,7 @@ class Shy(nn.Module):
 
 def test_a_bad_loss_is_seen_though_a_parameter_did_not_take_part() -> None:
     world, source = World(), table(16)
-    config = config_of(
-        world, strategy={"name": "single"}, train={"global_batch_size": 8, "reduction": "ordered", "epochs": 1}
-    )
+    config = config_of(world, strategy={"name": "ordered"}, train={"global_batch_size": 8, "epochs": 1})
     config.model = CustomConfig(target=f"{__name__}.Shy")
     job = job_of(config, world, (source, source))
     source.inputs[job.plan.global_batch(0)[-1]] = float("nan")
@@ -245,7 +245,7 @@ def test_stopped_and_resumed_on_another_number_of_processes(tmp_path: Path) -> N
         "optimizer=adamw",
         "schedule=constant",
     ]
-    words += ["data.limit=200", "train.reduction=ordered", "train.epochs=4"]
+    words += ["data.limit=200", "strategy=ordered", "train.epochs=4"]
     for name, nproc, more in (
         ("whole", 1, ""),
         ("parts", 2, "train.max_steps=5"),

@@ -68,7 +68,7 @@ def timed(world: World, run_dir: str, where: str, accumulation: int) -> None:
     if where == "host":
         seed_step = job.seed_step
         job.seed_step = lambda step: (time.sleep(DELAY), seed_step(step))[1]
-    with StepTimes(job, Path(run_dir), world.rank):
+    with StepTimes(job, Path(run_dir), world):
         fit(job)
     assert job.step == STEPS
 
@@ -147,11 +147,11 @@ WORDS = ("study=scaling", "study.steps=20", "study.processes=2", "model=mlp")
 def some_runs(trial: Trial, script: Path, stop: StopRequests) -> Outcome | None:
     """The run of two processes with its steps split is a real one."""
     processes, batch = (int(value(trial, key)) for key in ("launch.nproc_per_node", "train.global_batch_size"))
-    if "probe=step_times" in trial.overrides and processes == 2:
+    if "hooks=[ddp_train.study.step_times.StepTimes]" in trial.overrides and processes == 2:
         return run_trial(trial, script, stop)
     rate = {(1, 48): 100.0, (2, 96): 180.0, (1, 96): 120.0}[processes, batch]
     left = leave(trial, script, [{"kind": "train", "samples_per_second": rate}])
-    if "probe=step_times" in trial.overrides:
+    if "hooks=[ddp_train.study.step_times.StepTimes]" in trial.overrides:
         steps = [{"data": 0.1, "compute": 0.8, "exposed": 0.0, "host": 0.1}] * 20
         (trial.run_dir / "probe").mkdir()
         (trial.run_dir / "probe/step_times_rank_0.json").write_text(

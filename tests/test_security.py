@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ddp_train.config.overrides import read_config, read_overrides
-from ddp_train.config.prepare import examine
+from ddp_train.config.prepare import resolve_and_check
 from ddp_train.config.schema import CustomConfig
 from ddp_train.config.user_code import instantiate
 from ddp_train.config.values import is_secret
@@ -28,7 +28,7 @@ CONF, LINEAR = ROOT / "conf", "model._target_=torch.nn.Linear"
 
 def problems_of(*words: str) -> list[str]:
     config, problems = read_config(CONF, read_overrides(CONF, list(words)))
-    return problems + examine(config, None)[1]
+    return problems + resolve_and_check(config, None)[1]
 
 
 # --- code -----------------------------------------------------------------------------------------------------------

@@ -31,11 +31,10 @@ from torch import nn
 
 from ddp_train.config.auto import resolve
 from ddp_train.config.bind import all_keys, bind
-from ddp_train.config.external_checks import TORCHVISION_FILES
 from ddp_train.config.freeze import FILE, freeze
 from ddp_train.config.hardware import Hardware
 from ddp_train.config.overrides import read_overrides
-from ddp_train.config.schema import OPTIONS, SECTIONS, Config
+from ddp_train.config.schema import OPTIONS, SCALARS, SECTIONS, Config
 from ddp_train.config.validate import check
 from ddp_train.data.datasets import ArraySource, BatchSource
 from ddp_train.distributed.world import World
@@ -90,7 +89,7 @@ def case_of(line: str, machine: Hardware) -> Case:
     """What the entry would make of a command line; Hydra's part, 0.1 s of merging files, is left to test_config."""
     read = read_overrides(CONF, line.split())
     values: dict[str, Any] = {}
-    for word in read.words:
+    for word in read.arguments:
         if not word.startswith("++"):
             group, _, option = word.partition("=")
             values[group] = yaml.safe_load((CONF / group / f"{option}.yaml").read_text())
@@ -533,7 +532,7 @@ ROWS: dict[str, Row] = {
     "seed": Row("seed=1", run, SMALL),
     "device": Row("device=cpu", resolved_device, machine=GPU),
     "deterministic": Row("deterministic=false", process_flags),
-    "probe": Row("probe=step_times", steppers, machine=GPU),
+    "hooks": Row("hooks=[ddp_train.study.step_times.StepTimes]", steppers, machine=GPU),
     "objective": Row("objective=test.accuracy", objective),
     "trusted_modules": Row("trusted_modules=[yaml]", problems, "model._target_=yaml.Loader"),
     "launch.nproc_per_node": Row("launch.nproc_per_node=3", worker_environments),
@@ -558,11 +557,10 @@ ROWS: dict[str, Row] = {
     ),
     "strategy.init_sync": Row("strategy.init_sync=false", wrapped),
     "strategy.comm_hook": Row("strategy.comm_hook=fp16", wrapped),
+    "strategy.virtual_shards": Row("strategy.virtual_shards=4", plan),
     "strategy.powersgd_rank": Row("strategy.powersgd_rank=2", wrapped, "strategy.comm_hook=powersgd"),
     "train.global_batch_size": Row("train.global_batch_size=48", plan),
     "train.accumulation_steps": Row("train.accumulation_steps=2", plan),
-    "train.reduction": Row("train.reduction=ordered", plan),
-    "train.virtual_shards": Row("train.virtual_shards=4", plan, "train.reduction=ordered"),
     "train.epochs": Row("train.epochs=3", run, SMALL),
     "train.max_steps": Row("train.max_steps=3", run, SMALL),
     "train.max_grad_norm": Row("train.max_grad_norm=1e-3", weights_after_a_step, SMALL),
@@ -617,7 +615,7 @@ ROWS: dict[str, Row] = {
     "model.target": Row("model._target_=torch.nn.modules.linear.NonDynamicallyQuantizableLinear", model),
     "model.arguments": Row("model.out_features=4", model),
     "data.limit": Row("data.limit=5", samples),
-    "data.loader": Row("data.loader=device", where_data_are_held, "data.loader=host"),
+    "data.placement": Row("data.placement=device", where_data_are_held, "data.placement=host"),
     "data.augment": Row("data.augment=FLIPPED", samples),
     "data.root": Row("data.root=other", asked_of_torchvision),
     "data.download": Row("data.download=true", asked_of_torchvision),
@@ -706,7 +704,7 @@ def test_the_plan_says_why() -> None:
 def all_switches() -> Iterator[tuple[str, str]]:
     """(option, key): each key of each option, `model=cnn` and `model.channels`; no option for what has none."""
     for field in dataclasses.fields(Config):
-        if field.name not in OPTIONS and field.name not in SECTIONS:
+        if field.name in SCALARS:
             yield "", field.name
     for section, schema in SECTIONS.items():
         yield from (("", f"{section}.{f.name}") for f in dataclasses.fields(schema) if f.name != "name")
@@ -761,7 +759,7 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> Path:
     content) and `trained` (a finished run)."""
     folder = tmp_path_factory.mktemp("things")
     for place in ("files", "other"):
-        for path in (path for paths in TORCHVISION_FILES.values() for path in paths):
+        for path in (path for schema in OPTIONS["data"].values() for path in schema.files):
             (folder / place / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / place / path).write_bytes(b"\0\0\x08\x01" + bytes(4))  # an IDX file of no numbers
     for place, seed in (("images", 1), ("other", 2)):

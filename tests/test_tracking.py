@@ -388,4 +388,4 @@ def test_a_run_that_is_not_continued_has_other_ids(tmp_path: Path) -> None:
     assert Counter(path.name for path in tmp_path.iterdir()) == Counter(expected)
     (tmp_path / "trackers.json").touch()  # of a run that was killed before its first checkpoint
     (note,) = archive_previous_run(tmp_path)
-    assert note.endswith("is called trackers_before_2.json now")
+    assert note.endswith("were renamed to trackers_before_2.json")

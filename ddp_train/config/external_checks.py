@@ -1,4 +1,4 @@
-"""What a config names outside itself: data, checkpoints, code, the run directory. Nothing is imported or written."""
+"""Checks of what a config refers to: data, checkpoints, code, the run directory. Nothing is imported or written."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import math
 import os
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from ddp_train.config.bind import bind
 from ddp_train.config.hardware import Hardware
-from ddp_train.config.schema import TRACKERS, Config, CustomConfig
+from ddp_train.config.migrate import bind_frozen, migrated
+from ddp_train.config.schema import TRACKERS, Config, CustomConfig, OrderedConfig, TorchvisionConfig
 from ddp_train.config.values import is_secret, leaves
 from ddp_train.distributed.world import World
 from ddp_train.text import did_you_mean, shown
@@ -29,34 +30,24 @@ TRUSTED_MODULES = (
     "torchvision.models",
 )
 
-_IDX = [
-    f"raw/{name}-ubyte" for name in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
-]
-TORCHVISION_FILES = {
-    "mnist": [f"MNIST/{name}" for name in _IDX],
-    "fashion_mnist": [f"FashionMNIST/{name}" for name in _IDX],
-    "cifar10": [f"cifar-10-batches-py/{name}" for name in (*(f"data_batch_{n}" for n in range(1, 6)), "test_batch")],
-}
-"""The files that torchvision looks for, under data.root."""
+TRUSTED_HOOKS = ("ddp_train.study",)
+_DOTTED_PATH = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+"
 
 
 def _model(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
-    model = config.model
-    if config.data.name == "linear_regression" and model.name in ("cnn", "torchvision"):
+    model, shape = config.model, config.data.image_shape()
+    if model.takes_images and config.data.is_regression:
         return [
-            f"model={model.name}: needs images, data=linear_regression is a table; use model=linear_regression or mlp"
+            f"model={model.name}: needs images, and data={config.data.name} is a table; use model=linear_regression or "
+            "mlp"
         ]
-    side, channels = getattr(config.data, "image_size", 8), getattr(config.data, "channels", 3)
-    if model.name == "cnn" and side < 2:
-        return [f"data.image_size={side}: model=cnn halves its images; use at least 2"]
-    if model.name == "torchvision" and channels not in (1, 3):
-        return [f"data.channels={channels}: torchvision's classifiers take 1 or 3; use data.channels=3"]
-    if model.name == "torchvision":
-        names = torchvision_classifiers()
-        if model.arch not in names:
-            return [
-                f"model.arch={model.arch}: torchvision has no classifier of that name{did_you_mean(model.arch, names)}"
-            ]
+    if shape and shape[1] < model.smallest_side:
+        return [f"data.image_size={shape[1]}: model={model.name} halves its images; use at least {model.smallest_side}"]
+    if shape and model.channels_taken and shape[0] not in model.channels_taken:
+        allowed = " or ".join(map(str, model.channels_taken))
+        return [f"data.channels={shape[0]}: model={model.name} takes {allowed}; use data.channels=3"]
+    if isinstance(model, TorchvisionConfig) and model.arch not in (names := torchvision_classifiers()):
+        return [f"model.arch={model.arch}: torchvision has no classifier of that name{did_you_mean(model.arch, names)}"]
     return []
 
 
@@ -77,27 +68,21 @@ def _data(asked: Config, config: Config, hardware: Hardware, world: World | None
 def missing_data(config: Config) -> list[str]:
     """What this host lacks of the data set, or cannot do with it."""
     data = config.data
-    if data.name in TORCHVISION_FILES and not data.download:
-        missing = [path for path in TORCHVISION_FILES[data.name] if not Path(data.root, path).is_file()]
-        if missing:
-            packed = Path(data.root, missing[0] + ".gz")
-            remedy = f"unpack it: gunzip -k {packed.parent}/*.gz" if packed.is_file() else "add data.download=true"
-            return [
-                f"data.root={data.root}: {Path(data.root, missing[0])} is missing; {remedy}, or name the folder that "
-                f"holds {data.name}"
-            ]
-    if data.name in ("mnist", "fashion_mnist"):
-        cut = [path for path in TORCHVISION_FILES[data.name] if _is_cut(Path(data.root, path))]
-        if cut:
-            path = Path(data.root, cut[0])
-            return [f"data.root={data.root}: {path} is truncated; remove it, and fetch it with data.download=true"]
-    if data.name == "image_folder":
-        if data.decode == "gpu" and config.device == "cpu":
-            return ["data.decode=gpu: needs a GPU; use data.decode=threads"]
-        for split in ("train", "val"):
-            folder = Path(data.root, split)
-            if not folder.is_dir() or not any(entry.is_dir() for entry in folder.iterdir()):
-                return [f"data.root={data.root}: {folder} must be a folder with one sub-folder per class"]
+    paths = [Path(data.root, name) for name in data.files]
+    missing = [path for path in paths if not path.is_file()]
+    if missing and not data.download:
+        packed = missing[0].with_name(missing[0].name + ".gz")
+        remedy = f"unpack it: gunzip -k {packed.parent}/*.gz" if packed.is_file() else "add data.download=true"
+        return [f"data.root={data.root}: {missing[0]} is missing; {remedy}, or name the folder that holds {data.name}"]
+    cut = [path for path in paths if path.name.endswith("-ubyte") and _is_cut(path)]
+    if cut:
+        return [f"data.root={data.root}: {cut[0]} is truncated; remove it, and fetch it with data.download=true"]
+    if data.decode == "gpu" and config.device == "cpu":
+        return ["data.decode=gpu: needs a GPU; use data.decode=processes"]
+    for name in data.class_folders:
+        folder = Path(data.root, name)
+        if not folder.is_dir() or not any(entry.is_dir() for entry in folder.iterdir()):
+            return [f"data.root={data.root}: {folder} must be a folder with one sub-folder per class"]
     return []
 
 
@@ -127,7 +112,7 @@ def _checkpoint(asked: Config, config: Config, hardware: Hardware, world: World 
     before = manifest_config(Path(resume))
     if config.mode == "evaluate" or not before:
         return []
-    values = _of_the_state(bind(before)[0], config)
+    values = _of_the_state(bind_frozen(before)[0], config)
     return _differences(values, f"checkpoint.resume={resume}", "checkpoint.resume=never")
 
 
@@ -138,25 +123,25 @@ def _manifests(resume: Path) -> list[Path]:
 
 
 def manifest_config(resume: Path) -> dict[str, Any]:
-    """The config, as plain values, that a checkpoint, or the newest of a run, was trained with; {} if none tells."""
+    """The config of a checkpoint, or of the newest in a run, as plain values; {} if no manifest can be read."""
     for path in _manifests(resume):
         try:
             config = json.loads(path.read_text())["config"]
         except (OSError, ValueError, KeyError, TypeError):
-            continue  # corrupt: the worker passes over it, with a warning
+            continue  # corrupt: the worker skips it, with a warning
         if isinstance(config, dict):
-            return config
+            return migrated(config)
     return {}
 
 
 def _of_the_state(before: Config, config: Config) -> dict[str, tuple[Any, Any]]:
-    """Keys, before and now, that give the state of the optimizer and the count of its steps their meaning."""
-    targets = [getattr(c.optimizer, "target", None) for c in (before, config)]
-    groups = [getattr(c.optimizer, "decay_norm_and_bias", None) for c in (before, config)]
+    """Keys, before and now, on which the state of the optimizer and its number of steps depend."""
+    one, other = vars(before.optimizer), vars(config.optimizer)
     values: dict[str, tuple[Any, Any]] = {
         "optimizer": (before.optimizer.name, config.optimizer.name),
-        "optimizer._target_": (targets[0], targets[1]),
-        "optimizer.decay_norm_and_bias": (groups[0], groups[1]),  # the order in which parameters are numbered
+        "optimizer._target_": (one.get("target"), other.get("target")),
+        # It decides in which order parameters are numbered.
+        "optimizer.decay_norm_and_bias": (one.get("decay_norm_and_bias"), other.get("decay_norm_and_bias")),
         "train.global_batch_size": (before.train.global_batch_size, config.train.global_batch_size),
     }
     precisions = before.tuning.precision, config.tuning.precision
@@ -166,7 +151,7 @@ def _of_the_state(before: Config, config: Config) -> dict[str, tuple[Any, Any]]:
 
 
 def _differences(values: dict[str, tuple[Any, Any]], where: str, instead: str) -> list[str]:
-    """A line for each key whose value is not that of the run that is continued. values: before and now."""
+    """A line for each key whose value differs from that of the run that is resumed. values: before and now."""
     differing = {key: pair for key, pair in values.items() if pair[0] != pair[1]}
     # Another option of a group has other keys: that is one mistake, not one for each of them.
     groups = tuple(f"{key}." for key in differing if "." not in key)
@@ -178,9 +163,9 @@ def _differences(values: dict[str, tuple[Any, Any]], where: str, instead: str) -
 
 
 def _same_run(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
-    """A run directory that is given again goes on with the run it holds: what defines that run must not change."""
+    """A run directory that is given again resumes its run: what defines that run must not change."""
     held = Path(str(config.run_dir))
-    if config.mode == "doctor":  # it goes on with no run, and finds out by itself whether that disk answers
+    if config.mode == "doctor":  # it resumes no run, and examines the disk itself
         return []
     if not asked.run_dir or not any((held / "checkpoints").glob("step_*")) or not (held / "config.yaml").is_file():
         return []
@@ -192,10 +177,12 @@ def _same_run(asked: Config, config: Config, hardware: Hardware, world: World | 
     if before is None:
         return []
     values = {"seed": (before.seed, config.seed), **_of_the_state(before, config)}
-    for name in ("reduction", "virtual_shards"):
-        values[f"train.{name}"] = (getattr(before.train, name), getattr(config.train, name))
+    if any(isinstance(one.strategy, OrderedConfig) for one in (before, config)):  # else its bits would not be its own
+        values["strategy"] = (before.strategy.name, config.strategy.name)
+        shards = [vars(one.strategy).get("virtual_shards") for one in (before, config)]
+        values["strategy.virtual_shards"] = (shards[0], shards[1])
     for section in ("model", "data"):
-        one, other = (_same_words(getattr(c, section)) for c in (before, config))
+        one, other = (_sample_keys(getattr(c, section)) for c in (before, config))
         for name in dict.fromkeys((*one, *other)):
             key = section if name == "name" else f"{section}.{name}"
             values[key] = (one.get(name), other.get(name))
@@ -203,19 +190,19 @@ def _same_run(asked: Config, config: Config, hardware: Hardware, world: World | 
 
 
 def held_run(config: Config) -> Config | None:
-    """The config of the run in the run directory, if this one will go on with it."""
+    """The config of the run in the run directory, if this one will resume it."""
     held = Path(str(config.run_dir))
-    goes_on = config.mode == "train" and config.checkpoint.resume != "never"
-    if not goes_on or not any((held / "checkpoints").glob("step_*")):
+    resumes = config.mode == "train" and config.checkpoint.resume != "never"
+    if not resumes or not any((held / "checkpoints").glob("step_*")):
         return None
     try:
-        return bind(yaml.safe_load((held / "config.yaml").read_text()))[0]
+        return bind_frozen(yaml.safe_load((held / "config.yaml").read_text()))[0]
     except (OSError, ValueError, AttributeError, yaml.YAMLError):
         return None
 
 
 def changed(before: Config, config: Config) -> list[str]:
-    """What a run that goes on does otherwise than before, of what it may: `optimizer.lr=0.05 and not 0.3`."""
+    """What a resumed run does differently, of the keys that may change: `optimizer.lr=0.05 and not 0.3`."""
     found = []
     for section in ("train", "optimizer", "schedule"):
         one, other = (vars(getattr(c, section)) for c in (before, config))
@@ -227,16 +214,13 @@ def changed(before: Config, config: Config) -> list[str]:
     return found
 
 
-def _same_words(section: Any) -> dict[str, Any]:
-    """The keys of the model or the data, without what changes no sample."""
-    values = {**vars(section), "root": "", "download": "", "loader": ""}
-    if values.get("decode") == "processes":
-        values["decode"] = "threads"  # the same pixels
-    return values
+def _sample_keys(section: Any) -> dict[str, Any]:
+    """The keys of the model or the data that change a sample."""
+    return {name: value for name, value in vars(section).items() if name not in ("root", "download", "placement")}
 
 
 def _code(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
-    """Which code `_target_` may load. Nothing is imported to find out."""
+    """Whether the code that `_target_` and `hooks` name may be loaded. Nothing is imported to find out."""
     problems = []
     for section in ("model", "data", "optimizer"):
         custom = getattr(config, section)
@@ -245,41 +229,55 @@ def _code(asked: Config, config: Config, hardware: Hardware, world: World | None
         inner = next((path for path, _ in leaves(custom.arguments) if "_target_" in path.split(".")), None)
         if inner:
             problems.append(f"{section}.{inner}: arguments are plain values; only {section}._target_ names code")
-        found, target = f"{section}._target_={shown(custom.target or None)}", custom.target
-        if not target and "target" in custom.arguments:
+        found = f"{section}._target_={shown(custom.target or None)}"
+        if not custom.target and "target" in custom.arguments:
             typed = shown(custom.arguments["target"])
             problems.append(f"{section}.target={typed}: the key is {section}._target_; use {section}._target_={typed}")
-        elif not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", target):
-            problems.append(f"{found}: must be a dotted path, package.Name")
-        elif not is_trusted(target, config.trusted_modules):
-            package = target.partition(".")[0]
-            problems.append(
-                f"{found}: loads code from outside {', '.join(TRUSTED_MODULES)}; if you trust it, add "
-                f"trusted_modules=[{package}]"
-            )
-        elif importlib.util.find_spec(target.partition(".")[0]) is None:
-            problems.append(f"{found}: there is no module {target.partition('.')[0]} beside launch.py or installed")
+        else:
+            problems += _not_loadable(found, custom.target, TRUSTED_MODULES, config.trusted_modules)
+    for path in config.hooks:
+        problems += _not_loadable(f"hooks=[{path}]", path, TRUSTED_HOOKS, config.trusted_modules)
     return problems
 
 
-def is_trusted(path: str, trusted_modules: list[str]) -> bool:
-    """Whether a dotted path lies within what may be loaded."""
-    return any(f"{path}.".startswith(f"{module}.") for module in (*TRUSTED_MODULES, *trusted_modules))
+def _not_loadable(found: str, path: str, trusted: tuple[str, ...], trusted_modules: list[str]) -> list[str]:
+    """Why a dotted path cannot be loaded. found: its key and value, for the message."""
+    package = path.partition(".")[0]
+    if not re.fullmatch(_DOTTED_PATH, path):
+        return [f"{found}: must be a dotted path, package.Name"]
+    if not is_trusted(path, [*trusted, *trusted_modules]):
+        return [
+            f"{found}: loads code from outside {', '.join(trusted)}; if you trust it, add trusted_modules=[{package}]"
+        ]
+    if importlib.util.find_spec(package) is None:
+        return [f"{found}: no module {package} beside launch.py or installed; for code elsewhere set PYTHONPATH"]
+    return []
+
+
+def package_of(path: str) -> list[str]:
+    """The top package of a dotted path that lies outside of the modules trusted by default; none if it lies inside."""
+    well_formed = re.fullmatch(_DOTTED_PATH, path)
+    return [path.partition(".")[0]] if well_formed and not is_trusted(path, TRUSTED_MODULES) else []
+
+
+def is_trusted(path: str, modules: Sequence[str]) -> bool:
+    """Whether a dotted path lies inside one of the modules."""
+    return any(f"{path}.".startswith(f"{module}.") for module in modules)
 
 
 def _secrets(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
-    """What is in the config is in files, on terminals and in checkpoints: a secret must stay in the environment."""
+    """The config is written to files, terminals and checkpoints, so secrets must stay in the environment."""
     return [
-        f"{section}.{path}=(hidden): a secret does not belong into the config, which is written to files; put it into "
-        f"the environment: {section}.{path}='${{oc.env:NAME}}'"
+        f"{section}.{path}=(hidden): the config is written to files, so it must hold no secret; put it into the "
+        f"environment: {section}.{path}='${{oc.env:NAME}}'"
         for section in ("model", "data", "optimizer")
-        for path, value in leaves(getattr(getattr(config, section), "arguments", {}))
+        for path, value in leaves(vars(getattr(config, section)).get("arguments", {}))
         if is_secret(path) and isinstance(value, str) and value and not re.fullmatch(r"\$\{oc\.env:\w+\}", value)
     ]
 
 
 def _tracker(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
-    """Whether the library of each tracker is there. It is not imported: that takes a second and more."""
+    """Whether the library of each tracker is installed. It is not imported, which would take over a second."""
     return [
         f"tracker.{name}=true: {name} is not installed; {sys.executable} -m pip install '.[{name}]'"
         for name in TRACKERS
@@ -289,11 +287,11 @@ def _tracker(asked: Config, config: Config, hardware: Hardware, world: World | N
 
 
 def _run_dir(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
-    """Asks without writing; `freeze` tries, and fails with the same words."""
+    """Checks without writing; `freeze` tries, and fails with the same message."""
     if not re.fullmatch(r"[\w][\w .+=-]*", config.name):
-        return [f"name={config.name}: must be usable as a folder's name: letters, digits, and . _ + = -"]
+        return [f"name={config.name}: must be usable as the name of a folder: letters, digits, and . _ + = -"]
     run_dir = Path(str(config.run_dir)).absolute()
-    if config.mode == "doctor":  # it tries, on every host
+    if config.mode == "doctor":  # it tries to write, on every host
         return []
     existing = next(path for path in (run_dir, *run_dir.parents) if path.exists())
     if not existing.is_dir():

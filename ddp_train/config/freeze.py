@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
-from ddp_train.config.bind import bind
 from ddp_train.config.external_checks import unwritable
+from ddp_train.config.migrate import bind_frozen
 from ddp_train.config.schema import Config
 from ddp_train.errors import ConfigError
 from ddp_train.resilience.failure_report import FILE as FAILURE
@@ -30,7 +30,7 @@ def freeze(config: Config) -> str:
         part = run_dir / (FILE + ".part")
         part.write_text(text)
         part.replace(run_dir / FILE)
-        for name in (FAILURE, SUMMARY):  # of an earlier run: what stands there is the last word
+        for name in (FAILURE, SUMMARY):  # these two describe the latest run only
             (run_dir / name).unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError([unwritable(config.run_dir, error.strerror or str(error))]) from None
@@ -38,7 +38,7 @@ def freeze(config: Config) -> str:
 
 
 def to_text(config: Config) -> str:
-    """What `load_frozen` reads."""
+    """The config as the YAML that `load_frozen` reads."""
     return yaml.safe_dump(to_values(config), sort_keys=False)
 
 
@@ -48,12 +48,12 @@ def to_values(config: Config) -> dict[str, Any]:
 
 
 def load_frozen(text: str) -> Config:
-    """The config from the text that `freeze` wrote. Raises ConfigError if somebody corrupt it."""
+    """Loads what `freeze` wrote, in this version or an earlier one. Raises ConfigError if it is corrupt."""
     try:
         values = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigError([f"{FILE}: not plain YAML: {' '.join(str(error).split())}"]) from None
-    config, problems = bind(values) if isinstance(values, dict) else (Config(), [f"{FILE}: not a mapping"])
+    config, problems = bind_frozen(values) if isinstance(values, dict) else (Config(), [f"{FILE}: not a mapping"])
     if problems:
         raise ConfigError([f"{FILE}: {problem}" for problem in problems])
     return config

@@ -1,8 +1,8 @@
-"""From command-line words and the files in conf/ to one Config, with every problem found on the way.
+"""From the overrides of a command line and the files in conf/ to one Config, with every problem found on the way.
 
-Hydra composes; OmegaConf converts the types. Both stop at their first complaint, so values are forced past Hydra
-(`++key=value`) and bound to the schema one by one here: a user sees all mistakes at once. Hydra is imported where it is
-needed: workers bind what was composed, and start without it.
+Hydra composes; OmegaConf converts the types. Both stop at the first error, so values are passed to Hydra as
+`++key=value` and bound to the schema one by one here: a user sees all mistakes at once. Hydra is imported where it is
+needed: workers load a frozen config, and start without Hydra.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from ddp_train.config.bind import bind
-from ddp_train.config.schema import OPTIONS, Config
+from ddp_train.config.external_checks import package_of
+from ddp_train.config.schema import OPTIONS, SCALARS, SECTIONS, Config, CustomConfig
 from ddp_train.config.values import from_environment, leaves
 from ddp_train.errors import ConfigError
 from ddp_train.text import did_you_mean, shown
@@ -26,17 +27,22 @@ from ddp_train.text import did_you_mean, shown
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
-MAY_BE_NULL = ("experiment", "debug")
-MAY_BE_SEVERAL = ("tracker",)
+PRESETS = ("experiment", "debug")
+"""Groups of whole runs, of which none need be chosen."""
+MULTIPLE_CHOICE = ("tracker",)
+"""Groups of which several options may be chosen."""
 STUDY = "study"
-"""A mode and its files, which are no part of a run's config."""
+"""A mode and its files, which are not part of a run's config."""
+SCHEMA = "_schema"
+"""Where Hydra finds the defaults of the schema: `_schema/optimizer/adam` before conf/optimizer/adam.yaml."""
 
 
 @dataclasses.dataclass
 class Overrides:
-    """The words of a command line, made ready for Hydra, and what is wrong with them."""
+    """The overrides of a command line, prepared for Hydra, and what is wrong with them."""
 
-    words: list[str]
+    arguments: list[str]
+    """For Hydra."""
     given: dict[str, Any]
     """Value overrides: the dotted key and the value that was given."""
     choices: dict[str, str]
@@ -46,19 +52,20 @@ class Overrides:
     """Sweeps: the key or group and its values as typed; none for an interval, which a sweeper draws from."""
 
 
-def read_overrides(conf: Path, words: list[str], sweep: bool = False) -> Overrides:
-    """Checks the words of a command line (those without a dash) one by one; several values only in a `sweep`."""
+def read_overrides(conf: Path, arguments: list[str], sweep: bool = False) -> Overrides:
+    """Checks overrides (arguments without a dash) one by one; several values are allowed only in a `sweep`."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
     read = Overrides([], {}, {}, [])
-    for word in words:
+    for argument in arguments:
         try:
-            override = OverridesParser.create().parse_override(word)
+            override = OverridesParser.create().parse_override(argument)
             if not override.key_or_group:
                 raise HydraException
         except HydraException:
-            read.problems.append(f"{word}: not of the form key=value" + ("" if "=" in word else ", '=' is missing"))
+            problem = f"{argument}: not of the form key=value"
+            read.problems.append(problem + ("" if "=" in argument else ", '=' is missing"))
             continue
         _read_override(conf, override, sweep, read)
     for section in OPTIONS:
@@ -70,48 +77,61 @@ def read_overrides(conf: Path, words: list[str], sweep: bool = False) -> Overrid
             read.problems.append(
                 f"{target}={shown(read.given[target])}: contradicts {section}={chosen}; give one of them"
             )
-        if f"{section}=custom" not in read.words:
-            read.words.insert(0, f"{section}=custom")
+        if f"{section}=custom" not in read.arguments:
+            read.arguments.insert(0, f"{section}=custom")
     return read
 
 
 def _read_override(conf: Path, override: Override, sweep: bool, read: Overrides) -> None:
-    word, name = override.input_line or "", override.key_or_group
+    argument, name = override.input_line or "", override.key_or_group
+    is_group = (conf / name).is_dir()
     if name.split(".")[0].split("/")[0] == "hydra":
         foreign = [text for key, text in leaves(override.value(), name) if _names_code(key) and _is_foreign(text)]
         if foreign:
-            read.problems.append(f"{word}: loads code from outside hydra: {foreign[0]}")
+            read.problems.append(f"{argument}: loads code from outside hydra: {foreign[0]}")
         elif not sweep:
-            read.problems.append(f"{word}: Hydra's own keys act on sweeps only; add -m, or leave it out")
+            read.problems.append(f"{argument}: Hydra's own keys act on sweeps only; add -m, or leave it out")
         else:
-            read.words.append(word)
+            read.arguments.append(argument)
     elif override.is_delete():
-        read.problems.append(f"{word}: no key can be removed; leave it out for its default")
+        read.problems.append(f"{argument}: no key can be removed; leave it out for its default")
     elif override.is_sweep_override():
         countable = override.is_choice_sweep() or override.is_range_sweep()
         read.swept[name] = list(override.sweep_string_iterator()) if countable else []
         if sweep:
-            read.words.append(word)
+            read.arguments.append(argument if is_group else "++" + argument.lstrip("+"))
+        elif name in MULTIPLE_CHOICE:
+            several = ",".join(read.swept[name])
+            read.problems.append(f"{argument}: for several at once, use {name}=[{several}]; for a sweep, add -m")
         else:
-            read.problems.append(f"{word}: several values; add -m to sweep over them, or quote them: {name}='...'")
+            quoted = f"{name}='...'"
+            read.problems.append(f"{argument}: several values; add -m to sweep over them, or quote them: {quoted}")
     elif name.split(".")[0] == STUDY:
-        read.problems.append(f"{word}: belongs to mode={STUDY}; add that, or leave it out")
-    elif (conf / name).is_dir():
-        options, option = sorted(path.stem for path in (conf / name).glob("*.yaml")), override.value()
-        chosen = option if isinstance(option, list) and name in MAY_BE_SEVERAL else [option]
-        wrong = [one for one in chosen if str(one) not in options]
-        if not wrong or (option is None and name in MAY_BE_NULL):
-            read.words.append(word)
-            read.choices[name] = str(option)
-        else:
-            own = "." in str(wrong[0]) and (conf / name / "custom.yaml").exists()
-            guess = f"; your own: {name}._target_={wrong[0]}" if own else did_you_mean(str(wrong[0]), options)
-            read.problems.append(f"{name}={shown(option)}: must be one of {', '.join(options)}{guess}")
+        read.problems.append(f"{argument}: belongs to mode={STUDY}; add that, or leave it out")
+    elif is_group:
+        _read_choice(conf, name, override.value(), argument, read)
     elif name.endswith(".name") and (conf / name[:-5]).is_dir():
-        read.problems.append(f"{word}: an option is chosen by {name[:-5]}={shown(override.value())}")
+        read.problems.append(f"{argument}: an option is chosen by {name[:-5]}={shown(override.value())}")
     else:
         read.given[name] = override.value()
-        read.words.append("++" + word.lstrip("+"))
+        read.arguments.append("++" + argument.lstrip("+"))
+
+
+def _read_choice(conf: Path, group: str, option: Any, argument: str, read: Overrides) -> None:
+    """An override that chooses an option of a group."""
+    options = sorted(path.stem for path in (conf / group).glob("*.yaml"))
+    chosen = option if isinstance(option, list) and group in MULTIPLE_CHOICE else [option]
+    wrong = [str(one) for one in chosen if str(one) not in options]
+    if not wrong or (option is None and group in PRESETS):
+        read.arguments.append(argument)
+        read.choices[group] = str(option)
+        return
+    same = [one for one in options if one == wrong[0].lower().replace("-", "_")]
+    if "." in wrong[0] and (conf / group / "custom.yaml").exists():
+        guess = f"; for your own class use {group}._target_={wrong[0]}"
+    else:
+        guess = f"; did you mean {same[0]}?" if same else did_you_mean(wrong[0], options)
+    read.problems.append(f"{group}={shown(option)}: must be one of {', '.join(options)}{guess}")
 
 
 def _names_code(dotted: str) -> bool:
@@ -123,24 +143,50 @@ def _is_foreign(path: Any) -> bool:
     return not str(path).startswith(("hydra.", "hydra_plugins.", "logging."))
 
 
-def compose(conf: Path, overrides: Overrides) -> dict[str, Any]:
-    """The composed configuration as plain data.
+def register_schema(conf: Path) -> None:
+    """Tells Hydra the default of every key, so that a file in conf/ holds only what it changes.
+
+    conf/config.yaml merges `_schema/GROUP/OPTION` before conf/GROUP/OPTION.yaml. An option that the schema does not
+    know (model=resnet50) has the defaults of the option that its `name` says.
+    """
+    from hydra.core.config_store import ConfigStore
+
+    store = ConfigStore.instance()
+    defaults = Config()
+    keys = {name: getattr(defaults, name) for name in SCALARS}
+    sections = {name: dataclasses.asdict(schema()) for name, schema in SECTIONS.items()}
+    store.store(name=SCHEMA, node=keys | sections)
+    for group, schemas in OPTIONS.items():
+        for path in (conf / group).glob("*.yaml"):
+            name = path.stem if path.stem in schemas else (yaml.safe_load(path.read_text()) or {}).get("name")
+            schema = schemas.get(str(name))
+            if schema:
+                node = {"name": "custom", "_target_": None} if schema is CustomConfig else dataclasses.asdict(schema())
+                store.store(group=f"{SCHEMA}/{group}", name=path.stem, node=node)
+
+
+def compose(conf: Path, overrides: Overrides) -> tuple[dict[str, Any], dict[str, str]]:
+    """The composed configuration as plain data, and the option of each group.
 
     Raises HydraException or OmegaConfBaseException where a file under conf/ cannot be composed, ConfigError where a
     variable of the environment is missing.
     """
     import hydra
 
+    register_schema(conf)
     with hydra.initialize_config_dir(str(conf), version_base="1.3"):
-        composed = hydra.compose("config", overrides.words)
-    return plain(composed)
+        composed = hydra.compose("config", overrides.arguments, return_hydra_config=True)
+    choices = {str(group): str(option) for group, option in composed.hydra.runtime.choices.items()}
+    OmegaConf.set_struct(composed, False)
+    del composed["hydra"]
+    return plain(composed), choices
 
 
 def plain(composed: DictConfig) -> dict[str, Any]:
     """The composed configuration as plain data, references resolved.
 
-    `${oc.env:NAME}` stays as it is in the arguments of anyone's own code, whatever refers to it: the value may be a
-    secret, and this goes into files. It is looked up where the argument is used.
+    `${oc.env:NAME}` stays as it is in the arguments of the user's own code, whatever refers to it: the value may be a
+    secret, and this is written to files. It is looked up where the argument is used.
     """
 
     def kept(name: str, *default: str) -> str:
@@ -162,46 +208,59 @@ def read_config(conf: Path, overrides: Overrides, adopted: dict[str, Any] | None
     """Composes and binds. Returns the config (its defaults where a value was wrong) and all problems.
 
     `adopted` holds sections that replace the composed ones, unless the command line chose their option: an evaluation
-    adopts the model and the data of its checkpoint.
+    adopts the model and the data of its checkpoint. Code that an adopted section names must be in `trusted_modules`;
+    what the command line and conf/ name is trusted (SECURITY.md).
     """
     from hydra.errors import HydraException
 
     try:
-        values = compose(conf, overrides)
+        values, choices = compose(conf, overrides)
     except ConfigError as error:
         return Config(), [*overrides.problems, *error.problems]
     except (HydraException, OmegaConfBaseException) as error:
         message = f"{error}: {error.__cause__}" if error.__cause__ else str(error)
         where = f"{key}: " if (key := getattr(error, "full_key", None)) else ""
         return Config(), [*overrides.problems, where + " ".join(message.split())]
-    for section, content in (adopted or {}).items():
-        if section not in overrides.choices:
-            values[section] = content
-    for dotted, value in overrides.given.items() if adopted else ():
+    from_elsewhere = {section for section in adopted or {} if section not in overrides.choices}
+    for section in from_elsewhere:
+        values[section] = (adopted or {})[section]
+    for dotted, value in overrides.given.items():
         section, _, name = dotted.partition(".")
-        if name and section in (adopted or {}):
-            values[section][name] = value
+        if name and section in from_elsewhere:
+            _set(values[section], name, value)
     config, problems = bind(values)
-    located = [problem + _origin(conf, overrides, problem.split("=")[0]) for problem in problems]
+    config.trusted_modules = list(dict.fromkeys([*config.trusted_modules, *_own_packages(config, from_elsewhere)]))
+    located = [problem + _origin(conf, overrides, choices, problem.split("=")[0]) for problem in problems]
     return config, overrides.problems + located
 
 
-def _origin(conf: Path, overrides: Overrides, dotted: str) -> str:
+def _set(content: dict[str, Any], name: str, value: Any) -> None:
+    """Sets a key of an adopted section; of your own class an argument."""
+    if content.get("name") == CustomConfig.name:
+        content = content["arguments"]
+    content[name] = value
+
+
+def _own_packages(config: Config, from_elsewhere: set[str]) -> list[str]:
+    """Packages of the code that the command line or conf/ names."""
+    sections = [getattr(config, section) for section in OPTIONS if section not in from_elsewhere]
+    paths = [section.target for section in sections if isinstance(section, CustomConfig)] + config.hooks
+    return [package for path in paths for package in package_of(path)]
+
+
+def _origin(conf: Path, overrides: Overrides, choices: dict[str, str], dotted: str) -> str:
     """The file under conf/ that gave a key its value, where the command line did not."""
     if dotted in overrides.choices or any(f"{key}.".startswith(f"{dotted}.") for key in overrides.given):
         return ""
     section, _, name = dotted.rpartition(".")
-    presets = [conf / group / f"{overrides.choices.get(group)}.yaml" for group in MAY_BE_NULL]
-    contents = {
-        path: yaml.safe_load(path.read_text()) or {} for path in (*presets, conf / "config.yaml") if path.is_file()
-    }
-    options: dict[str, str] = {}
-    for content in reversed(contents.values()):  # a preset chooses other options than config.yaml
-        choices = (entry for entry in content.get("defaults", []) if isinstance(entry, dict))
-        options |= {group.removeprefix("override /"): option for entry in choices for group, option in entry.items()}
-    option = conf / section / f"{overrides.choices.get(section) or options.get(section)}.yaml"
-    for path, content in reversed(contents.items()):
-        inside = content.get(section) if section else content
-        if isinstance(inside, dict) and name in inside:
+    chosen = [(conf / group / f"{choices.get(group)}.yaml", section) for group in reversed(PRESETS)]
+    for path, inside in [
+        *chosen,
+        (conf / "config.yaml", section),
+        (conf / section / f"{choices.get(section)}.yaml", ""),
+    ]:
+        content = (yaml.safe_load(path.read_text()) or {}) if path.is_file() else {}
+        content = content.get(inside, {}) if inside else content
+        if isinstance(content, dict) and name in content:
             return f" (in {path.relative_to(conf.parent)})"
-    return f" (in {option.relative_to(conf.parent)})" if section in options and option.is_file() else ""
+    return ""

@@ -1,4 +1,4 @@
-"""All that happens before a process starts: compose, bind, resolve, check, freeze."""
+"""Everything before a process starts: compose, bind, resolve, check, freeze."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from ddp_train.config.auto import resolve
+from ddp_train.config.conflicts import notices
 from ddp_train.config.external_checks import changed, held_run, manifest_config, unwritable
 from ddp_train.config.freeze import freeze, to_text
 from ddp_train.config.hardware import detect_hardware
 from ddp_train.config.overrides import Overrides, read_config, read_overrides
 from ddp_train.config.schema import Config
-from ddp_train.config.validate import check, check_rules, notices
+from ddp_train.config.validate import check, check_rules
 from ddp_train.distributed.environment import visible_devices
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
@@ -22,69 +23,73 @@ from ddp_train.resilience import run_lock
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run that can start: its config, the text that was frozen, and what the user should know."""
+    """A run that can start: its config, the frozen text, and notices for the user."""
 
     config: Config
     text: str
-    """Empty for this host's part of several: there, rank 0 freezes the config, under torchrun."""
+    """Empty on one of several hosts: there, rank 0 freezes the config, under torchrun."""
     notices: list[str]
     lock: run_lock.Lock | None = None
-    """Held for the life of the run, so that no second one works in its directory."""
+    """Held for the life of the run, so that no second run uses its directory."""
 
 
 def prepare(conf: Path, overrides: list[str], world: World | None, run_dir: str | None = None) -> Prepared:
-    """Raises ConfigError with every problem. run_dir: that of a trial, in place of the one that the words name."""
+    """Composes, checks and freezes the config. Raises ConfigError with every problem.
+
+    run_dir: the directory of a sweep's trial, in place of the one among the overrides.
+    """
     config, problems = read_run(conf, read_overrides(conf, overrides))
     if run_dir:
         config = replace(config, run_dir=run_dir)
-    return settle(config, problems, world)
+    return _locked_and_frozen(config, problems, world)
 
 
 def read_run(conf: Path, overrides: Overrides) -> tuple[Config, list[str]]:
-    """The config, composed and bound, and all problems; an evaluation's with its checkpoint's model and data."""
+    """The config, composed and bound, and all problems. An evaluation gets the model and data of its checkpoint."""
     config, problems = read_config(conf, overrides)
-    if config.mode == "evaluate" and not problems:
-        config, problems = read_config(conf, overrides, adopted_sections(Path(config.checkpoint.resume)))
-    elif (
+    if config.mode == "evaluate" and (adopted := adopted_sections(Path(config.checkpoint.resume))):
+        # With the problems of the second reading only: a key may belong to the option that is adopted.
+        return read_config(conf, overrides, adopted)
+    if (
         config.run_dir
-        and config.mode != "doctor"  # which finds out by itself whether that disk answers
+        and config.mode == "train"
         and config.checkpoint.resume != "never"
-        and getattr(config.data, "decode", "") == "auto"
+        and config.data.decode == "auto"
     ):
-        # Another hardware may decode otherwise, to slightly other pixels: a run keeps to what it began with.
-        then = manifest_config(Path(config.run_dir)).get("data", {})
-        if then.get("name") == config.data.name:
-            config.data = replace(config.data, decode=then.get("decode", "auto"))
+        # Other hardware may choose another decoder, with slightly different pixels: a run keeps its own.
+        before = manifest_config(Path(config.run_dir)).get("data", {})
+        if before.get("name") == config.data.name:
+            config.data = replace(config.data, decode=before.get("decode", "auto"))
     return config, problems
 
 
-def examine(config: Config, world: World | None) -> tuple[Config, list[str]]:
-    """The config as this hardware will run it, and everything that is wrong with it."""
+def resolve_and_check(config: Config, world: World | None) -> tuple[Config, list[str]]:
+    """The config without `auto`, as this hardware will run it, and everything that is wrong with it."""
     problems = check_rules(config)
-    if problems:  # arithmetic on values that break their rules would only add noise
+    if problems:  # checks on values that break their rules would only repeat them
         return config, problems
     hardware = detect_hardware(visible_devices())
     resolved = resolve(config, hardware, world)
     return resolved, check(config, resolved, hardware, world)
 
 
-def settle(config: Config, problems: list[str], world: World | None) -> Prepared:
-    """The rest of `prepare`, for a config that was composed and bound already."""
-    resolved, more = examine(config, world)
+def _locked_and_frozen(config: Config, problems: list[str], world: World | None) -> Prepared:
+    """The rest of `prepare`, for a config that has been composed and bound."""
+    resolved, more = resolve_and_check(config, world)
     if problems or more:
         raise ConfigError(list(dict.fromkeys(problems + more)))
-    told = notices(config, resolved)
+    notes = notices(config, resolved)
     if world is None and resolved.launch.nnodes > 1:
-        return Prepared(resolved, "", told)
-    if resolved.mode == "doctor":  # it may look on while a run is in that directory, and leaves that run's files alone
-        return Prepared(resolved, to_text(resolved), told)
+        return Prepared(resolved, "", notes)
+    if resolved.mode == "doctor":  # it may examine while a run is in that directory, and leaves that run's files alone
+        return Prepared(resolved, to_text(resolved), notes)
     held = lock_run_dir(resolved, world)
     before = held_run(resolved)
     if before and (other := changed(before, resolved)):
-        told.append(f"run_dir={resolved.run_dir} goes on with {', '.join(other)}")
+        notes.append(f"run_dir={resolved.run_dir} resumes with {', '.join(other)}")
     if resolved.mode == "train" and resolved.checkpoint.resume == "never" and not (world and world.attempt):
-        told += archive_previous_run(Path(str(resolved.run_dir)))
-    return Prepared(resolved, freeze(resolved), told, held)
+        notes += archive_previous_run(Path(str(resolved.run_dir)))
+    return Prepared(resolved, freeze(resolved), notes, held)
 
 
 def lock_run_dir(config: Config, world: World | None) -> run_lock.Lock:
@@ -104,17 +109,17 @@ LEFT_BY_RUNS = ("checkpoints", "metrics.jsonl", "trackers.json", "tensorboard")
 
 
 def archive_previous_run(run_dir: Path) -> list[str]:
-    """Renames what a run that is not continued left: nothing is lost, and none is taken for new. Says what it did."""
+    """Renames the files of a run that is not resumed, so that nothing is lost or mistaken for new. Returns a notice."""
     left = [path for name in LEFT_BY_RUNS if (path := run_dir / name).exists()]
     number = next(n for n in itertools.count(1) if not any(run_dir.glob(f"*_before_{n}*")))
     aside = [path.rename(path.with_stem(f"{path.stem}_before_{number}")) for path in left]
     names = ", ".join(path.name for path in aside)
-    return [f"checkpoint.resume=never: what an earlier run left in {run_dir} is called {names} now"] if left else []
+    return [f"checkpoint.resume=never: files of an earlier run in {run_dir} were renamed to {names}"] if left else []
 
 
 def adopted_sections(resume: Path) -> dict[str, Any]:
-    """The model and the data that a checkpoint was trained with, from its manifest; nothing if there is none."""
+    """The sections for the model and the data in a checkpoint's manifest; {} if there is none."""
     frozen = manifest_config(resume)
-    if "data" in frozen:  # where its samples are held and decoded is this hardware's affair
-        frozen["data"] = {name: value for name, value in frozen["data"].items() if name not in ("loader", "decode")}
+    if "data" in frozen:  # where its samples are held and decoded depends on this hardware
+        frozen["data"] = {name: value for name, value in frozen["data"].items() if name not in ("placement", "decode")}
     return {section: frozen[section] for section in ("model", "data") if section in frozen}

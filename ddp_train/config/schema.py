@@ -1,19 +1,22 @@
-"""Every key that exists, with its type, its default, its rule and its meaning. The reference of the config.
+"""Every key of the configuration: its type, default, rule and meaning, and what is known about each option.
 
-A group with several options (`model=cnn|mlp|...`) has one dataclass per option; its `name` says which one it is.
+A group with several options (`model=cnn|mlp|...`) has one dataclass per option, and `name` holds the option's name.
+Facts that other modules ask about an option (does it have a fused implementation? how large is the data set?) are
+attributes and methods of its class, never tables elsewhere. Attributes without annotation are no keys: they hold what
+is true of options that have no such key.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Union
+from typing import Any, ClassVar, Union
 
 
 def key(default: Any, meaning: str, **rules: Any) -> Any:
     """A field with its meaning and its rules.
 
-    Rules: `at_least`, `above`, `at_most`, `below` (numbers), `choices` (all that is allowed), `words` (strings allowed
-    beside numbers or booleans, "auto" for example), `may_be_empty` (strings).
+    Rules: `at_least`, `above`, `at_most`, `below` (numbers; of a list, each item), `choices` (all values allowed),
+    `literals` (strings allowed beside numbers or booleans, "auto" for example), `may_be_empty` (strings).
     """
     metadata = {"meaning": meaning, **rules}
     if isinstance(default, list | dict):
@@ -24,26 +27,34 @@ def key(default: Any, meaning: str, **rules: Any) -> Any:
 @dataclass
 class LaunchConfig:
     nproc_per_node: Union[int, str] = key(
-        "auto", "processes per host; auto: one per GPU, 2 without", at_least=1, words=("auto",)
+        "auto", "processes per host; auto: one per GPU, or 2 without GPUs", at_least=1, literals=("auto",)
     )
-    nnodes: int = key(1, "hosts", at_least=1)
-    rdzv_endpoint: str | None = key(None, "host:port where several hosts meet")
-    max_restarts: int = key(0, "how often a failed run is started again before it gets to a new checkpoint", at_least=0)
-    backend: str = key("auto", "auto: nccl on GPUs, gloo on CPU", choices=("auto", "nccl", "gloo"))
+    nnodes: int = key(1, "number of hosts", at_least=1)
+    rdzv_endpoint: str | None = key(None, "host:port where the hosts of a run meet")
+    max_restarts: int = key(0, "restarts allowed between two checkpoints", at_least=0)
+    backend: str = key(
+        "auto", "of the process group; auto: nccl on GPUs, gloo on CPU", choices=("auto", "nccl", "gloo")
+    )
     timeout_seconds: float = key(
-        600.0, "the longest a process may stay where it is, and a collective wait for others", above=0, at_most=1e6
+        600.0,
+        "fail the run if a process makes no progress for this long; also the timeout of collectives",
+        above=0,
+        at_most=1e6,
     )
     join_timeout_seconds: int = key(
         600, "how long hosts and processes wait for each other before the first step", at_least=1, at_most=10**6
     )
     grace_seconds: float = key(
-        30.0, "from a request to stop, or a failure while a checkpoint is written, to SIGKILL", at_least=0, at_most=1e6
+        30.0, "time to save a checkpoint after a stop request or a failure, before SIGKILL", at_least=0, at_most=1e6
     )
     threads_per_process: Union[int, str] = key(
-        "auto", "CPU threads of torch; auto: cores / processes, at most 4 with GPUs", at_least=1, words=("auto",)
+        "auto",
+        "CPU threads that torch uses; auto: cores / processes, at most 4 with GPUs",
+        at_least=1,
+        literals=("auto",),
     )
     fork_server: bool = key(
-        True, "fork the processes from one that imports torch meanwhile; false: each imports it by itself"
+        True, "fork the processes from one that has imported torch; false: each imports torch itself"
     )
 
 
@@ -51,98 +62,109 @@ class LaunchConfig:
 class TrainConfig:
     global_batch_size: int = key(96, "samples per optimizer step, over all processes", at_least=1)
     accumulation_steps: int = key(1, "micro-batches per optimizer step on each process", at_least=1)
-    reduction: str = key(
-        "all_reduce",
-        "of gradients: torch's own, or ordered, whose bits are the same on any number of processes (slower)",
-        choices=("all_reduce", "ordered"),
-    )
-    virtual_shards: int = key(8, "parts of a global batch with reduction=ordered, a power of two", at_least=1)
     epochs: int = key(30, "passes over the training set", at_least=1)
-    max_steps: int | None = key(None, "stop after so many optimizer steps", at_least=1)
-    max_grad_norm: float | None = key(None, "clip the global gradient norm to this", above=0)
-    on_non_finite: str = key("stop", "a loss that is NaN or infinite: stop, or skip the step", choices=("stop", "skip"))
+    max_steps: int | None = key(None, "stop after this many optimizer steps", at_least=1)
+    max_grad_norm: float | None = key(None, "clip the global gradient norm to this value", above=0)
+    on_non_finite: str = key(
+        "stop", "when the loss is NaN or infinite: stop the run, or skip the step", choices=("stop", "skip")
+    )
     loss: str = key(
         "auto",
-        "cross_entropy for class labels, mse for numbers; naming one makes sure of it",
+        "auto: cross_entropy for class labels, mse for numbers; naming one only checks that it fits the data",
         choices=("auto", "cross_entropy", "mse"),
     )
-    label_smoothing: float = key(0.0, "of the cross entropy", at_least=0, below=1)
+    label_smoothing: float = key(0.0, "label smoothing of the cross entropy", at_least=0, below=1)
     log_every_steps: int = key(50, "optimizer steps between two lines of metrics.jsonl", at_least=1)
-    evaluate_every_epochs: int = key(1, "epochs between two evaluations; the last is always evaluated", at_least=1)
-    evaluate_batch_size: int = key(200, "samples per forward pass in evaluation, on one process", at_least=1)
+    evaluate_every_epochs: int = key(
+        1, "epochs between two evaluations; the last epoch is always evaluated", at_least=1
+    )
+    evaluate_batch_size: int = key(200, "samples per forward pass of an evaluation, on each process", at_least=1)
 
 
 @dataclass
 class CheckpointConfig:
     every_steps: int | None = key(None, "optimizer steps between two checkpoints; null: one per epoch", at_least=1)
-    every_minutes: float | None = key(None, "a checkpoint at the next logging interval after so long, too", above=0)
-    keep: int = key(2, "how many of the newest checkpoints stay", at_least=1)
-    best: bool = key(False, "save after every evaluation, and keep the best checkpoint beside the newest")
-    resume: str = key("auto", "auto: the newest valid one in run_dir; never; or the path of a checkpoint or a run")
+    every_minutes: float | None = key(
+        None, "additional checkpoints: at the next logging interval after this long", above=0
+    )
+    keep: int = key(2, "number of newest checkpoints to keep", at_least=1)
+    best: bool = key(False, "save after every evaluation, and also keep the checkpoint with the best score")
+    resume: str = key(
+        "auto", "auto: the newest valid checkpoint in run_dir; never; or the path of a checkpoint or a run"
+    )
 
 
 @dataclass
 class TuningConfig:
-    """Performance tips, each one switch. `auto` is resolved for the device, and printed."""
+    """Performance tips, each one switch. `auto` is resolved for the hardware, and printed."""
 
     name: str = "recommended"
     precision: str = key(
         "auto",
-        "fp32, bf16 or fp16 (autocast), fp64; auto: bf16 on GPUs that have it, else fp32",
+        "fp32, bf16 or fp16 (autocast), or fp64; auto: bf16 on GPUs that support it, else fp32",
         choices=("auto", "fp32", "bf16", "fp16", "fp64"),
     )
     num_workers: Union[int, str] = key(
         "auto",
-        "loader processes, or decoding threads, per rank; auto: 0 for data held in memory",
+        "loader processes per rank, or threads that read files for data.decode=gpu; auto: 0 for data held in memory",
         at_least=0,
-        words=("auto",),
+        literals=("auto",),
     )
-    prefetch_factor: int = key(2, "batches each loader process prepares ahead, or all threads", at_least=1)
-    persistent_workers: bool = key(True, "keep the loader processes of an evaluation for the next one")
-    pin_memory: Union[bool, str] = key("auto", "page-locked batches; auto: on GPUs", words=("auto",))
+    prefetch_factor: int = key(
+        2, "batches that each loader process prepares ahead; with data.decode=gpu all threads together", at_least=1
+    )
+    persistent_workers: bool = key(True, "keep the loader processes of an evaluation for the next evaluation")
+    pin_memory: Union[bool, str] = key("auto", "page-locked batches in host memory; auto: on GPUs", literals=("auto",))
     non_blocking: Union[bool, str] = key(
-        "auto", "copy to the GPU while it computes; auto: with pin_memory", words=("auto",)
+        "auto", "copy batches to the GPU asynchronously; auto: on GPUs", literals=("auto",)
     )
     copy_stream: Union[bool, str] = key(
-        "auto", "copy batches in a stream of their own, beside the computation; auto: on GPUs", words=("auto",)
+        "auto", "copy batches in a separate CUDA stream while the GPU computes; auto: on GPUs", literals=("auto",)
     )
-    channels_last: Union[bool, str] = key("auto", "NHWC memory format; auto: on GPUs", words=("auto",))
+    channels_last: Union[bool, str] = key(
+        "auto", "NHWC memory format; auto: for models with convolutions on GPUs", literals=("auto",)
+    )
     cudnn_benchmark: Union[bool, str] = key(
-        "auto", "let cuDNN time its algorithms; auto: on one GPU per process", words=("auto",)
+        "auto", "let cuDNN time its algorithms and choose; auto: with one GPU per process", literals=("auto",)
     )
-    tf32: Union[bool, str] = key("auto", "TensorFloat-32 for float32 matrix products; auto: on GPUs", words=("auto",))
+    tf32: Union[bool, str] = key(
+        "auto", "TensorFloat-32 for float32 matrix products; auto: on GPUs", literals=("auto",)
+    )
     compile: Union[bool, str] = key(
-        "auto", "torch.compile the model; auto: torchvision's on GPUs, if the run is long enough", words=("auto",)
+        "auto",
+        "torch.compile the model; auto: torchvision's models on GPUs, if the run is long enough",
+        literals=("auto",),
     )
     compile_mode: str = key(
         "default",
-        "of torch.compile: its own CUDA graphs (reduce-overhead), kernels chosen by timing (max-autotune...)",
+        "mode of torch.compile; reduce-overhead and max-autotune capture CUDA graphs themselves",
         choices=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
     )
     activation_checkpointing: list[str] = key(
-        [], "classes of blocks that compute their activations again in the backward pass, to keep fewer: [Bottleneck]"
+        [], "classes of blocks whose activations are recomputed in the backward pass to save memory: [Bottleneck]"
     )
     cuda_graph: Union[bool, str] = key(
-        "auto", "replay whole training steps as one CUDA graph; auto: small models on GPUs", words=("auto",)
+        "auto", "capture whole training steps as one CUDA graph; auto: small models on GPUs", literals=("auto",)
     )
-    gc_freeze: bool = key(True, "spare the garbage collector what was there before the first step")
-    bias_lint: bool = key(True, "name biases that the norm layer behind them subtracts again")
+    gc_freeze: bool = key(True, "exclude objects made before the first step from garbage collection")
+    bias_lint: bool = key(True, "report biases directly before a norm layer, which cancels them")
     optimizer: str = key(
         "auto",
-        "torch's implementation: loop, foreach, fused; auto: fused where it exists on GPUs",
-        choices=("auto", "loop", "foreach", "fused"),
+        "implementation of the optimizer; auto: fused on GPUs where torch has one, else foreach; "
+        "default: left to torch, or to your own class",
+        choices=("auto", "loop", "foreach", "fused", "default"),
     )
 
 
 @dataclass
 class TrackerConfig:
-    """Trackers of experiments, fed by rank 0: `tracker=tensorboard`, `tracker=[wandb,mlflow]`. docs/tracking.md"""
+    """Experiment trackers, written by rank 0: `tracker=tensorboard`, `tracker=[wandb,mlflow]`. docs/tracking.md"""
 
-    tensorboard: bool = key(False, "event files in run_dir/tensorboard")
-    wandb: bool = key(False, "Weights & Biases, in run_dir/wandb; sent away only with WANDB_MODE=online")
+    tensorboard: bool = key(False, "TensorBoard event files in run_dir/tensorboard")
+    wandb: bool = key(False, "Weights & Biases, in run_dir/wandb; uploaded only with WANDB_MODE=online")
     mlflow: bool = key(False, "MLflow, to MLFLOW_TRACKING_URI or its own default on this host")
-    project: str = key("ddp-train", "the project of wandb, the experiment of mlflow; a run is called by its name")
-    details: bool = key(False, "for TensorBoard: weights as histograms per epoch, a batch of images, the graph")
+    project: str = key("ddp-train", "project in wandb, experiment in mlflow; the run there is called name")
+    details: bool = key(False, "for TensorBoard: histograms of weights per epoch, a batch of images, the graph")
 
 
 TRACKERS = ("tensorboard", "wandb", "mlflow")
@@ -153,106 +175,199 @@ TRACKERS = ("tensorboard", "wandb", "mlflow")
 
 
 @dataclass
-class SingleConfig:
+class StrategyConfig:
+    """What every strategy answers."""
+
+    name: str = "single"
+    has_process_group: ClassVar[bool] = False
+    """Whether several processes may run, connected by torch.distributed."""
+    spreads_over_gpus: ClassVar[bool] = False
+    """Whether one process uses all visible GPUs."""
+    capture_blocker: ClassVar[str] = ""
+    """Why its step cannot be captured as a CUDA graph."""
+    sync_bn = find_unused_parameters = False
+    comm_hook = "none"
+
+
+@dataclass
+class SingleConfig(StrategyConfig):
     """One process, one device."""
 
     name: str = "single"
 
 
 @dataclass
-class DpConfig:
+class DpConfig(StrategyConfig):
     """torch.nn.DataParallel: one process, all visible GPUs."""
 
     name: str = "dp"
+    spreads_over_gpus: ClassVar[bool] = True
+    capture_blocker: ClassVar[str] = "DataParallel runs in several threads"
 
 
 @dataclass
-class DdpConfig:
-    """DistributedDataParallel: one process per GPU. Options that bear torch's name mean what they mean in torch."""
+class DdpConfig(StrategyConfig):
+    """DistributedDataParallel: one process per GPU. Keys named as in torch mean what they mean in torch."""
 
     name: str = "ddp"
-    sync_bn: bool = key(False, "batch norm over the samples of all processes")
+    has_process_group: ClassVar[bool] = True
+    sync_bn: bool = key(False, "batch norm statistics over the samples of all processes")
     bucket_cap_mb: float | None = key(None, "size of a gradient bucket in MiB; null: torch's default", above=0)
-    bucket_cap_mb_list: list[float] | None = key(None, "sizes of the gradient buckets in MiB, one by one", above=0)
-    gradient_as_bucket_view: bool = key(False, "gradients are views into the buckets: one copy less")
-    static_graph: bool = key(False, "the graph is the same in every iteration")
-    broadcast_buffers: bool = key(True, "rank 0's buffers go to all ranks at every forward pass")
-    find_unused_parameters: bool = key(False, "some parameters get no gradient in some iterations")
+    bucket_cap_mb_list: list[float] | None = key(None, "size of each gradient bucket in MiB", above=0)
+    gradient_as_bucket_view: bool = key(False, "gradients are views into the buckets, which saves a copy")
+    static_graph: bool = key(False, "promise that the graph is the same in every iteration")
+    broadcast_buffers: bool = key(True, "send rank 0's buffers to all ranks before every forward pass")
+    find_unused_parameters: bool = key(False, "allow parameters that get no gradient in some iterations")
     skip_all_reduce_unused_params: bool = key(False, "do not reduce parameters that no rank used")
     init_sync: bool = key(True, "verify shapes and send rank 0's weights when DDP is built")
-    comm_hook: str = key("none", "compress gradients on the wire", choices=("none", "fp16", "bf16", "powersgd"))
+    comm_hook: str = key(
+        "none", "compress gradients before they are exchanged", choices=("none", "fp16", "bf16", "powersgd")
+    )
     powersgd_rank: int = key(1, "rank of the approximation of comm_hook=powersgd", at_least=1)
+
+
+@dataclass
+class OrderedConfig(StrategyConfig):
+    """Gradients summed in a fixed order: the same bits on any number of processes, slower than ddp."""
+
+    name: str = "ordered"
+    has_process_group: ClassVar[bool] = True
+    capture_blocker: ClassVar[str] = "a captured step runs no Python"
+    virtual_shards: int = key(8, "parts of a global batch, a power of two; processes must divide it", at_least=1)
 
 
 # --- model ----------------------------------------------------------------------------------------------------------
 
 
+class ModelFacts:
+    """What every model answers; the defaults are those of a model that nothing is known about."""
+
+    takes_images: ClassVar[bool | None] = None
+    """Whether it has convolutions over images; None: unknown."""
+    smallest_side: ClassVar[int] = 1
+    """Of its images, in pixels."""
+    channels_taken: ClassVar[tuple[int, ...]] = ()
+    """Numbers of channels of its images; (): any."""
+    is_launch_bound: ClassVar[bool] = False
+    """Whether a GPU runs its kernels faster than a host launches them."""
+    worth_compiling: ClassVar[bool] = False
+    """Whether torch.compile saves more in a long run than it costs at the start."""
+    fused = False
+
+    def has_batch_norm(self) -> bool | None:
+        """None: unknown."""
+        return None
+
+
 @dataclass
-class CnnConfig:
+class ModelConfig(ModelFacts):
+    name: str = "cnn"
+
+
+@dataclass
+class CnnConfig(ModelConfig):
     """Two convolutions per scale, then one linear layer."""
 
     name: str = "cnn"
-    channels: int = key(32, "of the first scale; each further scale doubles them", at_least=1)
-    norm: str = key("group", "after each convolution", choices=("none", "batch", "group"))
-    dropout: float = key(0.0, "before the last layer", at_least=0, below=1)
+    takes_images: ClassVar[bool | None] = True
+    smallest_side: ClassVar[int] = 2
+    is_launch_bound: ClassVar[bool] = True
+    channels: int = key(32, "channels of the first scale; each further scale doubles them", at_least=1)
+    norm: str = key("group", "norm layer after each convolution", choices=("none", "batch", "group"))
+    dropout: float = key(0.0, "dropout before the last layer", at_least=0, below=1)
+
+    def has_batch_norm(self) -> bool:
+        return self.norm == "batch"
 
 
 @dataclass
-class MlpConfig:
+class _DenseConfig(ModelConfig):
+    """Linear layers only."""
+
+    takes_images: ClassVar[bool | None] = False
+    is_launch_bound: ClassVar[bool] = True
+
+    def has_batch_norm(self) -> bool:
+        return False
+
+
+@dataclass
+class MlpConfig(_DenseConfig):
     """Linear layers with ReLU."""
 
     name: str = "mlp"
     hidden: int = key(128, "features of each hidden layer", at_least=1)
-    layers: int = key(2, "hidden layers", at_least=1)
-    dropout: float = key(0.0, "after each hidden layer", at_least=0, below=1)
+    layers: int = key(2, "number of hidden layers", at_least=1)
+    dropout: float = key(0.0, "dropout after each hidden layer", at_least=0, below=1)
 
 
 @dataclass
-class LinearRegressionConfig:
+class LinearRegressionConfig(_DenseConfig):
     """One linear layer."""
 
     name: str = "linear_regression"
 
 
 @dataclass
-class GeluMlpConfig:
+class GeluMlpConfig(_DenseConfig):
     """Linear layers with the hand-written GELU of the PyTorch tuning guide, a chain of pointwise operations."""
 
     name: str = "gelu_mlp"
     hidden: int = key(1024, "features of each hidden layer", at_least=1)
-    layers: int = key(2, "hidden layers", at_least=1)
+    layers: int = key(2, "number of hidden layers", at_least=1)
     fused: bool = key(False, "fuse the pointwise operations with torch.compile")
 
 
 @dataclass
-class TorchvisionConfig:
+class TorchvisionConfig(ModelConfig):
     """Any classifier of torchvision, trained from scratch."""
 
     name: str = "torchvision"
-    arch: str = key("resnet18", "its name in torchvision.models")
-
-
-@dataclass
-class CustomConfig:
-    """Anyone's own class or function: `_target_=package.Name`, and its arguments beside it."""
-
-    name: str = "custom"
-    target: str = key(
-        "", "dotted path; outside torch and torchvision its package must be in trusted_modules", may_be_empty=True
-    )
-    arguments: dict[str, Any] = key({}, "keyword arguments, plain values")
+    takes_images: ClassVar[bool | None] = True
+    channels_taken: ClassVar[tuple[int, ...]] = (1, 3)
+    worth_compiling: ClassVar[bool] = True
+    arch: str = key("resnet18", "name of the classifier in torchvision.models")
 
 
 # --- data -----------------------------------------------------------------------------------------------------------
 
 
+class DataFacts:
+    """What every data set answers; the defaults are those of a data set that nothing is known about."""
+
+    is_regression: ClassVar[bool | None] = None
+    """Whether its targets are numbers, not class labels; None: unknown."""
+    files: ClassVar[tuple[str, ...]] = ()
+    """Files that must exist, below `root`."""
+    class_folders: ClassVar[tuple[str, ...]] = ()
+    """Folders with one sub-folder per class that must exist, below `root`."""
+    placement = "host"
+    root = decode = ""
+    download = False
+
+    def in_memory_bytes(self) -> int | None:
+        """Size of a data set that is held in memory: a batch is one indexing operation, which loader processes do not
+        make faster. None: it is not held in memory."""
+        return None
+
+    def image_shape(self) -> tuple[int, int] | None:
+        """Channels and side of its images; None: no images, or unknown."""
+        return None
+
+    def sample_bytes(self) -> int:
+        """Of the inputs of one sample, as loader processes hand them over; 0: unknown."""
+        shape = self.image_shape()
+        return 4 * shape[0] * shape[1] ** 2 if shape else 0
+
+
 @dataclass
-class DataConfig:
+class DataConfig(DataFacts):
     name: str = "digits"
-    limit: int | None = key(None, "use only so many samples of each split", at_least=1)
-    loader: str = key(
+    is_regression: ClassVar[bool | None] = False
+    limit: int | None = key(None, "use only this many samples of each split", at_least=1)
+    placement: str = key(
         "auto",
-        "host, or device: held in its memory; auto: device for data held in memory that fit",
+        "where the whole data set is held; auto: on the device if it is one that fits into memory there",
         choices=("auto", "host", "device"),
     )
 
@@ -264,12 +379,23 @@ class DigitsConfig(DataConfig):
     name: str = "digits"
     augment: bool = key(True, "shift each image by up to one pixel")
 
+    def in_memory_bytes(self) -> int:
+        return 1797 * 64 * 4
+
+    def image_shape(self) -> tuple[int, int]:
+        return 1, 8
+
 
 @dataclass
 class TorchvisionDataConfig(DataConfig):
-    root: str = key("data", "the folder that holds it")
-    download: bool = key(False, "fetch it if it is missing; one process per host fetches, the others wait")
-    augment: bool = key(False, "random shift, and flip for photographs and clothes")
+    root: str = key("data", "folder that holds the data set")
+    download: bool = key(False, "download it if it is missing; one process per host does, the others wait")
+    augment: bool = key(False, "random shifts; also random flips for cifar10 and fashion_mnist")
+
+
+_IDX_FILES = tuple(
+    f"raw/{name}-ubyte" for name in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
+)
 
 
 @dataclass
@@ -277,13 +403,21 @@ class MnistConfig(TorchvisionDataConfig):
     """60,000 + 10,000 handwritten digits, 28x28."""
 
     name: str = "mnist"
+    files: ClassVar[tuple[str, ...]] = tuple(f"MNIST/{name}" for name in _IDX_FILES)
+
+    def in_memory_bytes(self) -> int:
+        return 70_000 * 28 * 28
+
+    def image_shape(self) -> tuple[int, int]:
+        return 1, 28
 
 
 @dataclass
-class FashionMnistConfig(TorchvisionDataConfig):
+class FashionMnistConfig(MnistConfig):
     """60,000 + 10,000 pieces of clothing, 28x28."""
 
     name: str = "fashion_mnist"
+    files: ClassVar[tuple[str, ...]] = tuple(f"FashionMNIST/{name}" for name in _IDX_FILES)
 
 
 @dataclass
@@ -291,21 +425,37 @@ class Cifar10Config(TorchvisionDataConfig):
     """50,000 + 10,000 colour photographs, 32x32."""
 
     name: str = "cifar10"
+    files: ClassVar[tuple[str, ...]] = tuple(
+        f"cifar-10-batches-py/{name}" for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch")
+    )
+
+    def in_memory_bytes(self) -> int:
+        return 60_000 * 32 * 32 * 3
+
+    def image_shape(self) -> tuple[int, int]:
+        return 3, 32
 
 
 @dataclass
 class ImageFolderConfig(DataConfig):
-    """A folder per class under ROOT/train and ROOT/val: the layout of ImageNet."""
+    """One folder per class under ROOT/train and ROOT/val: the layout of ImageNet."""
 
     name: str = "image_folder"
-    root: str = key("data/imagenet", "the folder that holds train/ and val/")
+    class_folders: ClassVar[tuple[str, ...]] = ("train", "val")
+    root: str = key("data/imagenet", "folder that holds train/ and val/")
     image_size: int = key(224, "height and width after the crop, in pixels", at_least=1)
     augment: bool = key(True, "random resized crop and horizontal flip")
     decode: str = key(
         "auto",
-        "by PIL or torchvision in loader processes, by torchvision in threads of each rank, or on the GPU",
-        choices=("auto", "pil", "processes", "threads", "gpu"),
+        "JPEG decoder: pil or torchvision (processes) on the host, or the GPU; auto: gpu with under 8 cores per GPU",
+        choices=("auto", "pil", "processes", "gpu"),
     )
+
+    def image_shape(self) -> tuple[int, int]:
+        return 3, self.image_size
+
+    def sample_bytes(self) -> int:
+        return 3 * self.image_size**2  # uint8 until it is on the device
 
 
 @dataclass
@@ -313,11 +463,17 @@ class SyntheticConfig(DataConfig):
     """Random images with a class-dependent pattern, made on the fly: for benchmarks."""
 
     name: str = "synthetic"
-    samples: int = key(4096, "in the training set", at_least=1)
-    test_samples: int = key(1024, "in the test set", at_least=1)
-    channels: int = key(3, "of an image", at_least=1)
+    samples: int = key(4096, "samples in the training set", at_least=1)
+    test_samples: int = key(1024, "samples in the test set", at_least=1)
+    channels: int = key(3, "channels of an image", at_least=1)
     image_size: int = key(32, "height and width in pixels", at_least=1)
     classes: int = key(10, "number of classes", at_least=2)
+
+    def in_memory_bytes(self) -> int:
+        return (self.samples + self.test_samples) * self.channels * self.image_size**2
+
+    def image_shape(self) -> tuple[int, int]:
+        return self.channels, self.image_size
 
 
 @dataclass
@@ -325,35 +481,63 @@ class LinearRegressionDataConfig(DataConfig):
     """A generated table: y = w x + b + noise."""
 
     name: str = "linear_regression"
-    samples: int = key(2048, "in the training set", at_least=1)
-    test_samples: int = key(512, "in the test set", at_least=1)
+    is_regression: ClassVar[bool | None] = True
+    samples: int = key(2048, "samples in the training set", at_least=1)
+    test_samples: int = key(512, "samples in the test set", at_least=1)
     features: int = key(20, "columns of the table", at_least=1)
     noise: float = key(0.1, "standard deviation of the noise", at_least=0)
+
+    def in_memory_bytes(self) -> int:
+        return (self.samples + self.test_samples) * self.sample_bytes()
+
+    def sample_bytes(self) -> int:
+        return 4 * self.features
 
 
 # --- optimizer and schedule -----------------------------------------------------------------------------------------
 
 
+class OptimizerFacts:
+    """What every optimizer answers; the defaults are those of an optimizer that nothing is known about."""
+
+    has_fused: ClassVar[bool] = False
+    """Whether torch 2.11 to 2.15 have a fused implementation (adadelta, rmsprop, lars and lamb have none)."""
+    can_be_captured: ClassVar[bool] = False
+    """Whether its step runs without waiting for the host: a flag on the device skips it, its rate may lie there."""
+    adapts_per_layer: ClassVar[bool] = False
+    """Whether the learning rate is adapted to each layer."""
+    lr_scaling = "none"
+    nesterov = False
+
+
 @dataclass
-class OptimizerConfig:
+class OptimizerConfig(OptimizerFacts):
     name: str = "sgd"
     lr: float = key(0.05, "learning rate after warm-up", above=0)
-    weight_decay: float = key(0.0, "as torch's optimizer defines it", at_least=0)
-    decay_norm_and_bias: bool = key(True, "weight decay for parameters of at most one dimension too: norms and biases")
-    lr_scaling: str = key("none", "lr times batch / lr_base_batch, or its root", choices=("none", "linear", "sqrt"))
-    lr_base_batch: int = key(256, "global batch that lr is meant for, with lr_scaling", at_least=1)
+    weight_decay: float = key(0.0, "weight decay, as torch's optimizer defines it", at_least=0)
+    decay_norm_and_bias: bool = key(True, "apply weight decay to parameters of at most one dimension: norms and biases")
+    lr_scaling: str = key(
+        "none",
+        "multiply lr by global_batch_size / lr_base_batch (linear), or by its square root (sqrt)",
+        choices=("none", "linear", "sqrt"),
+    )
+    lr_base_batch: int = key(256, "global batch size that lr is meant for, with lr_scaling", at_least=1)
 
 
 @dataclass
 class SgdConfig(OptimizerConfig):
     name: str = "sgd"
-    momentum: float = key(0.9, "of the gradient", at_least=0, below=1)
+    has_fused: ClassVar[bool] = True
+    can_be_captured: ClassVar[bool] = True
+    momentum: float = key(0.9, "momentum", at_least=0, below=1)
     nesterov: bool = key(False, "Nesterov momentum")
 
 
 @dataclass
 class AdamConfig(OptimizerConfig):
     name: str = "adam"
+    has_fused: ClassVar[bool] = True
+    can_be_captured: ClassVar[bool] = True
     lr: float = key(1e-3, "learning rate after warm-up", above=0)
     beta1: float = key(0.9, "decay of the first moment", at_least=0, below=1)
     beta2: float = key(0.999, "decay of the second moment", at_least=0, below=1)
@@ -363,7 +547,7 @@ class AdamConfig(OptimizerConfig):
 @dataclass
 class AdamWConfig(AdamConfig):
     name: str = "adamw"
-    weight_decay: float = key(0.01, "decoupled from the gradient", at_least=0)
+    weight_decay: float = key(0.01, "weight decay, decoupled from the gradient", at_least=0)
 
 
 @dataclass
@@ -378,43 +562,52 @@ class AdadeltaConfig(OptimizerConfig):
 class RmspropConfig(OptimizerConfig):
     name: str = "rmsprop"
     lr: float = key(1e-3, "learning rate after warm-up", above=0)
-    alpha: float = key(0.99, "decay of the average", at_least=0, below=1)
-    momentum: float = key(0.0, "of the update", at_least=0, below=1)
+    alpha: float = key(0.99, "decay of the average of squared gradients", at_least=0, below=1)
+    momentum: float = key(0.0, "momentum", at_least=0, below=1)
     eps: float = key(1e-8, "added to the denominator", above=0)
+
+
+_ADAPT_NORM_AND_BIAS = "decay and adapt parameters of at most one dimension, too: norms and biases"
 
 
 @dataclass
 class LarsConfig(OptimizerConfig):
-    """SGD whose rate is adapted to each layer (arXiv:1708.03888), for batches of thousands."""
+    """SGD with a learning rate adapted to each layer (arXiv:1708.03888), for batches of thousands."""
 
     name: str = "lars"
+    can_be_captured: ClassVar[bool] = True
+    adapts_per_layer: ClassVar[bool] = True
     lr: float = key(1.0, "learning rate after warm-up, before each layer's ratio", above=0)
-    weight_decay: float = key(5e-5, "part of the gradient that is adapted", at_least=0)
-    decay_norm_and_bias: bool = key(False, "decay and adapt parameters of at most one dimension too: norms and biases")
-    momentum: float = key(0.9, "of the update, learning rate included", at_least=0, below=1)
-    trust_coefficient: float = key(1e-3, "length of an update over that of the layer's weights, at lr=1", above=0)
+    weight_decay: float = key(5e-5, "weight decay, part of the gradient that is adapted", at_least=0)
+    decay_norm_and_bias: bool = key(False, _ADAPT_NORM_AND_BIAS)
+    momentum: float = key(0.9, "momentum of the update, learning rate included", at_least=0, below=1)
+    trust_coefficient: float = key(
+        1e-3, "norm of an update relative to the norm of the layer's weights, at lr=1", above=0
+    )
     eps: float = key(0.0, "added to the denominator of the trust ratio", at_least=0)
 
 
 @dataclass
 class LambConfig(AdamConfig):
-    """Adam whose rate is adapted to each layer (arXiv:1904.00962), for batches of thousands."""
+    """Adam with a learning rate adapted to each layer (arXiv:1904.00962), for batches of thousands."""
 
     name: str = "lamb"
-    lr: float = key(5e-3, "length of an update over that of the layer's weights, after warm-up", above=0)
-    weight_decay: float = key(0.01, "part of the update that is adapted", at_least=0)
-    decay_norm_and_bias: bool = key(False, "decay and adapt parameters of at most one dimension too: norms and biases")
+    has_fused: ClassVar[bool] = False
+    adapts_per_layer: ClassVar[bool] = True
+    lr: float = key(5e-3, "norm of an update relative to the norm of the layer's weights, after warm-up", above=0)
+    weight_decay: float = key(0.01, "weight decay, part of the update that is adapted", at_least=0)
+    decay_norm_and_bias: bool = key(False, _ADAPT_NORM_AND_BIAS)
     eps: float = key(1e-6, "added to the denominator", above=0)
-    max_trust_ratio: float | None = key(None, "larger trust ratios are cut to this; null: none is", above=0)
+    max_trust_ratio: float | None = key(None, "upper bound of the trust ratio; null: none", above=0)
 
 
 @dataclass
 class ScheduleConfig:
-    """Learning rates are functions of the optimizer step, never of a rank's own count."""
+    """Learning rates as functions of the optimizer step, which is the same on all ranks."""
 
     name: str = "constant"
     warmup_steps: int = key(0, "optimizer steps of linear warm-up from 0", at_least=0)
-    warmup_epochs: float | None = key(None, "in place of warmup_steps: its length in epochs", above=0)
+    warmup_epochs: float | None = key(None, "length of the warm-up in epochs, instead of warmup_steps", above=0)
 
 
 @dataclass
@@ -432,24 +625,36 @@ class StepConfig(ScheduleConfig):
 @dataclass
 class CosineConfig(ScheduleConfig):
     name: str = "cosine"
-    final_factor: float = key(0.0, "of the learning rate, at the last step", at_least=0, at_most=1)
+    final_factor: float = key(0.0, "learning rate of the last step, as a part of lr", at_least=0, at_most=1)
 
 
 @dataclass
 class PolynomialConfig(ScheduleConfig):
     name: str = "polynomial"
     power: float = key(2.0, "exponent of the decay", above=0)
-    final_factor: float = key(0.0, "of the learning rate, at the last step", at_least=0, at_most=1)
+    final_factor: float = key(0.0, "learning rate of the last step, as a part of lr", at_least=0, at_most=1)
 
 
 @dataclass
 class OneCycleConfig(ScheduleConfig):
-    """Leslie Smith's 1cycle (arXiv:1708.07120): up to lr, then down to almost nothing."""
+    """Leslie Smith's 1cycle (arXiv:1708.07120): up from lr / div_factor to lr, then down to almost nothing."""
 
     name: str = "one_cycle"
-    pct_start: float = key(0.3, "share of the steps spent going up", above=0, below=1)
-    div_factor: float = key(25.0, "lr over the first learning rate", at_least=1)
-    final_div_factor: float = key(1e4, "first over last learning rate", at_least=1)
+    pct_start: float = key(0.3, "part of the steps in which the learning rate goes up", above=0, below=1)
+    div_factor: float = key(25.0, "lr divided by the first learning rate", at_least=1)
+    final_div_factor: float = key(1e4, "first learning rate divided by the last", at_least=1)
+
+
+# --- your own, and the whole ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class CustomConfig(ModelFacts, DataFacts, OptimizerFacts):
+    """Your own class or function: `_target_=package.Name`, and its arguments beside it."""
+
+    name: str = "custom"
+    target: str = key("", "dotted path of your own class or function (see SECURITY.md)", may_be_empty=True)
+    arguments: dict[str, Any] = key({}, "its keyword arguments, plain values")
 
 
 @dataclass
@@ -457,22 +662,22 @@ class Config:
     """One whole run."""
 
     mode: str = key("train", "what to do", choices=("train", "evaluate", "study", "doctor"))
-    name: str = key("default", "a name; the run lives in runs/NAME/... unless run_dir is given")
-    run_dir: str | None = key(None, "where this run lives; given again it is the same run, and goes on")
-    seed: int = key(0, "the one seed", at_least=0, below=2**63)
+    name: str = key("default", "name of the run; it is kept in runs/NAME/... unless run_dir is given")
+    run_dir: str | None = key(None, "directory of the run; given again, the run resumes")
+    seed: int = key(0, "seed of all random numbers", at_least=0, below=2**63)
     device: str = key("auto", "auto: cuda where there is a GPU", choices=("auto", "cuda", "cpu"))
-    deterministic: Union[bool, str] = key("auto", "bit for bit repeatable; auto: on CPU, not on GPUs", words=("auto",))
+    deterministic: Union[bool, str] = key(
+        "auto", "repeatable bit for bit; auto: on CPU, and with strategy=ordered", literals=("auto",)
+    )
     objective: str = key(
         "test.loss",
-        "the number of summary.json that a sweep optimizes",
+        "number in summary.json that a sweep optimizes",
         choices=("test.loss", "test.accuracy", "samples_per_second", "seconds"),
     )
-    probe: str = key(
-        "none",
-        "what a study measures inside the run: where the time of each step goes, or the gradients of the first one",
-        choices=("none", "step_times", "gradients"),
-    )
-    trusted_modules: list[str] = key([], "packages that _target_ may load code from")
+    hooks: list[str] = key([], "classes called around training, as Class(job, run_dir, world): [package.Name]")
+    trusted_modules: list[str] = key([], "packages that the _target_ of a checkpoint's config may load code from")
+    reasons: dict[str, str] = field(default_factory=dict)
+    """Why `auto` chose its value, by the name of the switch. Not a key: filled in when `auto` is resolved."""
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     strategy: Any = field(default_factory=DdpConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -485,12 +690,12 @@ class Config:
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
 
 
-def _by_name(*schemas: type) -> dict[str, type]:
+def _by_name(*schemas: type) -> dict[str, Any]:
     return {schema().name: schema for schema in schemas}
 
 
-OPTIONS: dict[str, dict[str, type]] = {
-    "strategy": _by_name(SingleConfig, DpConfig, DdpConfig),
+OPTIONS: dict[str, dict[str, Any]] = {
+    "strategy": _by_name(SingleConfig, DpConfig, DdpConfig, OrderedConfig),
     "model": _by_name(CnnConfig, MlpConfig, LinearRegressionConfig, GeluMlpConfig, TorchvisionConfig, CustomConfig),
     "data": _by_name(
         DigitsConfig,
@@ -517,6 +722,9 @@ SECTIONS: dict[str, type] = {
     "tracker": TrackerConfig,
 }
 """The sections that have one schema."""
+
+SCALARS = tuple(name for name, f in Config.__dataclass_fields__.items() if "meaning" in f.metadata)
+"""The keys of Config itself."""
 
 
 def schema_of(section: str, name: str) -> type | None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_train.config.auto import process_count
-from ddp_train.config.external_checks import TORCHVISION_FILES, missing_data
+from ddp_train.config.external_checks import missing_data
 from ddp_train.config.schema import Config
 from ddp_train.distributed.environment import gloo_interface
 from ddp_train.doctor.findings import Finding, failure, ok, skipped, warning
@@ -35,7 +35,6 @@ PIECE_BYTES, WRITE_BYTES, WRITE_SECONDS = 8 * MIB, 64 * MIB, 2.0
 SLOW_BYTES_PER_SECOND, SLOW_FSYNC_SECONDS = 50e6, 0.1
 FEW_FREE_BYTES = GIB
 OWN_CODE = "what a data set of your own reads is known only once it runs"
-SAMPLE_VALUES = {"digits": 64, "mnist": 784, "fashion_mnist": 784, "cifar10": 3072}
 
 
 def shared_memory(config: Config, folder: Path = Path("/dev/shm")) -> Finding:
@@ -62,20 +61,15 @@ def shared_memory(config: Config, folder: Path = Path("/dev/shm")) -> Finding:
 
 def _batches_in_flight(config: Config) -> int:
     """On this host, in the memory that loader processes share with the ranks."""
-    if getattr(config.data, "decode", "") in ("threads", "gpu"):
+    if config.data.decode == "gpu":
         return 0
     return _ranks(config) * int(config.tuning.num_workers) * config.tuning.prefetch_factor
 
 
 def _batch_bytes(config: Config) -> int:
     """Of one process; 0 for data of which only their own code knows the size."""
-    data = config.data
-    if side := getattr(data, "image_size", None):
-        sample = getattr(data, "channels", 3) * side**2 * (1 if data.name == "image_folder" else 4)
-    else:
-        sample = SAMPLE_VALUES.get(data.name, getattr(data, "features", 0)) * 4
     share = config.train.global_batch_size // (process_count(config) * config.train.accumulation_steps)
-    return max(1, share) * sample
+    return max(1, share) * config.data.sample_bytes()
 
 
 def file_descriptors(config: Config) -> Finding:
@@ -262,10 +256,9 @@ def data_set(config: Config) -> Finding:
         return failure(check, said, remedy or "name the folder that holds it: data.root=PATH", DataError.exit_code)
     if data.name == "custom":
         return skipped(check, OWN_CODE)
-    if getattr(data, "download", False):
+    if data.download:
         return ok(check, f"{data.name}: fetched into {data.root} if it is not there")
-    where = getattr(data, "root", None)
-    return ok(check, f"{data.name} in {where}" if where else f"{data.name}: needs no file of its own")
+    return ok(check, f"{data.name} in {data.root}" if data.root else f"{data.name}: needs no file of its own")
 
 
 def data_digest(config: Config) -> str:
@@ -273,14 +266,12 @@ def data_digest(config: Config) -> str:
 
     Empty where there are none, or their own code alone knows them.
     """
-    data, seen = config.data, []
-    root = Path(getattr(data, "root", "."))
-    if data.name in TORCHVISION_FILES:
-        files = [root / name for name in TORCHVISION_FILES[data.name]]
-        seen = [f"{path.name} {path.stat().st_size if path.is_file() else 'missing'}" for path in files]
-    elif data.name == "image_folder":
-        folders = [path for split in ("train", "val") for path in (root / split).glob("*") if path.is_dir()]
-        seen = sorted(path.relative_to(root).as_posix() for path in folders)
+    data = config.data
+    root = Path(data.root)
+    files = [root / name for name in data.files]
+    seen = [f"{path.name} {path.stat().st_size if path.is_file() else 'missing'}" for path in files]
+    folders = [path for name in data.class_folders for path in (root / name).glob("*") if path.is_dir()]
+    seen += sorted(path.relative_to(root).as_posix() for path in folders)
     return hashlib.sha256("\n".join(seen).encode()).hexdigest()[:12] if seen else ""
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import hydra
 
 import ddp_train
+from ddp_train.config.overrides import register_schema
 from ddp_train.config.schema import OPTIONS, SECTIONS, Config, CustomConfig
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
@@ -49,6 +50,7 @@ def through_hydra(usage: str, trials: Trials, argv: list[str], world: World | No
         raise ConfigError([f"{flags[0]}: belongs to --cfg job; add that, or leave it out"])
     if {"-sc", "--shell-completion", "--hydra-help"}.isdisjoint(flags):
         argv = trials.check(argv, sweep)
+    register_schema(trials.conf)
     sys.argv = [str(trials.script), *argv]
     try:
         hydra.main(config_path=str(trials.conf), config_name="config", version_base="1.3")(trials.run)()

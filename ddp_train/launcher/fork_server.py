@@ -35,8 +35,6 @@ MODULE = ("-P", "-m")
 """How Python runs one. -P: nothing is imported from the folder that the user stands in, as launch.py itself imports
 nothing from there."""
 WORKER = "ddp_train.training.worker"
-PROBED_WORKER = "ddp_train.study.worker"
-"""In its place, where a study measures inside a run (`probe`). Started, never imported."""
 POLL_SECONDS = 0.02
 LENGTH = struct.Struct("!Q")
 """Of a message in bytes; stands before it."""

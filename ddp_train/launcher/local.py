@@ -19,7 +19,7 @@ from ddp_train.config.schema import Config
 from ddp_train.distributed.environment import worker_descriptors, worker_environment
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, DataError, HangError, LaunchError, WriteError
-from ddp_train.launcher.fork_server import PROBED_WORKER, WORKER, ForkedWorker, ForkServer, WorkerSpec
+from ddp_train.launcher.fork_server import ForkedWorker, ForkServer, WorkerSpec
 from ddp_train.linux import adopting_orphans, oom_kills
 from ddp_train.resilience import failure_report
 from ddp_train.resilience.hang_detector import HangDetector, working_stack
@@ -155,7 +155,6 @@ def _start(
     """
     size, run_dir = int(config.launch.nproc_per_node), str(Path(str(config.run_dir)).absolute())
     threads = int(config.launch.threads_per_process)
-    module = WORKER if config.probe == "none" else PROBED_WORKER
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(socket.SOMAXCONN)
@@ -166,8 +165,8 @@ def _start(
             env = worker_environment(world, port, threads, import_path.absolute())
             descriptors = worker_descriptors(world, listener.fileno(), board.descriptor)
             arguments = [run_dir, f"rank={rank}"]  # the rank is for readers of `ps`
-            specs.append(WorkerSpec(arguments, env, descriptors, module))
-        if server and config.launch.fork_server and module == WORKER:
+            specs.append(WorkerSpec(arguments, env, descriptors))
+        if server and config.launch.fork_server:
             workers += server.fork(specs, given_up=lambda: bool(stop.received))
         if not workers and not stop.received:
             for spec in specs:

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ddp_train.config.overrides import read_overrides
-from ddp_train.config.prepare import examine, prepare, read_run
+from ddp_train.config.prepare import prepare, read_run, resolve_and_check
 from ddp_train.config.schema import Config
 from ddp_train.config.validate import check_rules
 from ddp_train.distributed.environment import new_run_id
@@ -66,13 +66,13 @@ class Trials:
         overrides = [word for word in words if not word.startswith("-") and ("=" in word or sweep)]
         read = read_overrides(self.conf, overrides, sweep)
         problems, config = list(read.problems), Config()
-        launchers = [word.partition("=")[2] for word in read.words if _key(word) == LAUNCHER]
+        launchers = [word.partition("=")[2] for word in read.arguments if _key(word) == LAUNCHER]
         self.elsewhere = launchers[-1] if launchers and launchers[-1] != "basic" else ""
         if self.elsewhere in SLURM:
             problems += _without_slurm(self.elsewhere)
         fixed = [
             word
-            for word in read.words
+            for word in read.arguments
             if _key(word) not in read.swept and not _key(word).startswith(("hydra/", "hydra."))
         ]
         first = {key: values[0] for key, values in read.swept.items() if values}
@@ -86,7 +86,7 @@ class Trials:
                 problems += _unfit(config, bool(self.elsewhere))
         if problems:
             raise ConfigError(list(dict.fromkeys(problems)))
-        ready = [word for word in words if word not in overrides] + read.words
+        ready = [word for word in words if word not in overrides] + read.arguments
         if not sweep:
             return ready
         self.swept, self.objective = set(read.swept), config.objective
@@ -188,7 +188,7 @@ def _unfit(config: Config, elsewhere: bool) -> list[str]:
         ]
     if config.mode == "doctor":
         return ["mode=doctor: a sweep trains; leave out -m"]
-    return check_rules(config) if elsewhere else examine(config, None)[1]
+    return check_rules(config) if elsewhere else resolve_and_check(config, None)[1]
 
 
 def _outcome(config: Config) -> dict[str, Any]:

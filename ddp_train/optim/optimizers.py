@@ -35,9 +35,9 @@ def build_optimizer(
 ) -> Optimizer:
     """The optimizer of the parameters that want gradients.
 
-    implementation: loop, foreach or fused, as torch calls them. captured: its steps run from a CUDA graph, so that host
-    time per step does not matter. decay_norm_and_bias: weight decay for parameters of at most one dimension too.
-    arguments: lr, weight_decay, and what else the class takes.
+    implementation: loop, foreach or fused, as torch calls them, or default for that of the class. captured: its steps
+    run from a CUDA graph, so that host time per step does not matter. decay_norm_and_bias: weight decay for parameters
+    of at most one dimension too. arguments: lr, weight_decay, and what else the class takes.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     groups = trained if decay_norm_and_bias else without_decay_of_vectors(trained)
@@ -45,7 +45,7 @@ def build_optimizer(
         arguments["betas"] = (arguments.pop("beta1"), arguments.pop("beta2"))
     if implementation == "fused":
         arguments |= {"foreach": None, "fused": True}
-    else:
+    elif implementation != "default":
         arguments["foreach"] = implementation == "foreach"
     cls = CLASSES[name]
     one_dtype = len({parameter.dtype for parameter in trained}) == 1

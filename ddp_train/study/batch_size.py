@@ -150,8 +150,8 @@ def _check(request: Request, config: BatchSizeConfig, machine: Hardware) -> Conf
             "study.memory_gb=null: without GPUs the whole machine would be the limit; give each process's share, as "
             "study.memory_gb=2"
         )
-    if asked.train.reduction == "ordered":
-        problems.append("train.reduction=ordered: passes are virtual shards there; use train.reduction=all_reduce")
+    if asked.strategy.name == "ordered":
+        problems.append("strategy=ordered: passes are virtual shards there; use strategy=ddp")
     if not problems:
         problems = resolved(request, _trial(request, config, asked, config.start).overrides, machine)[1]
     if problems:

@@ -15,8 +15,8 @@ from ddp_train.config.hardware import detect_hardware
 from ddp_train.distributed.environment import visible_devices
 
 PACKAGES = ("torch", "torchvision", "numpy", "ddp-train")
-ATTENDANTS = ("study/worker.py", "study/step_times.py", "study/gradient_probe.py")
-"""What of the wings is run inside a trial."""
+HOOKS = ("study/step_times.py", "study/gradient_probe.py")
+"""Modules of the wings that run inside a trial."""
 
 
 def load_average() -> float:
@@ -77,7 +77,7 @@ def source_digest(script: Path) -> str:
     """Of the code and the configuration files that make a run, not of those that only start it or tell of it."""
     package, conf = script.parent / "ddp_train", script.parent / "conf"
     ours = [path for wing in ("study", "doctor") for path in (package / wing).rglob("*.py")]
-    code = {*package.rglob("*.py")} - {*ours} | {package / name for name in ATTENDANTS}
+    code = {*package.rglob("*.py")} - {*ours} | {package / name for name in HOOKS}
     settings = {*conf.rglob("*.yaml")} - {*(conf / "study").rglob("*.yaml")}
     digest = hashlib.sha256()
     for path in sorted({script} | code | settings):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import save_file
@@ -17,6 +17,8 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.hooks import RemovableHandle
 
 from ddp_train.distributed.process_group import from_all_ranks
+from ddp_train.distributed.world import World
+from ddp_train.optim.stepper import Stepper
 from ddp_train.performance.bias_lint import biases_before_norm
 from ddp_train.training.loop import Job
 
@@ -29,8 +31,8 @@ class GradientProbe:
     Dropout is off: its draws are keyed by process.
     """
 
-    def __init__(self, job: Job, run_dir: Path, is_leader: bool) -> None:
-        self.job, self.folder, self.is_leader = job, run_dir / FOLDER, is_leader
+    def __init__(self, job: Job, run_dir: Path, world: World) -> None:
+        self.job, self.folder, self.is_leader = job, run_dir / FOLDER, world.is_leader
         self.model = job.module.model
         self.facts: dict[str, Any] = {"batch_norm": {}, "bias_before_norm": [], "dropout": [], "unseen": []}
         self.handles: list[RemovableHandle] = []
@@ -44,14 +46,13 @@ class GradientProbe:
             self.handles = [self.model.register_forward_pre_hook(self._look)]
         else:
             self.facts["unseen"].append("the layers of a compiled model")
-        stepper = self.job.stepper
-        self.update = stepper.update
-        stepper.update = self._update
+        self.stepper = self.job.stepper
+        self.job.stepper = cast(Stepper, _ProbedStepper(self.stepper, self))
         return self
 
     def __exit__(self, *_: object) -> None:
         self._forget()
-        del self.job.stepper.update  # that of its class again
+        self.job.stepper = self.stepper
 
     def _look(self, model: nn.Module, given: tuple[Any, ...]) -> None:
         """Called before the first forward pass."""
@@ -76,9 +77,9 @@ class GradientProbe:
         for handle in self.handles:
             handle.remove()
 
-    def _update(self) -> None:
-        """In place of the update: the gradients are complete, exchanged and still as the backward pass left them."""
-        scale = self.job.stepper.scaler.get_scale() if self.job.stepper.scaled else 1.0
+    def take(self) -> None:
+        """Before the optimizer step: the gradients are complete, exchanged and as the backward pass left them."""
+        scale = self.stepper.scaler.get_scale() if self.stepper.scaled else 1.0
         named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         missing = [name for name, parameter in named.items() if parameter.grad is None]
         found = {name: p.grad.detach() / scale for name, p in named.items() if p.grad is not None}
@@ -88,8 +89,6 @@ class GradientProbe:
             self.folder.mkdir(exist_ok=True)
             save_file({name: grad.cpu().contiguous() for name, grad in found.items()}, self.folder / GRADIENTS)
             (self.folder / FACTS).write_text(json.dumps(self.facts) + "\n")
-        self.job.stepper.update = self.update
-        self.update()
 
     def _differing(self, found: dict[str, Tensor]) -> list[str]:
         """Parameters whose gradient is not the same on all processes, to the last bit. On all of them: a collective."""
@@ -100,3 +99,21 @@ class GradientProbe:
         ]
         of_all = from_all_ranks(torch.stack(sums))
         return [name for (name, _), same in zip(named, (of_all == of_all[0]).all(0).tolist(), strict=True) if not same]
+
+
+class _ProbedStepper:
+    """A Stepper whose first step shows its gradients to the probe. All else is the stepper's own."""
+
+    def __init__(self, stepper: Stepper, probe: GradientProbe) -> None:
+        self.stepper = stepper
+        self.probe = probe
+        self.taken = False
+
+    def step(self) -> None:
+        if not self.taken:
+            self.probe.take()
+            self.taken = True
+        self.stepper.step()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stepper, name)

@@ -22,6 +22,7 @@ from ddp_train.study.scaling import resolved
 from ddp_train.study.trials import Outcome, Trial, at_work, made
 from ddp_train.text import counted
 
+GRADIENT_PROBE = "ddp_train.study.gradient_probe.GradientProbe"
 TOLERANCES = {"fp64": 1e-9, "fp32": 1e-3, "tf32": 1e-2, "fp16": 5e-2, "bf16": 1e-1}
 """Largest difference, relative, that rounding explains where sums have another order: a dozen times the precision of
 16-bit numbers, thousands of times that of others. fp64 is the judge: an exchange left out, or samples that are counted
@@ -93,7 +94,7 @@ def study(request: Request) -> tuple[Report, int]:
     machine = detect_hardware(visible_devices())
     processes = int(config.processes) if config.processes != "auto" else machine.gpus or 3
     asked, problems = resolved(request, [*request.overrides, f"launch.nproc_per_node={processes}"], machine)
-    if asked.strategy.name != "ddp":
+    if not asked.strategy.has_process_group:
         problems.append(f"strategy={asked.strategy.name}: runs in one process; study=gradients needs strategy=ddp")
     wanted = list(dict.fromkeys(["fp64", str(asked.tuning.precision)]))
     trials = {(p, n): _trial(request, asked, p, n) for p in wanted for n in (1, processes)} if not problems else {}
@@ -116,9 +117,14 @@ def study(request: Request) -> tuple[Report, int]:
 def _trial(request: Request, asked: Config, precision: str, processes: int) -> Trial:
     """One step, on all but one of the samples of a global batch, so that processes have shares of different sizes."""
     alone = processes == 1
-    ours = ["schedule", *(["strategy", "train.accumulation_steps", "train.reduction", "train.virtual_shards"] * alone)]
+    ours = ["schedule", *(["strategy", "train.accumulation_steps"] * alone)]
     overrides = [word for word in request.overrides if not _is_of(word, ours)]
-    overrides += ["probe=gradients", "train.max_steps=1", "schedule=constant", f"launch.nproc_per_node={processes}"]
+    overrides += [
+        f"hooks=[{GRADIENT_PROBE}]",
+        "train.max_steps=1",
+        "schedule=constant",
+        f"launch.nproc_per_node={processes}",
+    ]
     overrides += ["strategy=single"] if alone else []
     if hasattr(asked.data, "limit") and asked.data.limit is None:
         overrides.append(f"data.limit={max(asked.train.global_batch_size - 1, 1)}")

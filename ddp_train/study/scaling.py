@@ -31,6 +31,7 @@ PARTS = ("data", "compute", "exposed", "host")
 MUCH = 0.1
 """Of a step: what takes more is told."""
 THREADS = "launch.threads_per_process"
+STEP_TIMES = "ddp_train.study.step_times.StepTimes"
 NEVER = 1_000_000_000
 QUIET = (f"train.evaluate_every_epochs={NEVER}", f"checkpoint.every_steps={NEVER}", f"train.epochs={NEVER}")
 """Nothing happens beside training."""
@@ -71,7 +72,7 @@ class Split:
 
 
 def split_of(run_dir: Path) -> Split:
-    """What the ranks of a run with `probe=step_times` wrote down."""
+    """What the ranks of a run with `hooks=[ddp_train.study.step_times.StepTimes]` wrote down."""
     files = sorted(run_dir.glob("probe/step_times_rank_*.json"), key=lambda path: int(path.stem.rpartition("_")[2]))
     ranks = [json.loads(path.read_text()) for path in files]
     seconds = np.array([[[step[part] for part in PARTS] for step in rank["steps"]] for rank in ranks])
@@ -101,7 +102,7 @@ def verdict(split: Split, processes: int, cores: int | None) -> str:
     """What holds a run back, and the keys that may help. cores: of a host without GPUs."""
     share = {part: getattr(split, part) / split.step for part in ("data", "exchange", "waiting", "host")}
     overrides = {
-        "data": "data-bound: raise tuning.num_workers, or hold the data on the device (data.loader=device)",
+        "data": "data-bound: raise tuning.num_workers, or hold the data on the device (data.placement=device)",
         "exchange": "communication-bound: more samples a process (train.global_batch_size, train.accumulation_steps), "
         "or fewer bytes (strategy.comm_hook=bf16)",
         "waiting": _uneven(split, processes, cores),
@@ -179,7 +180,7 @@ def _trial(request: Request, config: ScalingConfig, machine: Hardware, cell: Cel
     if not machine.gpus and not any(key_of(word) == THREADS for word in overrides):
         overrides.append(f"{THREADS}={max(1, machine.cpus // _most(config, machine))}")
     if name == "split":
-        overrides += ["probe=step_times"]
+        overrides += [f"hooks=[{STEP_TIMES}]"]
     return Trial(overrides, request.run_dir / "trials" / f"{cell.processes}_x_{cell.batch // cell.processes}" / name)
 
 
@@ -189,7 +190,7 @@ def _cells(request: Request, config: ScalingConfig, machine: Hardware) -> list[C
     most = _most(config, machine)
     numbers = [2**power for power in range(most.bit_length()) if 2**power < most] + [most]
     batch, problems = asked.train.global_batch_size, []
-    if asked.strategy.name != "ddp":
+    if not asked.strategy.has_process_group:
         problems.append(f"strategy={asked.strategy.name}: runs in one process; study=scaling needs strategy=ddp")
     if batch % most:
         problems.append(f"train.global_batch_size={batch}: cannot be split over {most} processes; use "
@@ -282,7 +283,7 @@ def _splits(cells: Sequence[Cell], splits: dict[Cell, Outcome], cores: int | Non
     columns = ["processes", "batch of a process", "step, ms", "compute, ms", "exchange, ms"]
     columns += ["waiting, ms", "data, ms", "host, ms", "verdict"]
     note = (
-        "Runs of their own with probe=step_times: without CUDA graphs, which have no parts, so they may be slower. "
+        f"Separate runs with hooks=[{STEP_TIMES}]: without CUDA graphs, which have no parts, so they may be slower. "
         "Means over ranks and over the middle half of the steps, the first quarter left out. compute: forward and "
         "backward pass and optimizer; what the forward pass exchanges (buffers, batch norm over all processes) counts "
         "as compute. exchange: what the backward pass does not hide; waiting: for a slower rank, before it."

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.loader import Batch
+from ddp_train.distributed.world import World
 from ddp_train.optim.stepper import Stepper
 from ddp_train.training.loop import Job
 
@@ -36,8 +37,8 @@ Mark = Any
 class StepTimes:
     """Inside, every step of a job is timed; at the end RUN_DIR/probe/step_times_rank_#.json has the seconds of each."""
 
-    def __init__(self, job: Job, run_dir: Path, rank: int) -> None:
-        self.job, self.path = job, run_dir / FOLDER / f"step_times_rank_{rank}.json"
+    def __init__(self, job: Job, run_dir: Path, world: World) -> None:
+        self.job, self.path = job, run_dir / FOLDER / f"step_times_rank_{world.rank}.json"
         self.on_gpu = next(job.module.parameters()).is_cuda
         self.steps: list[list[tuple[str, Mark]]] = [[]]
         """For each step its marks: the name of what ends there, and the moment."""

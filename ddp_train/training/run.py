@@ -13,8 +13,8 @@ import torch
 
 from ddp_train.config.auto import described
 from ddp_train.config.freeze import to_values
-from ddp_train.config.schema import TRACKERS, Config, CustomConfig
-from ddp_train.config.user_code import instantiate
+from ddp_train.config.schema import TRACKERS, Config
+from ddp_train.config.user_code import build_hook
 from ddp_train.data.datasets import BatchSource, check_same_data, digests
 from ddp_train.distributed.process_group import Store, local_leader_first, same_everywhere, set_buffers
 from ddp_train.distributed.world import World
@@ -196,10 +196,8 @@ class Run:
         try:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(job.stop.listening(self.status, self.world, connection, patience, self.leave))
-                for target in self.config.hooks:
-                    stack.enter_context(
-                        instantiate("hooks", CustomConfig(target=target), job, self.run_dir, self.world)
-                    )
+                for path in self.config.hooks:
+                    stack.enter_context(build_hook(path, job, self.run_dir, self.world))
                 stack.enter_context(frozen_gc(self.config.tuning.gc_freeze))
                 fit(job)
                 if job.step < job.plan.steps:

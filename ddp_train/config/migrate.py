@@ -1,0 +1,41 @@
+"""Configs that earlier versions froze, in run directories and in the manifests of checkpoints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ddp_train.config.bind import bind
+from ddp_train.config.schema import Config
+
+
+def migrated(values: dict[str, Any]) -> dict[str, Any]:
+    """A frozen config as plain values, with the keys of this version. What is not recognised stays, for `bind`.
+
+    Up to November 2026: `train.reduction` and `train.virtual_shards` (now strategy=ordered), `data.loader` (now
+    `data.placement`), `data.decode=threads` (the same pixels as processes), `probe` (now `hooks`), no `reasons`.
+    """
+    values = {name: dict(content) if isinstance(content, dict) else content for name, content in values.items()}
+    values.pop("probe", None)
+    train, data = values.get("train"), values.get("data")
+    if isinstance(train, dict):
+        reduction, shards = train.pop("reduction", None), train.pop("virtual_shards", None)
+        if reduction == "ordered":
+            values["strategy"] = {"name": "ordered", "virtual_shards": shards}
+    if isinstance(data, dict) and data.get("name") != "custom":
+        if "loader" in data:
+            data["placement"] = data.pop("loader")
+        if data.get("decode") == "threads":
+            data["decode"] = "processes"
+    return values
+
+
+def bind_frozen(values: dict[str, Any]) -> tuple[Config, list[str]]:
+    """Binds a frozen config of this version or an earlier one. Returns it and all problems."""
+    values = migrated(values)
+    reasons = values.pop("reasons", {})
+    config, problems = bind(values)
+    if isinstance(reasons, dict):
+        config.reasons = {str(name): str(reason) for name, reason in reasons.items()}
+    else:
+        problems.append("reasons: must be a mapping from switches to texts")
+    return config, problems
