@@ -1,4 +1,4 @@
-"""Workers that are forked: they find what those find that start by themselves, and do not depend on their server."""
+"""A forked worker finds what one finds that starts as a new interpreter, and does not depend on the fork server."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def facts_of(folder: Path, *words: str, ranks: int = 3, spawn: bool = False) -> 
 
 
 @pytest.mark.slow
-def test_a_forked_worker_finds_what_one_finds_that_starts_by_itself(tmp_path: Path) -> None:
+def test_a_forked_worker_finds_what_a_new_interpreter_finds(tmp_path: Path) -> None:
     forked, fresh = facts_of(tmp_path, spawn=True), facts_of(tmp_path, "launch.fork_server=false")
     assert [facts["forked"] for facts in forked + fresh] == [True] * 3 + [False] * 3
     for one, other in zip(forked, fresh, strict=True):
@@ -140,7 +140,7 @@ def test_a_server_with_threads_forks_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_does_not_need_its_server_any_more(tmp_path: Path) -> None:
+def test_a_run_continues_without_its_fork_server(tmp_path: Path) -> None:
     with running(tmp_path / "run", *ENDLESS, THREE, "launch.max_restarts=1") as job:
         job.wait_for_step()
         before = job.workers()
@@ -196,7 +196,7 @@ SPEC = WorkerSpec(
 
 @pytest.mark.slow
 def test_what_ends_a_forked_worker_is_known(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    os.mkfifo(tmp_path / "config.yaml")  # whose reader waits for good
+    os.mkfifo(tmp_path / "config.yaml")  # without a writer: a worker that reads it blocks
     server = ForkServer(ROOT)
     try:
         with adopting_orphans():
@@ -213,7 +213,7 @@ def test_what_ends_a_forked_worker_is_known(tmp_path: Path, capfd: pytest.Captur
             (worker,) = server.fork([waiting], given_up=lambda: False)
             worker.send_signal(signal.SIGKILL)
             assert worker.wait() == worker.poll() == -signal.SIGKILL
-            worker.send_signal(signal.SIGKILL)  # to nobody: its number may be another's by now
+            worker.send_signal(signal.SIGKILL)  # not delivered: the process id may be in use again
     finally:
         server.close()
 
@@ -243,8 +243,8 @@ def test_a_server_that_cannot_be_used_forks_nothing(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.slow
-def test_workers_of_which_nobody_told_are_ended(tmp_path: Path) -> None:
-    """The answer is lost after the forks. They wait for their config, which is a pipe that nobody fills."""
+def test_workers_that_the_server_could_not_report_are_ended(tmp_path: Path) -> None:
+    """The answer is lost after the forks. The workers block on their config, which is a pipe without a writer."""
     os.mkfifo(tmp_path / "config.yaml")
     spec = WorkerSpec([str(tmp_path), "rank=0"], SPEC.environment, {})
     server, seen = ForkServer(ROOT), set()

@@ -88,8 +88,8 @@ def probe_environment(world: World, threads: int, import_path: Path) -> dict[str
 
 
 def preload_environment(import_path: Path) -> dict[str, str]:
-    """The environment of a process that imports what workers need, and has one thread: numpy's BLAS starts its own at
-    once. Of what libraries read while they are imported, nothing else differs from a worker's."""
+    """The environment of the fork server: as a worker's, but with one thread, because numpy's BLAS starts its threads
+    when it is imported. Nothing else that libraries read while they are imported differs."""
     return {**_importing_environment(import_path, threads=1), "OPENBLAS_NUM_THREADS": "1"}
 
 
@@ -108,7 +108,7 @@ def environment() -> dict[str, str]:
 
 
 def set_environment(variables: dict[str, str]) -> None:
-    """These, and no others. What C libraries look up is changed too."""
+    """Replaces this process's environment, for getenv in C libraries too."""
     os.environ.clear()
     os.environ.update(variables)
 

@@ -1,9 +1,12 @@
-"""Workers by fork from a process that imports torch while the launcher still reads the config.
+"""Forks the workers of a run from a process that has imported torch already.
 
-A worker that starts by itself imports torch, and torch._dynamo for DistributedDataParallel: that is most of the time to
-the first step, and every rank spends it. Here one process does so for all. It serves its launcher alone, over a socket
-pair without a name; what it forks becomes the launcher's child and does not need the server any more. A server that
-cannot fork safely says so, and the launcher starts each worker by itself. Torch-free until it serves.
+Importing torch, and torch._dynamo for DistributedDataParallel, takes most of the time to the first step, and workers
+that start as new interpreters each spend it. The fork server imports both once, while the launcher still reads the
+config. It serves only the launcher that started it, over an unnamed socket pair. The workers that it forks become
+children of the launcher and no longer depend on the server. A server that cannot fork safely answers with the reason;
+the launcher then starts each worker as a new interpreter. Only the server imports torch, not the launcher.
+
+multiprocessing's forkserver was tried in its place: docs/log.md, 2026-11-22.
 """
 
 from __future__ import annotations
@@ -17,7 +20,6 @@ import os
 import select
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import time
@@ -32,28 +34,24 @@ from ddp_train.linux import children_of, end_children, end_with_parent, set_titl
 from ddp_train.resilience.heartbeat import START_SECONDS
 
 MODULE = ("-P", "-m")
-"""How Python runs one. -P: nothing is imported from the folder that the user stands in, as launch.py itself imports
+"""How Python runs a module here. -P: nothing is imported from the user's working directory, as launch.py itself imports
 nothing from there."""
 WORKER = "ddp_train.training.worker"
 POLL_SECONDS = 0.02
-LENGTH = struct.Struct("!Q")
-"""Of a message in bytes; stands before it."""
-PAIR = struct.Struct("!II")
-"""Rank and process id of a worker."""
 MAX_DESCRIPTORS = 8
 TITLE_BYTES = 1024
-"""Room for the command line that a worker shows in place of the server's."""
+"""Space for a worker's command line, which replaces the server's in place."""
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """What one worker is started with, in either way."""
+    """What one worker is started with, whether it is forked or a new interpreter."""
 
     arguments: list[str]
     environment: dict[str, str]
     descriptors: dict[str, int]
-    """Open files that it inherits, by the variable that tells it their numbers."""
+    """Open files that the worker inherits, by the environment variable that holds their number."""
     module: str = WORKER
 
     def command(self) -> list[str]:
@@ -61,37 +59,35 @@ class WorkerSpec:
 
 
 class ForkedWorker:
-    """A child of this process that somebody else forked: as much of subprocess.Popen as the launcher needs."""
+    """A child of this process that another process forked: the part of subprocess.Popen that the launcher needs."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.returncode: int | Any = None
-        """Negative for a signal; None while it runs."""
+        """Negative for a signal; None while the worker runs."""
 
-    def poll(self) -> int | None:
-        return self._look(os.WNOHANG)
-
-    def wait(self) -> int | None:
-        return self._look(0)
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def _look(self, options: int) -> int | None:
+    def poll(self, options: int = os.WNOHANG) -> int | None:
+        """The exit code if the worker has ended. options: of os.waitpid."""
         if self.returncode is None:
             pid, status = os.waitpid(self.pid, options)
             if pid:
                 self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
 
+    def wait(self) -> int | None:
+        return self.poll(0)
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
 
 class ForkServer:
-    """The launcher's side. A server that could not be started, or has ended, is one that forks nothing."""
+    """The launcher's side. If the server could not be started, or has ended, `fork` returns no workers."""
 
     def __init__(self, import_path: Path) -> None:
-        """Starts it, and returns at once. import_path: the folder from which workers import."""
-        self._began_in = _surroundings()
+        """Starts the server without waiting for it. import_path: the folder from which workers import."""
+        self._started_in = (Path.cwd(), environment())
         self._process: subprocess.Popen[bytes] | None = None
         self._socket, theirs = socket.socketpair()
         command = [sys.executable, *MODULE, __name__, str(theirs.fileno()), str(os.getpid()), " " * TITLE_BYTES]
@@ -101,39 +97,40 @@ class ForkServer:
                     command, env=preload_environment(import_path), pass_fds=(theirs.fileno(),), start_new_session=True
                 )
         except OSError as error:
-            log.debug("no fork server: %s", error)
+            log.debug("the fork server could not be started: %s", error)
         finally:
             theirs.close()
 
     def fork(self, specs: list[WorkerSpec], given_up: Callable[[], bool]) -> list[ForkedWorker]:
-        """A worker for each, in a session of its own, once torch is imported; none of them if that cannot be.
+        """Forks one worker per spec, each in its own session, as soon as torch is imported.
 
-        Inside `adopting_orphans` only. given_up: asked until then; if it says so there will be none, and no more.
+        Call it inside `adopting_orphans`. given_up: polled while waiting for the server; True ends the wait. Returns
+        all workers, or an empty list if any of them could not be forked; the server is closed then.
         """
         before = set(children_of(os.getpid()))
         try:
             if self._process is None:
-                raise _CannotError("it does not run")
-            if _surroundings() != self._began_in:  # a trial's own directory or hydra.job.env_set
-                raise _CannotError("it was started in another working directory or environment")
+                raise _CannotForkError("it is not running")
+            # Libraries may read both while they are imported. A trial may have its own: hydra.job.chdir, env_set.
+            if (Path.cwd(), environment()) != self._started_in:
+                raise _CannotForkError("it was started in another working directory or environment")
             descriptors = sorted({descriptor for spec in specs for descriptor in spec.descriptors.values()})
-            asked = [(spec.arguments, spec.environment, _positions(spec, descriptors)) for spec in specs]
             self._socket.settimeout(START_SECONDS)
-            _send(self._socket, asked, descriptors)
+            _send(self._socket, [descriptors, [vars(spec) for spec in specs]], descriptors)
             deadline = time.monotonic() + START_SECONDS
             while not select.select([self._socket], [], [], POLL_SECONDS)[0]:
                 if given_up() or time.monotonic() > deadline:
-                    raise _CannotError("it did not answer in time")
+                    raise _CannotForkError("no answer in time, or a stop was requested")
             answer, _ = _receive(self._socket)
             return _adopt(answer, len(specs))
-        except (_CannotError, OSError, ValueError) as error:  # ValueError: it ended within its answer
-            log.debug("each worker starts by itself: the fork server failed: %s", error)
+        except (_CannotForkError, OSError, ValueError) as error:  # ValueError: an answer that is cut off
+            log.debug("workers start as new interpreters, because the fork server failed: %s", error)
             self.close()
-            end_children(before)  # it may have forked some of which it could not tell
+            end_children(before)  # the server may have forked workers that it could not report
             return []
 
     def close(self) -> None:
-        """Ends it. Its workers go on."""
+        """Ends the server. Its workers continue."""
         self._socket.close()
         if self._process:
             self._process.kill()
@@ -141,23 +138,15 @@ class ForkServer:
             self._process = None
 
 
-class _CannotError(Exception):
+class _CannotForkError(Exception):
     """Why the server did not fork."""
 
 
-def _surroundings() -> tuple[str, dict[str, str]]:
-    """What libraries may look at when they are imported."""
-    return str(Path.cwd()), environment()
-
-
-def _positions(spec: WorkerSpec, descriptors: list[int]) -> dict[str, int]:
-    return {name: descriptors.index(descriptor) for name, descriptor in spec.descriptors.items()}
-
-
 def _adopt(answer: Any, count: int) -> list[ForkedWorker]:
-    """The workers by the process ids in an answer. Raises _CannotError if one is missing, or is nobody's child here."""
+    """The workers of an answer: their process ids, or a reason. Raises _CannotForkError if any is missing or is not a
+    child of this process."""
     if isinstance(answer, str):
-        raise _CannotError(answer)
+        raise _CannotForkError(answer)
     workers = [ForkedWorker(pid) for pid in answer]
     try:
         for worker in workers:
@@ -165,35 +154,34 @@ def _adopt(answer: Any, count: int) -> list[ForkedWorker]:
     except ChildProcessError:
         for worker in workers:
             os.kill(worker.pid, signal.SIGKILL)
-        raise _CannotError("what it forks does not become the launcher's child") from None
+        raise _CannotForkError("the processes that it forks do not become children of the launcher") from None
     if len(workers) < count:
-        raise _CannotError(f"it forked {len(workers)} of {count} workers")
+        raise _CannotForkError(f"it forked {len(workers)} of {count} workers")
     return workers
 
 
 def _send(connection: socket.socket, message: Any, descriptors: list[int]) -> None:
-    content = json.dumps(message).encode()
-    socket.send_fds(connection, [LENGTH.pack(len(content))], descriptors)
-    connection.sendall(content)
+    """One byte that carries the descriptors, then the message as a line of JSON."""
+    socket.send_fds(connection, [b"\n"], descriptors)
+    connection.sendall(json.dumps(message).encode() + b"\n")
 
 
 def _receive(connection: socket.socket) -> tuple[Any, list[int]]:
-    """A message and the descriptors that came with it. Raises _CannotError if the other side is gone."""
-    header, descriptors, _, _ = socket.recv_fds(connection, LENGTH.size, MAX_DESCRIPTORS)
-    if not header:
-        raise _CannotError("it has ended")
-    (length,) = LENGTH.unpack(header)
+    """A message and the descriptors that came with it. Raises OSError or ValueError if the other side ends before."""
+    mark, descriptors, _, _ = socket.recv_fds(connection, 1, MAX_DESCRIPTORS)
+    if not mark:
+        raise ConnectionError("the process at the other end has exited")
     with connection.makefile("rb") as stream:
-        return json.loads(stream.read(length)), descriptors
+        return json.loads(stream.readline()), descriptors
 
 
 # --- the server's side ------------------------------------------------------------------------------------------------
 
 
 def main() -> NoReturn:
-    """`python -m ddp_train.launcher.fork_server SOCKET LAUNCHER ROOM`: imports, then forks as often as it is asked."""
+    """`python -m ddp_train.launcher.fork_server SOCKET LAUNCHER_PID SPACE`: imports torch, then serves requests."""
     end_with_parent()
-    if os.getppid() == int(sys.argv[2]):  # else it died before we could ask
+    if os.getppid() == int(sys.argv[2]):  # else the launcher died before end_with_parent took effect
         set_title([sys.executable, *MODULE, "ddp_train.launcher.fork_server"])
         _serve(socket.socket(fileno=int(sys.argv[1])))
     os._exit(0)  # no finalizers of libraries: there is nothing to save
@@ -201,27 +189,30 @@ def main() -> NoReturn:
 
 def _serve(connection: socket.socket) -> None:
     connection.set_inheritable(False)
-    given = environment()
+    before = environment()
     gc.disable()  # importing makes half a million objects and no garbage
     try:
-        worker = importlib.import_module(WORKER)
+        importlib.import_module(WORKER)
         importlib.import_module("torch._dynamo")
-    except BaseException:  # noqa: BLE001  workers that start by themselves meet it too, and say so
+    except BaseException:  # noqa: BLE001  workers that start as new interpreters meet it too, and report it
         return
-    found = {name: value for name, value in environment().items() if given.get(name) != value}  # libraries leave some
-    gc.freeze()  # a collection would write to all pages that are shared, and so copy them
-    with contextlib.suppress(_CannotError, OSError, ValueError):  # the launcher is gone
+    changed = {name: value for name, value in environment().items() if before.get(name) != value}  # by the libraries
+    gc.freeze()  # a collection would write to all shared pages, and so copy them
+    with contextlib.suppress(OSError, ValueError):  # the launcher has closed the socket
         while True:
-            specs, descriptors = _receive(connection)
-            for _, variables, _ in specs:
-                variables.update(found)
-            _send(connection, unfit() or _fork(specs, descriptors, connection, worker.main), [])
-            for descriptor in descriptors:
+            (numbers, requests), received = _receive(connection)
+            own_number = dict(zip(numbers, received, strict=True))
+            specs = [WorkerSpec(**request) for request in requests]
+            for spec in specs:
+                spec.environment.update(changed)
+                spec.descriptors.update({name: own_number[number] for name, number in spec.descriptors.items()})
+            _send(connection, unfit() or _fork(specs, {connection.fileno(), *received}), [])
+            for descriptor in received:
                 os.close(descriptor)
 
 
 def unfit() -> str:
-    """Why this process must not fork: threads would be missing in the child, and CUDA does not survive. Else empty."""
+    """Why this process must not fork, or an empty string. A child would lack its threads, and CUDA does not survive."""
     import torch
 
     threads = len(list(Path("/proc/self/task").iterdir()))
@@ -234,68 +225,61 @@ def unfit() -> str:
     return f"it has opened {devices[0]}" if devices else ""
 
 
-def _fork(
-    specs: list[Any], descriptors: list[int], connection: socket.socket, main: Callable[[], NoReturn]
-) -> list[int]:
-    """The process ids of the workers, by rank; fewer of them if it failed.
+def _fork(specs: list[WorkerSpec], descriptors: set[int]) -> list[int]:
+    """The process ids of the workers, in the order of specs; fewer if a fork failed.
 
-    A process in between forks them and leaves, which makes them children of the launcher: it adopts orphans.
+    A process in between forks the workers and exits. They become children of the launcher, which adopts orphans.
+    descriptors: open files of the server, of which a worker keeps only its own.
     """
     reading, writing = os.pipe()
     between = os.fork()
     if not between:
         between = os.getpid()
+        pids = []
         try:
-            for rank, spec in enumerate(specs):
-                if not os.fork():
-                    connection.close()
-                    os.close(reading)
-                    _work(rank, spec, descriptors, writing, between, main)
+            for spec in specs:
+                pid = os.fork()
+                if not pid:
+                    _work(spec, descriptors | {reading}, writing, between)
+                pids.append(pid)
         finally:
+            os.write(writing, json.dumps(pids).encode())
             os._exit(0)
     os.close(writing)
-    with os.fdopen(reading, "rb") as pipe:  # its end: every worker leads its session, and the one in between is gone
-        pids = dict(PAIR.iter_unpack(pipe.read()))
+    with os.fdopen(reading, "rb") as pipe:  # ends when every worker leads its session and the one in between has exited
+        pids = json.loads(pipe.read())
     os.waitpid(between, 0)
-    return [pid for _, pid in sorted(pids.items())]
+    return pids
 
 
-def _work(
-    rank: int, spec: Any, descriptors: list[int], writing: int, between: int, main: Callable[[], NoReturn]
-) -> NoReturn:
-    """The life of a worker, in which all is as if Python had just been started for it."""
+def _work(spec: WorkerSpec, descriptors: set[int], writing: int, between: int) -> NoReturn:
+    """Runs a worker. It finds what a new interpreter would; Python itself reseeds `random` and `tempfile` in a fork."""
     try:
         os.setsid()
-        os.write(writing, PAIR.pack(rank, os.getpid()))
         os.close(writing)
-        arguments, variables, positions = spec
-        for position in set(range(len(descriptors))) - set(positions.values()):
-            os.close(descriptors[position])
-        set_environment(variables | {name: str(descriptors[position]) for name, position in positions.items()})
-        _start_anew(arguments, int(variables["OMP_NUM_THREADS"]))
-        while os.getppid() == between:  # `main` asks to be ended with its parent
+        for descriptor in descriptors.difference(spec.descriptors.values()):
+            os.close(descriptor)
+        set_environment(spec.environment | {name: str(number) for name, number in spec.descriptors.items()})
+        import numpy
+        from threadpoolctl import threadpool_limits  # after set_environment: it sets KMP_DUPLICATE_LIB_OK
+
+        sys.argv = [str(sys.modules[WORKER].__file__), *spec.arguments]
+        sys.modules["__main__"] = sys.modules[WORKER]  # loader processes that are spawned import it
+        set_title(spec.command())
+        importlib.invalidate_caches()
+        numpy.random.seed()
+        threads = int(spec.environment["OMP_NUM_THREADS"])
+        if threads > 1:  # numpy's BLAS read OMP_NUM_THREADS in the server; the worker tells torch
+            threadpool_limits(threads, user_api="blas")
+        gc.enable()
+        while os.getppid() == between:  # `main` asks to be ended with its parent, which must be the launcher by then
             time.sleep(0.001)
-        main()
+        sys.modules[WORKER].main()
     except BaseException:  # noqa: BLE001  as at the end of any program
         sys.stdout.flush()
         traceback.print_exc()
     finally:
         os._exit(1)
-
-
-def _start_anew(arguments: list[str], threads: int) -> None:
-    """What a new interpreter has of its own and forked ones share. Python sees to `random` and `tempfile` itself."""
-    import numpy
-    from threadpoolctl import threadpool_limits
-
-    sys.argv = [str(sys.modules[WORKER].__file__), *arguments]
-    sys.modules["__main__"] = sys.modules[WORKER]  # which loader processes that are spawned import
-    set_title(WorkerSpec(arguments, {}, {}).command())
-    importlib.invalidate_caches()
-    numpy.random.seed()
-    if threads > 1:  # numpy's BLAS read OMP_NUM_THREADS in the server; torch is told by the worker
-        threadpool_limits(threads, user_api="blas")
-    gc.enable()
 
 
 if __name__ == "__main__":
