@@ -48,12 +48,12 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --constr
 
 .venv/base: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.12"; exit 1; }
-	@echo "Setting up .venv, once: PyTorch with its CUDA libraries is a download of some SIZE_D GB, SIZE GB on disk."
+	@echo "Setting up .venv, once: PyTorch with its CUDA libraries is a download of 3 GB, 5.7 GB on disk."
 	@$(PYTHON) -m venv .venv
 	@$(PIP_INSTALL) --editable .
 	@touch $@
 
 .venv/ready: .venv/base
-	@echo "Adding the tools for tests, lint and trackers to .venv, once: some SIZE_X GB on disk."
+	@echo "Adding the tools for tests, lint and trackers to .venv, once: another 0.8 GB on disk."
 	@$(PIP_INSTALL) --editable '.[dev]'
 	@touch $@
