@@ -13,20 +13,13 @@ from __future__ import annotations
 
 import sys
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if __name__ == "__main__":  # first of all, and without an import of theirs: 0.4 ms
-    NEEDED = ("torch", "hydra", "omegaconf", "pynvml", "numpy", "yaml", "rich", "safetensors", "threadpoolctl")
-    if missing := [name for name in NEEDED if not find_spec(name)]:
-        folder = Path(__file__).resolve().parent
-        print(f"launch.py: {sys.executable} does not have {', '.join(missing)}. In {folder}, either", file=sys.stderr)
-        if (folder / ".venv/bin/activate").exists() and Path(sys.prefix).resolve() != (folder / ".venv").resolve():
-            print("  source .venv/bin/activate    # then the same command again, or", file=sys.stderr)
-        print("  make train                   # sets up .venv, then trains the digits, or", file=sys.stderr)
-        print(f"  {sys.executable} -m pip install --constraint constraints.txt --editable .", file=sys.stderr)
-        sys.exit(2)
+from ddp_train.launcher.packages import require_packages
+
+if __name__ == "__main__":  # before an import that would fail
+    require_packages(Path(__file__).resolve().parent)
 
 from ddp_train import stdio
 from ddp_train.distributed.environment import tell_agent, world_from_environment

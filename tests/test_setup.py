@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from ddp_train.launcher.packages import NEEDED
+
 ROOT = Path(__file__).resolve().parent.parent
 BARE = [sys.executable, "-S"]
 """A Python without site-packages, as outside of .venv."""
@@ -31,12 +33,10 @@ def test_a_python_without_packages_is_told_what_to_do(words: list[str], tmp_path
 
 
 def test_what_is_looked_for_is_what_a_plain_install_brings() -> None:
-    source = (ROOT / "launch.py").read_text()
-    needed = source.split("NEEDED = (", 1)[1].split(")", 1)[0].replace('"', "").split(", ")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     installed = {text.split(">")[0].split("<")[0].split("=")[0].strip() for text in project["dependencies"]}
     providers = packages_distributions()
-    assert all({name.lower() for name in providers[module]} & installed for module in needed)
+    assert all({name.lower() for name in providers[module]} & installed for module in NEEDED)
 
 
 @pytest.fixture
