@@ -7,9 +7,9 @@ BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 help:  ## this list
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-train: .venv/ready  ## train the digits on every GPU of this machine, or in two CPU processes; make train ARGS="key=value ..."
+train: .venv/base  ## train the digits on every GPU of this machine, or in two CPU processes; make train ARGS="key=value ..."
 	@$(BIN)/python launch.py $(ARGS)
 
 test: .venv/ready  ## the quick tests, under five minutes on two cores
@@ -43,9 +43,17 @@ lint: .venv/ready  ## lint, format and types
 clean:  ## remove what set-up, tests and runs left behind; data/ stays
 	rm -rf .venv build runs .pytest_cache .ruff_cache .hypothesis *.egg-info
 
-.venv/ready: pyproject.toml constraints.txt
+# Two stamps: .venv/base has what training needs, .venv/ready the tools for tests and lint too. pip's own progress is shown.
+PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
+
+.venv/base: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.12"; exit 1; }
-	@echo "setting up .venv (once; torch is large)"
+	@echo "Setting up .venv, once: PyTorch with its CUDA libraries is a download of 3 GB, 5.7 GB on disk."
 	@$(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@$(PIP_INSTALL) --editable .
+	@touch $@
+
+.venv/ready: .venv/base
+	@echo "Adding the tools for tests, lint and trackers to .venv, once: another 0.8 GB on disk."
+	@$(PIP_INSTALL) --editable '.[dev]'
 	@touch $@

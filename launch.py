@@ -15,6 +15,11 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+from ddp_train.launcher.packages import require_packages
+
+if __name__ == "__main__":  # before an import that would fail
+    require_packages(Path(__file__).resolve().parent)
+
 from ddp_train import stdio
 from ddp_train.distributed.environment import tell_agent, world_from_environment
 from ddp_train.distributed.world import World

@@ -78,7 +78,10 @@ def test_the_page_names_files_that_a_run_leaves() -> None:
     assert failure_report.FILE in PAGE and failure_report.SUMMARY in PAGE
 
 
-PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
+PAGES = [
+    *sorted((ROOT / "docs").glob("*.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
