@@ -11,7 +11,7 @@ from ddp_train.config import conflicts, external_checks
 from ddp_train.config.auto import IMAGE_MODELS, IN_MEMORY, LAYER_WISE, process_count
 from ddp_train.config.hardware import Hardware
 from ddp_train.config.schema import OPTIONS, SECTIONS, Config
-from ddp_train.distributed.environment import hosts_asked, srun_tasks
+from ddp_train.distributed.environment import hosts_requested, srun_tasks
 from ddp_train.distributed.world import World
 from ddp_train.text import counted, did_you_mean, shown
 
@@ -106,7 +106,7 @@ def _processes(asked: Config, config: Config, hardware: Hardware, world: World |
         problems.append(f"launch.backend=nccl: NCCL connects GPUs and {why}; use launch.backend=gloo")
     if world:
         # Asked for two hosts and started with one: that is no mistake in the config, distributed.preflight tells.
-        hosts = (hosts_asked() or (world.hosts,))[0]
+        hosts = (hosts_requested() or (world.hosts,))[0]
         for name, actual in (("nproc_per_node", world.local_size), ("nnodes", hosts)):
             if getattr(launch, name) not in ("auto", 1, actual):
                 problems.append(

@@ -26,7 +26,7 @@ from torch import Tensor
 from ddp_train.config.freeze import to_values
 from ddp_train.config.schema import Config
 from ddp_train.data.loader import Batch
-from ddp_train.distributed.environment import keep_trackers_at_home
+from ddp_train.distributed.environment import disable_tracker_telemetry
 from ddp_train.resilience.failure_report import write_json
 from ddp_train.telemetry.hardware_monitor import RULES, combined
 from ddp_train.telemetry.trackers import KINDS, Run, Scalars, TensorBoard, Tracker
@@ -235,7 +235,7 @@ def tracked(config: Config, run_dir: Path, active: bool) -> Iterator[Tracking]:
     told so."""
     trackers = trackers_of(config) if active and config.mode == "train" else []
     if trackers:
-        keep_trackers_at_home()
+        disable_tracker_telemetry()
     tracking = Tracking(trackers, run_dir, config)
     try:
         yield tracking

@@ -22,13 +22,13 @@ from ddp_train.config.hardware import detect_hardware
 from ddp_train.config.schema import Config
 from ddp_train.data.datasets import BatchSource, build_datasets, check_same_data, digests
 from ddp_train.distributed.environment import (
-    TOLD,
-    board_descriptor,
     launcher_pid,
-    say_last_word,
-    tell_agent,
+    status_descriptor,
     visible_devices,
     world_from_environment,
+    write_exit_code,
+    write_reported,
+    write_torchrun_error_file,
 )
 from ddp_train.distributed.preflight import agree
 from ddp_train.distributed.process_group import (
@@ -115,9 +115,9 @@ def run(config: Config, world: World, get_store: Callable[[], Store], attendant:
     """Trains or evaluates. Returns the exit code; reports what went wrong."""
     run_dir = Path(str(config.run_dir))
     # Where the user reads: standard error may become this rank's log file.
-    terminal = stdio.Output(os.fdopen(os.dup(2), "w"))
+    terminal = stdio.TolerantStream(os.fdopen(os.dup(2), "w"))
     log_file = run_dir / "logs" / f"rank_{world.rank}.log"
-    descriptor, store = board_descriptor(), None
+    descriptor, store = status_descriptor(), None
     board = None if descriptor is None else heartbeat.StatusBoard(descriptor, world.local_size)  # torchrun has none
     status = board.ranks[world.rank] if board else heartbeat.RankStatus()
     try:
@@ -131,7 +131,7 @@ def run(config: Config, world: World, get_store: Callable[[], Store], attendant:
         timeout = _watched_timeout(config) if board else config.launch.timeout_seconds
         if grouped:
             store = get_store()
-            peer_check.announce(store, world)
+            peer_check.register(store, world)
         with session(world, device, config.launch.backend, store, timeout) if store else contextlib.nullcontext():
             completed = _work(config, world, device, run_dir, status, store, attendant)
             status.phase = heartbeat.END  # the launcher asks for it: exit code 0 alone is not the end of a run
@@ -142,17 +142,18 @@ def run(config: Config, world: World, get_store: Callable[[], Store], attendant:
         peer_error = failure_report.is_peer_error(error)
         secondary = peer_error or getattr(error, "rank", None) not in (None, world.rank)
         patience = PEER_ERROR_GRACE_SECONDS
-        if peer_error and store and not board and not peer_check.answer(store, world, status):
+        if peer_error and store and not board and not peer_check.respond(store, world, status):
             patience = 0.0  # with the store, rank 0's host is gone: torchrun's agent here will end all this soon
         if secondary and failure_report.wait_for_report(run_dir, patience):
             return LaunchError.exit_code
         sizes = board.sizes() if board else f"rank {world.rank} {status.resident_bytes / 2**30:.2f} GiB"
         failure = failure_report.failure_from(error, world.rank, status, log_file, sizes)
         if peer_error and store and not board:
-            failure = peer_check.blame(failure, error, store, world)
-        if failure_report.report(run_dir, failure, described(config), None if peer_error else error, terminal):
-            say_last_word(TOLD)
-            tell_agent(failure_report.headline(failure).removeprefix("FATAL "))
+            failure = peer_check.attribute_failure(failure, error, store, world)
+        trace = "" if peer_error else failure_report.traceback_of(error)
+        if failure_report.report(run_dir, failure, described(config), trace, terminal):
+            write_reported()
+            write_torchrun_error_file(failure_report.headline(failure).removeprefix("FATAL "))
         return failure.exit_code
     finally:
         status.wait_until_saved(config.launch.grace_seconds)
@@ -323,7 +324,7 @@ def leave(code: int) -> NoReturn:
     """Ends this process at once. After a failure a process group is still open, and tearing torch down takes 0.7 s."""
     for child in multiprocessing.active_children():
         child.kill()
-    say_last_word(code)
+    write_exit_code(code)
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
