@@ -1,7 +1,7 @@
-"""Batches of an image folder that threads of the rank itself prepare ahead: no loader processes, nothing is copied.
+"""Prefetches batches of an image folder in threads of the rank, without loader processes or copies between processes.
 
-Reading a file, decoding a JPEG and resizing release Python's lock. What is left in Python competes with training for
-it: see docs/data.md.
+Reading a file, decoding a JPEG and resizing release Python's lock (GIL). The Python code around them competes with
+training for it: see docs/data.md.
 """
 
 from __future__ import annotations
@@ -19,20 +19,26 @@ from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.image_folder import FolderSource, require_decoder
 
 CHUNK = 16
-"""The most images that one thread takes at once: all threads work on one batch, and few batches are in memory."""
+"""The most images in one task: small, so that all threads work on one batch and few batches are in memory."""
 Result = Callable[[], Tensor]
-"""Waits for the crops of a micro-batch and returns them. Raises what their threads raised."""
+"""Waits for the crops of a micro-batch and returns them. Raises the exceptions of the threads."""
 
 
 class ThreadedDecoder:
-    """(share, crops, labels) of each micro-batch, in order; iterated again it starts over. The threads end with it."""
+    """Iterates over (micro-batch, crops, labels), in order; the crops are decoded ahead in threads.
+
+    Each iteration starts at the first micro-batch, with threads of its own.
+    """
 
     def __init__(
         self, source: FolderSource, micro_batches: Iterable[MicroBatch], threads: int, batches_ahead: int, pinned: bool
     ) -> None:
-        """pinned: the crops lie in page-locked memory."""
-        self.source, self.micro_batches, self.threads = source, micro_batches, threads
-        self.batches_ahead, self.pinned = batches_ahead, pinned
+        """batches_ahead: how many batches are prepared ahead. pinned: whether the crops are in page-locked memory."""
+        self.source = source
+        self.micro_batches = micro_batches
+        self.threads = threads
+        self.batches_ahead = batches_ahead
+        self.pinned = pinned
 
     def __iter__(self) -> Iterator[tuple[MicroBatch, Tensor, Tensor]]:
         pending: deque[tuple[MicroBatch, Result]] = deque()
@@ -50,7 +56,7 @@ class ThreadedDecoder:
         return micro_batch, result(), self.source.targets[torch.from_numpy(micro_batch.indices)]
 
     def _starter(self, stack: contextlib.ExitStack) -> Callable[[MicroBatch], Result]:
-        """What starts the work on a micro-batch. stack: where its threads are left to be ended."""
+        """A function that starts the work on a micro-batch. stack: ends its threads."""
         pool = _pool(stack, self.threads, "decode")
 
         def start(micro_batch: MicroBatch) -> Result:
@@ -65,7 +71,7 @@ class ThreadedDecoder:
 
 
 class GpuDecoder(ThreadedDecoder):
-    """The same with crops that the device decoded: threads read the files, one more feeds the device."""
+    """Like ThreadedDecoder, with crops that the device decodes: the threads read files, and one more thread decodes."""
 
     def __init__(
         self,
@@ -89,30 +95,30 @@ class GpuDecoder(ThreadedDecoder):
                 for rows in _chunks(len(micro_batch.indices), self.threads)
             ]
             crops = feeder.submit(self._crops, parts, micro_batch)
-            return lambda: self._handed_over(crops.result())
+            return lambda: self._for_training(crops.result())
 
         return start
 
     def _crops(self, parts: list[Future[list[np.ndarray]]], micro_batch: MicroBatch) -> Tensor:
-        """In a thread and a stream of its own, beside training."""
+        """Decodes a micro-batch in the decoding thread and its stream, beside training."""
         files = [file for part in parts for file in part.result()]
         if self.stream is None:
             return self.source.crops_on(self.device, files, micro_batch.indices, micro_batch.epoch)
         with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
             crops = self.source.crops_on(self.device, files, micro_batch.indices, micro_batch.epoch)
-        # torchvision decodes in a third stream, which does not wait for this one to have read what it overwrites.
+        # torchvision decodes in a third stream, which would overwrite buffers that this one has not read yet.
         self.stream.synchronize()
         return crops
 
-    def _handed_over(self, crops: Tensor) -> Tensor:
-        """The memory stays the crops' until training's stream has used them."""
+    def _for_training(self, crops: Tensor) -> Tensor:
+        """Keeps the memory of the crops from being reused before training's stream has read them."""
         if self.stream is not None:
             crops.record_stream(torch.cuda.current_stream(self.device))
         return crops
 
 
 def _filled(crops: Tensor, parts: list[Future[None]]) -> Tensor:
-    """The crops, once all their parts are written."""
+    """Waits until all parts are written. Returns the crops."""
     for part in parts:
         part.result()
     return crops
