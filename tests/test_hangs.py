@@ -325,7 +325,7 @@ def test_a_rank_that_leaves_is_named_with_what_it_died_of(how: str, tmp_path: Pa
         assert job.said().count(" in misbehave") == (how != "vanish")
 
 
-def test_a_kill_for_want_of_memory_is_told_from_other_kills() -> None:
+def test_an_oom_kill_is_distinguished_from_other_kills() -> None:
     arguments = -signal.SIGKILL, 2, RankStatus(step=7, phase="forward"), Path("logs/rank_2.log")
     failure = failure_from_exit(*arguments, oom_killed=True, sizes="rank 0 1.00 GiB, rank 1 9.00 GiB")
     assert (failure.kind, failure.rank, failure.step, failure.phase) == ("oom", 2, 7, "forward")
@@ -346,7 +346,7 @@ def test_a_kill_for_want_of_memory_is_told_from_other_kills() -> None:
     ],
     ids=lambda error: type(error).__name__,
 )  # fmt: skip
-def test_want_of_memory_is_told_by_whoever_met_it(error: Exception) -> None:
+def test_oom_is_recognised_from_every_library(error: Exception) -> None:
     failure = failure_from(error, 1, RankStatus(step=3, phase="forward"), Path("log"), "rank 1 9.00 GiB")
     assert failure.kind == "oom" and "rank 1 9.00 GiB" in failure.detail
     assert failure_from(RuntimeError("CUDA error: an illegal memory access"), 1, RankStatus(), Path(), "").kind != "oom"

@@ -67,7 +67,7 @@ def test_a_second_run_in_the_same_directory_is_refused_before_any_worker(tmp_pat
 
 
 @pytest.mark.slow
-def test_whoever_lost_the_run_directory_writes_no_checkpoint(tmp_path: Path) -> None:
+def test_no_checkpoint_after_lock_is_lost(tmp_path: Path) -> None:
     words = ["model=mlp", "train.epochs=1000000", "train.evaluate_every_epochs=1000000", "checkpoint.every_steps=20"]
     with running(tmp_path / "run", *words, ONE, "checkpoint.keep=100000") as job:
         job.wait_for_file("checkpoints/step_00000020")
