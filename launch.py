@@ -21,7 +21,7 @@ if __name__ == "__main__":  # before an import that would fail
     require_packages(Path(__file__).resolve().parent)
 
 from ddp_train import stdio
-from ddp_train.distributed.environment import tell_agent, world_from_environment
+from ddp_train.distributed.environment import world_from_environment, write_torchrun_error_file
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
 from ddp_train.launcher.fork_server import ForkServer
@@ -116,7 +116,7 @@ def under_torchrun(world: World, argv: list[str], text: str | None) -> NoReturn:
 def refuse(world: World | None, error: ConfigError) -> int:
     """Says why. Returns exit code 2. torchrun ends the ranks of this host; those of other hosts must be told."""
     print(error, file=sys.stderr)
-    tell_agent(str(error))
+    write_torchrun_error_file(str(error))
     if world and world.hosts > 1:
         from ddp_train.training.worker import receive_config
 

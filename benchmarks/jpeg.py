@@ -34,7 +34,7 @@ from ddp_train.config.auto import resolve
 from ddp_train.config.bind import bind
 from ddp_train.config.hardware import detect_hardware
 from ddp_train.config.schema import Config
-from ddp_train.data.crop import resized_together, window
+from ddp_train.data.crop import crop_box_for, resized_together
 from ddp_train.data.datasets import build_datasets
 from ddp_train.data.image_folder import FolderSource, decoded_on
 from ddp_train.data.loader import Batch, Loader
@@ -150,7 +150,7 @@ def agreement(source: FolderSource, device: torch.device) -> list[str]:
     on_gpu, on_host = source.crops_on(device, files, indices, 0).cpu(), source.crops_on(host, files, indices, 0)
     whole = [image for image in decoded_on(host, [torch.from_numpy(file) for file in files]) if image is not None]
     windows = [
-        window(image.shape[1], image.shape[2], source.image_size, draws)
+        crop_box_for(image.shape[1], image.shape[2], source.image_size, draws)
         for image, draws in zip(whole, source._draws(indices, 0), strict=True)
     ]
     there = resized_together([image.to(device) for image in whole], windows, source.image_size).cpu()

@@ -1,4 +1,4 @@
-"""The few errors a user sees. Each knows its exit code, its kind (the word in failure.json) and may carry a remedy."""
+"""The errors that a user sees. Each class has an exit code and a kind (the word in failure.json)."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ _OUT_OF_MEMORY = (
     "cudnn_status_alloc_failed",
     "'out of memory'",
 )
-"""What torch says on the CPU; the CUDA runtime, cuBLAS and cuDNN; NCCL, which quotes the runtime."""
+"""Parts of the messages of: torch's CPU allocator; the CUDA runtime, cuBLAS, cuDNN; NCCL, which quotes the runtime."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory was wanting: torch's allocator says so on GPUs by a class of its own, all others in words."""
-    named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    return named or any(text in str(error).lower() for text in _OUT_OF_MEMORY)
+    """True for out-of-memory errors: MemoryError, torch.OutOfMemoryError, or a known message (`_OUT_OF_MEMORY`)."""
+    by_class = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return by_class or any(text in str(error).lower() for text in _OUT_OF_MEMORY)
 
 
 class LaunchError(Exception):
-    """A failure that we can explain. `str(error)` says what happened, `remedy` what to do about it."""
+    """A failure with a known cause. `str(error)` is what happened, `remedy` what to do about it."""
 
     exit_code = 70
     kind = "error"
@@ -32,7 +32,7 @@ class LaunchError(Exception):
 
 
 class ConfigError(LaunchError):
-    """The configuration cannot be run. Carries every problem that was found, one message each."""
+    """The configuration is invalid. `problems` has one message for each problem found."""
 
     exit_code = 2
     kind = "config"
@@ -48,7 +48,7 @@ class ConfigError(LaunchError):
 
 
 class DataError(LaunchError):
-    """The data, or a checkpoint, cannot be used."""
+    """The data or a checkpoint is missing, corrupt, or does not fit."""
 
     exit_code = 65
     kind = "data"
@@ -62,7 +62,7 @@ class PeerError(LaunchError):
 
 
 class HangError(LaunchError):
-    """No progress: some rank stays where it is, and the others wait for it."""
+    """A rank makes no progress, and the others wait for it."""
 
     exit_code = 71
     kind = "hang"
@@ -74,7 +74,7 @@ class NonFiniteLossError(LaunchError):
     kind = "non_finite_loss"
 
     def __init__(self, detail: str, remedy: str, rank: int | None, step: int) -> None:
-        """rank: the first culprit, None if it is no single rank's fault. step: with that loss."""
+        """rank: the first rank with a non-finite loss; None if no single rank caused it. step: of that loss."""
         super().__init__(detail, remedy)
         self.rank = rank
         self.step = step
@@ -88,7 +88,7 @@ class WriteError(LaunchError):
 
 
 class OwnershipLostError(LaunchError):
-    """The run directory belongs to another run now. Nobody may try to write there again."""
+    """Another run owns the run directory now. This process must not write there again."""
 
     exit_code = 73
     kind = "write"

@@ -1,4 +1,4 @@
-"""What Linux knows about processes and does for them: ends, orphans, states, memory. Torch-free."""
+"""Linux process control through prctl and /proc: parent death, orphans, process states, memory. Torch-free."""
 
 from __future__ import annotations
 
@@ -18,16 +18,19 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
 
 def end_with_parent() -> None:
-    """Linux ends this process when the one that started it dies, even by SIGKILL."""
+    """Asks the kernel to kill this process when its parent dies, even if the parent is killed with SIGKILL."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def end_loader_with_parent(_worker: int) -> None:
-    """The `worker_init_fn` of DataLoaders. torch's own watch looks only every five seconds, and at the wrong process
-    where a fork server of multiprocessing stands in between, as by default from Python 3.14 on."""
+    """The `worker_init_fn` of DataLoaders: ends a loader process with its rank.
+
+    torch's own watchdog polls every five seconds, and polls the wrong process if multiprocessing's fork server is the
+    parent (the default from Python 3.14 on).
+    """
     end_with_parent()
     parent = multiprocessing.parent_process()
-    if parent and parent.pid and state_of(parent.pid) in ("", "Z"):  # it died before we could ask
+    if parent and parent.pid and state_of(parent.pid) in ("", "Z"):  # it died before the call above
         os._exit(1)
     if parent and parent.pid != os.getppid():
         threading.Thread(target=_end_after, args=[parent], daemon=True).start()
@@ -40,8 +43,11 @@ def _end_after(parent: Any) -> None:
 
 @contextlib.contextmanager
 def adopting_orphans() -> Iterator[None]:
-    """Whatever is started inside, by whomever, becomes a child of this process when its own parent dies; at the end it
-    is killed. Processes that left their session (a daemon of the user's code) are found in no other way."""
+    """Makes this process the subreaper of its descendants, and kills those that are left at the end.
+
+    A descendant whose parent dies becomes a child of this process. There is no other way to find processes that left
+    their session, such as a daemon that the user's code started.
+    """
     before = set(children_of(os.getpid()))
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     try:
@@ -51,22 +57,22 @@ def adopting_orphans() -> Iterator[None]:
         _prctl(PR_SET_CHILD_SUBREAPER, 0)
 
 
-def end_children(but: set[int]) -> None:
-    """Kills all children of this process but these, and those that it adopts from them."""
-    while others := set(children_of(os.getpid())) - but:
+def end_children(keep: set[int]) -> None:
+    """Kills all children of this process except the process ids in `keep`, and all descendants that it adopts."""
+    while others := set(children_of(os.getpid())) - keep:
         for pid in others:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
 
 
 def state_of(pid: int) -> str:
-    """The letter of the kernel (man 5 proc): R, S, D, T for stopped, Z; empty where it cannot be known."""
+    """The state letter of a process (man 5 proc): R, S, D, T (stopped), t (traced), Z ...; empty if it is unknown."""
     fields = _fields(pid)
     return fields[0] if fields else ""
 
 
 def signal_main_thread(pid: int, number: int) -> None:
-    """Like os.kill, but no other thread may take the signal: a stopped process handles it before all else."""
+    """Like os.kill, but no other thread can take the signal: a stopped process handles it first when it continues."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "tgkill"):  # glibc 2.30
         libc.tgkill(pid, pid, number)
@@ -75,14 +81,14 @@ def signal_main_thread(pid: int, number: int) -> None:
 
 
 def resident_bytes() -> int:
-    """The memory that this process holds."""
+    """Resident memory of this process; 0 without /proc."""
     with contextlib.suppress(OSError):  # no /proc
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0
 
 
 def oom_kills() -> int:
-    """How many processes the kernel has killed for lack of memory since it started; 0 where it does not say."""
+    """How many processes the kernel's OOM killer has killed since boot; 0 if it is unknown."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/vmstat").read_text().splitlines():
             if line.startswith("oom_kill "):
@@ -91,13 +97,13 @@ def oom_kills() -> int:
 
 
 def children_of(pid: int) -> list[int]:
-    """Process ids; empty where there is no /proc."""
+    """Process ids of the children; empty without /proc."""
     pids = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
     return [child for child in pids if (fields := _fields(child)) and fields[1] == str(pid)]
 
 
-def started(pid: int) -> float:
-    """When a process started, in seconds since the epoch; now, where it cannot be known."""
+def start_time(pid: int) -> float:
+    """When a process started, in seconds since the epoch; the current time if it is unknown."""
     fields = _fields(pid)
     if not fields:
         return time.time()
@@ -105,17 +111,17 @@ def started(pid: int) -> float:
     return int(boot.split()[1]) + int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
-def set_title(words: list[str]) -> None:
-    """What `ps` shows as the command line of this process, from now on; cut where the one it was started with ended."""
+def set_title(argv: list[str]) -> None:
+    """Sets the command line that `ps` shows for this process, cut to the length of the original one."""
     fields = _fields(os.getpid())
-    if len(fields) > 46:  # arg_start and arg_end (man 5 proc), the words being there where the kernel reads them
+    if len(fields) > 46:  # arg_start and arg_end (man 5 proc): the kernel reads the command line there
         start, end = int(fields[45]), int(fields[46])
-        title = "\0".join(words).encode()[: end - start - 1]
+        title = "\0".join(argv).encode()[: end - start - 1]
         ctypes.memmove(start, title.ljust(end - start, b"\0"), end - start)
 
 
 def _fields(pid: int) -> list[str]:
-    """/proc/PID/stat from the state on: the name before it may hold anything."""
+    """/proc/PID/stat from the state on; the name before it may contain any character. Empty if the process is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:  # it has ended

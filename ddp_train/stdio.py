@@ -1,4 +1,4 @@
-"""Standard output and standard error that may go away: `python launch.py | head -1`, a closed terminal, a full disk."""
+"""Standard output and error without a reader: `python launch.py | head -1`, a closed terminal, a full disk."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, TextIO
 log = logging.getLogger(__name__)
 
 
-class Output:
-    """A text stream that nobody may be reading any more. The run goes on, what it says is lost; its log has it too."""
+class TolerantStream:
+    """A text stream whose write errors do not raise: the run continues and its output is lost (logs still have it)."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -20,20 +20,20 @@ class Output:
         try:
             return self.stream.write(text)
         except OSError as error:
-            return self._lost(error, len(text))
+            return self._discard(error, len(text))
 
     def flush(self) -> None:
         try:
             self.stream.flush()
         except OSError as error:
-            self._lost(error, 0)
+            self._discard(error, 0)
 
-    def _lost(self, error: OSError, count: int) -> int:
-        """From now on into nothing: whatever is still buffered would fail again at exit."""
-        nothing = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nothing, self.stream.fileno())
-        os.close(nothing)
-        quiet = isinstance(error, BrokenPipeError)  # the reader has seen enough: no news to him
+    def _discard(self, error: OSError, count: int) -> int:
+        """Redirects the stream to /dev/null, since buffered text would fail again at exit. Returns `count`."""
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, self.stream.fileno())
+        os.close(null)
+        quiet = isinstance(error, BrokenPipeError)  # the reader closed the pipe on purpose
         log.log(logging.INFO if quiet else logging.WARNING, "output is lost: %s", error)
         return count
 
@@ -42,5 +42,6 @@ class Output:
 
 
 def tolerate_closed_streams() -> None:
-    """Of standard output and standard error, for the rest of this process."""
-    sys.stdout, sys.stderr = Output(sys.stdout), Output(sys.stderr)  # pyright: ignore[reportAttributeAccessIssue]
+    """Wraps standard output and standard error in `TolerantStream`, for the rest of this process."""
+    sys.stdout = TolerantStream(sys.stdout)  # pyright: ignore[reportAttributeAccessIssue]
+    sys.stderr = TolerantStream(sys.stderr)  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,4 +1,4 @@
-"""Tensors inside nested dicts, lists and tuples: a batch, the state of an optimizer."""
+"""Maps and iterates over tensors in nested dicts, lists and tuples: a batch, an optimizer's state."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """The same nested dicts, lists and tuples with `change(tensor)` for each tensor; all else stays as it is."""
+    """A copy of the nested dicts, lists and tuples with `change(tensor)` for each tensor; other leaves are kept."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, dict):
         return {key: map_tensors(change, item) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a namedtuple wants its items one by one
+    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a namedtuple takes its items as separate arguments
         return type(value)(*(map_tensors(change, item) for item in value))
     if isinstance(value, list | tuple):
         return type(value)(map_tensors(change, item) for item in value)

@@ -1,4 +1,4 @@
-"""How values, counts and errors are put into words. Torch-free."""
+"""Formats values, counts and errors for messages. Torch-free."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def shown(value: Any) -> str:
-    """A value as one would type it in an override."""
+    """A value as it is typed in a Hydra override: `null`, `true`, `[a,b]`, `{k:v}`."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -26,11 +26,11 @@ def counted(number: int, noun: str) -> str:
 
 
 def did_you_mean(word: str, candidates: list[str]) -> str:
-    """'; did you mean X?', or nothing."""
+    """'; did you mean X?' for the closest candidate; empty if none is close."""
     close = difflib.get_close_matches(word, candidates, n=1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else ""
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, without the C++ stack that torch appends."""
+    """The first line of an error's message: torch appends a C++ stack."""
     return str(error).strip().partition("\n")[0]

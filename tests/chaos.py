@@ -162,7 +162,7 @@ def disturbed(folder: Path, ranks: int, seed: int, seconds: float, *more: str) -
             if code == 0:
                 return state_of(folder / "run"), killed
             # The launcher itself, or three times the same rank before its first step: the user starts the run again.
-            assert code == -signal.SIGKILL or "not started again" in job.said(), f"{code}: {job.said()}"
+            assert code == -signal.SIGKILL or "not restarted" in job.said(), f"{code}: {job.said()}"
 
 
 def _victim(job: Running, draw: random.Random) -> tuple[str, int] | None:

@@ -32,7 +32,7 @@ from ddp_train.config.prepare import prepare, read_run
 from ddp_train.config.schema import OPTIONS, SECTIONS, Config, CustomConfig, schema_of
 from ddp_train.config.validate import check, check_rules
 from ddp_train.errors import ConfigError
-from ddp_train.launcher.cli import folded
+from ddp_train.launcher.cli import wrapped
 from ddp_train.launcher.sweep import Trials, _outcome
 from ddp_train.text import shown
 
@@ -714,7 +714,7 @@ def test_help_names_choices_and_what_works() -> None:
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_help_fits_a_terminal_and_loses_no_word(width: int) -> None:
     text = launch("--help").stdout
-    seen = folded(text, width)
+    seen = wrapped(text, width)
     assert max(map(len, seen.splitlines())) <= width < max(map(len, text.splitlines()))
     assert "".join(seen.split()) == "".join(text.split())
     if width == 80:

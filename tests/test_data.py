@@ -196,7 +196,7 @@ def test_flip_mirrors_half() -> None:
 
 @given(st.integers(1, 600), st.integers(1, 600), st.lists(st.floats(0, 0.999999), min_size=4, max_size=4))
 def test_a_crop_lies_inside_the_image(width: int, height: int, draws: list[float]) -> None:
-    top, left, crop_height, crop_width = augment.crop_box(width, height, draws)
+    top, left, crop_height, crop_width = augment.random_crop(width, height, draws)
     assert crop_height >= 1 and crop_width >= 1 and top >= 0 and left >= 0
     assert top + crop_height <= height and left + crop_width <= width
 

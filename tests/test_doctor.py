@@ -33,7 +33,7 @@ import torch.distributed as dist
 from ddp_train.config.hardware import Hardware, detect_hardware
 from ddp_train.config.prepare import prepare
 from ddp_train.config.schema import Config
-from ddp_train.distributed.environment import LAST_WORDS
+from ddp_train.distributed.environment import EXIT_CODE_FILE
 from ddp_train.distributed.world import World
 from ddp_train.doctor import aside, examination, findings, gpu, host, peers, probe, probes, stages
 from ddp_train.doctor.aside import Aside, StuckError
@@ -694,7 +694,7 @@ def test_one_host_that_is_well(tmp_path: Path) -> None:
 
 def test_a_sweep_of_doctors_is_refused() -> None:
     done = run("-m", *DOCTOR, "seed=1,2")
-    assert done.returncode == 2 and "mode=doctor: a sweep trains" in done.stderr
+    assert done.returncode == 2 and "mode=doctor: cannot be swept" in done.stderr
 
 
 # --- several hosts --------------------------------------------------------------------------------------------------
@@ -854,7 +854,7 @@ class Examined:
 
     said: list[str]
     codes: list[int]
-    last_words: str
+    exit_code_file: str
     run_dir: Path
     found: list[Finding]
 
@@ -870,7 +870,7 @@ def three_hosts(shim: str, tmp_path_factory: pytest.TempPathFactory) -> Examined
     Without torchrun's agents, which would leave that host out: in the environment that they give their workers.
     """
     folder = tmp_path_factory.mktemp("hosts")
-    run_dir, last_words = folder / "run", folder / "last_words"
+    run_dir, exit_code_file = folder / "run", folder / "exit_code_file"
     with NetLab(3) as lab:
         for one in lab.hosts:  # this lab has the /sys of the machine it runs on
             assert one.popen(["mount", "-t", "sysfs", "sysfs", "/sys"], ROOT).wait() == 0
@@ -885,14 +885,14 @@ def three_hosts(shim: str, tmp_path_factory: pytest.TempPathFactory) -> Examined
                 "RANK": str(number), "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
                 "GROUP_RANK": str(number), "GROUP_WORLD_SIZE": "3", "TORCHELASTIC_RUN_ID": "one",
                 "TORCHELASTIC_RESTART_COUNT": "0", "MASTER_ADDR": "node0", "MASTER_PORT": "29400",
-            } | ({LAST_WORDS: str(last_words)} if number == 1 else {}))  # fmt: skip
+            } | ({EXIT_CODE_FILE: str(exit_code_file)} if number == 1 else {}))  # fmt: skip
             odd = [f"LD_PRELOAD={shim}", "CLOCK_OFFSET=40"] if number == 2 else []
             words = ["env", *odd, *LAUNCH, *DOCTOR, f"run_dir={run_dir}", f"seed={7 if number == 2 else 0}"]
             started.append(one.popen(words, ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
         said = [process.communicate(timeout=120)[0].decode() for process in started]
     report = read(run_dir, "doctor.json")
     found = [Finding(**finding) for finding in report["findings"]]
-    return Examined(said, [process.returncode for process in started], last_words.read_text(), run_dir, found)
+    return Examined(said, [process.returncode for process in started], exit_code_file.read_text(), run_dir, found)
 
 
 @on_linux_as_root
@@ -928,4 +928,4 @@ def test_host_0_speaks_for_three_hosts(three_hosts: Examined) -> None:
     shown = [f"report {three_hosts.run_dir}/doctor.json" in text.replace("\n", "") for text in said]
     assert shown == [True, False, False]
     assert [path.name for path in three_hosts.run_dir.iterdir()] == ["doctor.json"], "what it wrote to try is gone"
-    assert three_hosts.last_words.splitlines() == ["0 told", "0 69"]
+    assert three_hosts.exit_code_file.splitlines() == ["0 reported", "0 69"]

@@ -77,7 +77,7 @@ def batches_of(source: FolderSource, micro_batches: list[MicroBatch], workers: i
 @pytest.mark.parametrize("draws", DRAWS)
 def test_crops_are_those_of_torchvision(shape: tuple[int, int], draws: tuple[float, ...] | None) -> None:
     image = torch.from_numpy(picture(1, *shape)).permute(2, 0, 1)
-    at = crop.window(*shape, 64, draws)
+    at = crop.crop_box_for(*shape, 64, draws)
     if draws is None:
         theirs = functional.center_crop(functional.resize(image, [73], antialias=True), [64, 64])
     else:
@@ -91,11 +91,11 @@ def test_crops_are_those_of_torchvision(shape: tuple[int, int], draws: tuple[flo
 def test_a_crop_does_not_depend_on_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not in one bit, though sums run over other lengths."""
     images = [torch.from_numpy(picture(n, 30 + 37 * n, 210 - 23 * n)).permute(2, 0, 1) for n in range(8)]
-    windows = [crop.window(*image.shape[1:], SIZE, DRAWS[n % 5]) for n, image in enumerate(images)]
+    windows = [crop.crop_box_for(*image.shape[1:], SIZE, DRAWS[n % 5]) for n, image in enumerate(images)]
     together = crop.resized_together(images, windows, SIZE)
     for n, image in enumerate(images):
         assert torch.equal(together[n], crop.resized_together([image], [windows[n]], SIZE)[0])
-    monkeypatch.setattr(crop, "TOGETHER", 3 * 200 * 200)
+    monkeypatch.setattr(crop, "MAX_PIXELS", 3 * 200 * 200)
     assert torch.equal(together, crop.resized_together(images, windows, SIZE))
 
 
@@ -110,7 +110,7 @@ def test_pil_crops_as_torchvision_does_pil_images(folder: Path) -> None:
             if draws is None:
                 theirs = functional.center_crop(functional.resize(image, [27], antialias=True), [SIZE, SIZE])
             else:
-                box = crop.crop_box(image.width, image.height, draws[:4])
+                box = crop.random_crop(image.width, image.height, draws[:4])
                 theirs = functional.resized_crop(image, *box, size=[SIZE, SIZE], antialias=True)
             assert torch.equal(crops, functional.pil_to_tensor(theirs))
 

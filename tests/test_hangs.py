@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from ddp_train.distributed.environment import tell_agent
+from ddp_train.distributed.environment import write_torchrun_error_file
 from ddp_train.distributed.world import World
 from ddp_train.errors import DataError
 from ddp_train.resilience import hang_detector, peer_check
@@ -199,7 +199,7 @@ def test_a_rank_that_stands_still_is_named(how: str, where: str, tmp_path: Path,
 
 
 @pytest.mark.slow
-def test_under_torchrun_a_roll_call_names_the_rank_that_stands_still(tmp_path: Path, env: dict[str, str]) -> None:
+def test_under_torchrun_the_peer_check_names_the_rank_that_hangs(tmp_path: Path, env: dict[str, str]) -> None:
     faulty = [word for word in words({"how": "sleep", "rank": 1, "step": 4}) if word != THREE]
     done = run(*faulty, f"run_dir={tmp_path}/run", f"launch.timeout_seconds={TIMEOUT_SECONDS}",
                command=torchrun(), env=env)  # fmt: skip
@@ -207,7 +207,7 @@ def test_under_torchrun_a_roll_call_names_the_rank_that_stands_still(tmp_path: P
     failure = read(tmp_path / "run", "failure.json")
     assert (failure["kind"], failure["rank"], failure["exit_code"]) == ("hang", 1, 71)
     assert failure["detail"].startswith("rank 1 on ")
-    assert "did not answer the roll call" in failure["detail"]
+    assert "did not respond to the peer check" in failure["detail"]
     assert failure["log"].endswith("rank_1.log")
     (fatal,) = fatal_lines(done.stderr)
     assert "hang (rank 1 on" in fatal
@@ -219,16 +219,16 @@ def place_in_line(world: World) -> Any:
     store, status = dist.distributed_c10d._get_default_store(), RankStatus(step=7, phase="backward")
     if world.rank == 2:
         status.phase = "data"
-    peer_check.announce(store, world)
+    peer_check.register(store, world)
     dist.barrier()
     error = RuntimeError("Timed out waiting 6000ms for recv operation to complete")
     failure = failure_from(error, world.rank, status, Path("logs/rank_0.log"), "")
-    assert peer_check.answer(store, world, status)
+    assert peer_check.respond(store, world, status)
     dist.barrier()  # in place of the patience of a worker
-    return peer_check.blame(failure, error, store, world)
+    return peer_check.attribute_failure(failure, error, store, world)
 
 
-def test_a_roll_call_that_all_answer_names_the_last_in_line() -> None:
+def test_the_peer_check_names_the_rank_furthest_behind_if_all_respond() -> None:
     for failure in on_ranks(3, place_in_line):
         assert (failure.kind, failure.rank, failure.step, failure.phase) == ("hang", 2, 7, "data")
         assert failure.log == "logs/rank_2.log"
@@ -240,10 +240,10 @@ def test_a_store_that_is_gone_points_at_the_host_of_rank_0(monkeypatch: pytest.M
     error = RuntimeError(f"Connection closed by peer [10.0.0.1]:1234. {wishes}")
     failure = failure_from(error, 1, RankStatus(step=3, phase="backward"), Path("logs/rank_1.log"), "")
     store = mock.Mock(**{"get.side_effect": dist.DistNetworkError("gone"), "set.side_effect": dist.DistStoreError("x")})
-    assert not peer_check.answer(store, World(1, 2, 0, 1), RankStatus())
-    failure = peer_check.blame(failure, error, store, World(1, 2, 0, 1))
+    assert not peer_check.respond(store, World(1, 2, 0, 1), RankStatus())
+    failure = peer_check.attribute_failure(failure, error, store, World(1, 2, 0, 1))
     assert (failure.kind, failure.exit_code, failure.rank, failure.host) == ("peer", 70, 0, "node0")
-    assert "gives no answer" in failure.detail and "closed by peer" in failure.detail
+    assert "does not respond" in failure.detail and "closed by peer" in failure.detail
     assert "GLHF" not in failure.detail
 
 
@@ -251,7 +251,7 @@ def test_torchruns_last_page_shows_the_failure(tmp_path: Path, monkeypatch: pyte
     file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
     failure = failure_from(DataError("sample 7 is spoilt", "repair it"), 1, RankStatus(step=3), Path("r1.log"), "")
-    tell_agent(headline(failure).removeprefix("FATAL "))
+    write_torchrun_error_file(headline(failure).removeprefix("FATAL "))
     page = str(ChildFailedError("launch.py", {1: ProcessFailure(1, 123, 65, str(file))}))
     assert "sample 7 is spoilt" in page and "repair it" in page and "FATAL" not in page
 
@@ -296,17 +296,17 @@ def test_ranks_that_differ_a_little_are_not_reported(
     assert capsys.readouterr().err == ""
     assert not watched([0.4, 0.5, 0.8], monkeypatch)
     (line,) = capsys.readouterr().err.splitlines()
-    assert "rank 2 is slower" in line and "80% of its time is data and forward, mostly forward" in line
+    assert "rank 2 is slower" in line and "80% of its time in data and forward, mostly forward" in line
 
 
 # --- a rank leaves --------------------------------------------------------------------------------------------------
 
 LEAVING = {
-    "segfault": ("died", "ended by SIGSEGV"),
-    "abort": ("died", "ended by SIGABRT"),
+    "segfault": ("died", "killed by SIGSEGV"),
+    "abort": ("died", "killed by SIGABRT"),
     "exit": ("exit", r"sys\.exit\(0\) was called"),
-    "vanish": ("died", "left with exit code 0 before the run was done"),
-    "memory": ("oom", r"held at the time: rank 0 \d+\.\d\d GiB, rank 1 \d+\.\d\d GiB, rank 2 "),
+    "vanish": ("died", "exited with code 0 before the run was done"),
+    "memory": ("oom", r"memory at that time: rank 0 \d+\.\d\d GiB, rank 1 \d+\.\d\d GiB, rank 2 "),
 }
 
 
@@ -325,7 +325,7 @@ def test_a_rank_that_leaves_is_named_with_what_it_died_of(how: str, tmp_path: Pa
         assert job.said().count(" in misbehave") == (how != "vanish")
 
 
-def test_a_kill_for_want_of_memory_is_told_from_other_kills() -> None:
+def test_an_oom_kill_is_distinguished_from_other_kills() -> None:
     arguments = -signal.SIGKILL, 2, RankStatus(step=7, phase="forward"), Path("logs/rank_2.log")
     failure = failure_from_exit(*arguments, oom_killed=True, sizes="rank 0 1.00 GiB, rank 1 9.00 GiB")
     assert (failure.kind, failure.rank, failure.step, failure.phase) == ("oom", 2, 7, "forward")
@@ -346,7 +346,7 @@ def test_a_kill_for_want_of_memory_is_told_from_other_kills() -> None:
     ],
     ids=lambda error: type(error).__name__,
 )  # fmt: skip
-def test_want_of_memory_is_told_by_whoever_met_it(error: Exception) -> None:
+def test_oom_is_recognised_from_every_library(error: Exception) -> None:
     failure = failure_from(error, 1, RankStatus(step=3, phase="forward"), Path("log"), "rank 1 9.00 GiB")
     assert failure.kind == "oom" and "rank 1 9.00 GiB" in failure.detail
     assert failure_from(RuntimeError("CUDA error: an illegal memory access"), 1, RankStatus(), Path(), "").kind != "oom"

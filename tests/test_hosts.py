@@ -67,7 +67,7 @@ def test_a_second_run_in_the_same_directory_is_refused_before_any_worker(tmp_pat
 
 
 @pytest.mark.slow
-def test_whoever_lost_the_run_directory_writes_no_checkpoint(tmp_path: Path) -> None:
+def test_no_checkpoint_after_lock_is_lost(tmp_path: Path) -> None:
     words = ["model=mlp", "train.epochs=1000000", "train.evaluate_every_epochs=1000000", "checkpoint.every_steps=20"]
     with running(tmp_path / "run", *words, ONE, "checkpoint.keep=100000") as job:
         job.wait_for_file("checkpoints/step_00000020")
@@ -140,7 +140,7 @@ def test_differing_words_are_refused_by_key_and_both_values(tmp_path: Path) -> N
     kind, detail, _ = compared(tmp_path, words=["seed=2", "train.epochs=3"])
     host = os.uname().nodename
     assert kind is ConfigError
-    assert f"seed=1 on rank 0 ({host}), seed=2 on rank 2 ({host}): use the same words" in detail
+    assert f"seed=1 on rank 0 ({host}), seed=2 on rank 2 ({host}): use the same overrides on all hosts" in detail
     assert f"no train.epochs on rank 0 ({host}), train.epochs=3 on rank 2" in detail
 
 
@@ -148,7 +148,7 @@ def test_differing_words_are_refused_by_key_and_both_values(tmp_path: Path) -> N
     ("change", "name", "value", "remedy"),
     [
         ({"source_digest": other_digest}, "ddp_train", "0123456789ab", "check out the same version"),
-        ({"time": Late}, "clock", "-60 s", "set the clocks right"),
+        ({"time": Late}, "clock", "-60 s", "synchronise the clocks"),
     ],
 )
 def test_differing_processes_are_refused_with_a_table(
@@ -225,10 +225,10 @@ def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]
 @pytest.mark.parametrize(
     ("endpoint", "expected"),
     [
-        ("nowhere:29400", "nowhere resolves to nothing on node0"),
-        ("10.99.0.1:29400", "there is no way from node0 to 10.99.0.1"),
-        ("debian:29400", "debian resolves to 127.0.1.1 on node0, where no other host finds it"),
-        ("node0:29555", "port 29555 of node0 is taken by another process"),
+        ("nowhere:29400", "nowhere does not resolve on node0"),
+        ("10.99.0.1:29400", "no route from node0 to 10.99.0.1"),
+        ("debian:29400", "debian resolves to 127.0.1.1 on node0, a loopback address that no other host can reach"),
+        ("node0:29555", "port 29555 of node0 is in use by another process"),
     ],
 )
 def test_a_place_where_hosts_cannot_meet_is_named_at_once(endpoint: str, expected: str, cluster: Cluster) -> None:
@@ -276,7 +276,7 @@ def test_hosts_with_other_words_are_refused(cluster: Cluster) -> None:
     for host, seed in zip(cluster.lab.hosts, (1, 2), strict=True):
         cluster.start(host, "launch.nnodes=2", ENDPOINT, f"seed={seed}")
     assert [cluster.end(name) for name in ("node0", "node1")] == [2, 2]
-    assert re.search(r"seed=[12] on rank 0 \(node[01]\), seed=[12] on rank 1 \(node[01]\): use the same words",
+    assert re.search(r"seed=[12] on rank 0 \(node[01]\), seed=[12] on rank 1 \(node[01]\): use the same overrides",
                      read(cluster.run_dir, "failure.json")["detail"])  # fmt: skip
     assert not (cluster.run_dir / "metrics.jsonl").exists()
 

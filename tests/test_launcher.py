@@ -66,7 +66,7 @@ def test_a_run_that_is_started_again_ends_where_it_would_have(tmp_path: Path) ->
             job.wait_for_file(f"checkpoints/step_{step:08d}")
             os.kill(job.workers()[rank], signal.SIGKILL)
         assert job.end() == 0, job.said()
-        assert job.said().count("starting again (1 of 1 restarts)") == 2, "a new checkpoint refills the budget"
+        assert job.said().count("restarting (1 of 1 restarts)") == 2, "a new checkpoint refills the budget"
         assert processes_of(job.run_dir) == {}
         assert read(job.run_dir, "summary.json")["status"] == "completed"
         assert read(job.run_dir, "summary.json")["steps"] == 40
@@ -101,8 +101,8 @@ def test_a_run_that_fails_in_the_same_way_three_times_is_given_up(tmp_path: Path
     done = run(*words, f"run_dir={tmp_path}/run", env=foreign_code(tmp_path))
     assert done.returncode == 70
     assert len(fatal_lines(done.stderr)) == 3
-    assert done.stderr.endswith("not started again: 3 attempts ended in the same failure at the same step: "
-                                "it would only come again\n")  # fmt: skip
+    assert done.stderr.endswith("not restarted: same failure at the same step in 3 attempts; "
+                                "restarting again would not help\n")  # fmt: skip
 
 
 def failures(allowed: int, run_dir: Path, *seen: tuple[int, ...]) -> list[str]:
@@ -119,7 +119,7 @@ def failures(allowed: int, run_dir: Path, *seen: tuple[int, ...]) -> list[str]:
 
 def test_restarts_are_counted_between_checkpoints(tmp_path: Path) -> None:
     used_up = failures(2, tmp_path / "a", (1, 0), (2, 0), (3, 0))
-    assert used_up == ["", "", "launch.max_restarts=2 without a new checkpoint"]
+    assert used_up == ["", "", "launch.max_restarts=2 used up without a new checkpoint"]
     assert failures(1, tmp_path / "b", (7, 5), (12, 10), (17, 15), (18, 15))[:3] == ["", "", ""]
     assert failures(1, tmp_path / "c", (7, 5), (12, 10), (13, 10))[2] != ""
     assert failures(0, tmp_path / "d", (7, 5))[0] != ""

@@ -174,7 +174,7 @@ def test_the_trials_of_a_sweep_are_jobs_and_one_that_is_stopped_goes_on(slurm: S
         slurm.call("scancel", "--signal=USR1", f"{array}_0")  # as SLURM does before the time limit
         out, err = process.communicate(timeout=120)
     assert process.returncode == 0, out + err
-    assert slurm.show(f"{array}_0")["RestartPolicy"] == "1"
+    assert slurm.show(f"{array}_0")["Restarts"] == "1"
     (log,) = (sweep / ".submitit").rglob("*_0_0_log.out")
     assert re.search(r"^steps .*, from step \d+$", log.read_text(), re.M)
     rows = [json.loads(line) for line in (sweep / "results.jsonl").read_text().splitlines()]
@@ -193,7 +193,7 @@ def test_a_cancelled_job_saves_and_leaves_nothing(slurm: SlurmLab, limited: Job)
     slurm.wait_while_alive(job, lambda: begun(run_dir), "first step")
     slurm.call("scancel", job)
     known = slurm.wait_for(job, "CANCELLED")
-    assert known["RestartPolicy"] == "0"
+    assert known["Restarts"] == "0"
     while job in jobs_of(slurm):  # COMPLETING: SLURM waits for its processes
         time.sleep(LOOK_SECONDS)
     assert not slurm.processes(str(run_dir))
@@ -209,7 +209,7 @@ def test_a_job_at_its_time_limit_saves_and_goes_on_to_the_same_weights(
 ) -> None:
     known = slurm.wait_for(limited.number, "COMPLETED")
     said = slurm.said(limited.number)
-    assert known["RestartPolicy"] == "1", said
+    assert known["Restarts"] == "1", said
     assert said.count("exit code 75; back into the queue") == 1
     assert "from step " in said
     summary = read(limited.run_dir, "summary.json")

@@ -459,19 +459,27 @@ def objective(case: Case) -> Any:
 def worker_environments(case: Case) -> Any:
     """What our own launcher gives to its workers."""
     started: list[Any] = []
-    with mock.patch.object(subprocess, "Popen", lambda command, env, **more: started.append(env)):
-        local._start(case.config, ROOT, 0, mock.Mock(descriptor=3), [], local.StopRequests(), None)
+    with (
+        mock.patch.object(subprocess, "Popen", lambda command, env, **more: started.append(env)),
+        contextlib.closing(local.Attempt(case.config, ROOT, 0, local.StopRequests(), None)) as attempt,
+    ):
+        attempt.start()
+        attempt.workers.clear()  # there are no processes to end
     names = ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
     return [{name: env[name] for name in names} for env in started]
 
 
 def asked_to_fork(case: Case) -> Any:
     """How many workers the launcher has forked, where a server is at hand."""
-    workers: list[Any] = []
     server = mock.Mock(**{"fork.side_effect": lambda specs, given_up: specs})
-    with mock.patch.object(subprocess, "Popen", lambda *words, **more: None):
-        local._start(case.config, ROOT, 0, mock.Mock(descriptor=3), workers, local.StopRequests(), server)
-    return [worker is not None for worker in workers]
+    with (
+        mock.patch.object(subprocess, "Popen", lambda *words, **more: None),
+        contextlib.closing(local.Attempt(case.config, ROOT, 0, local.StopRequests(), server)) as attempt,
+    ):
+        attempt.start()
+        workers = [worker is not None for worker in attempt.workers]
+        attempt.workers.clear()  # there are no processes to end
+    return workers
 
 
 def torchrun_command(case: Case) -> Any:
@@ -479,7 +487,7 @@ def torchrun_command(case: Case) -> Any:
 
 
 def attempts(case: Case) -> Any:
-    with mock.patch.object(local, "_attempt", return_value=70) as tried:
+    with mock.patch.object(local.Attempt, "run", return_value=70) as tried:
         local.launch(case.config, ROOT)
     return tried.call_count
 
@@ -488,12 +496,13 @@ def patience_at_the_end(case: Case) -> Any:
     """How many seconds workers that do not listen are left alive once somebody asked them to stop."""
     stop, worker, seconds = local.StopRequests(), mock.Mock(**{"poll.return_value": None}), itertools.count()
     stop.received.append(signal.SIGTERM)
+    attempt = local.Attempt(case.config, ROOT, 0, stop, None)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(local, "_start", lambda *given: given[4].append(worker)))
-        stack.enter_context(mock.patch.object(local, "_end"))
+        stack.enter_context(mock.patch.object(attempt, "start", lambda: attempt.workers.append(worker)))
         stack.enter_context(mock.patch.object(local.time, "monotonic", lambda: next(seconds)))
         stack.enter_context(mock.patch.object(local.time, "sleep"))
-        assert local._attempt(case.config, ROOT, 0, stop, None) == local.UNSAVED
+        assert attempt.run() == local.UNSAVED
+    attempt.board.close()
     worker.send_signal.assert_called_once_with(signal.SIGTERM)
     return next(seconds)
 

@@ -11,7 +11,7 @@ from ddp_train.config import conflicts, external_checks
 from ddp_train.config.auto import process_count
 from ddp_train.config.hardware import Hardware
 from ddp_train.config.schema import OPTIONS, SECTIONS, Config
-from ddp_train.distributed.environment import hosts_asked, srun_tasks
+from ddp_train.distributed.environment import hosts_requested, srun_tasks
 from ddp_train.distributed.world import World
 from ddp_train.text import counted, did_you_mean, shown
 
@@ -113,7 +113,7 @@ def _under_torchrun(asked: Config, config: Config, hardware: Hardware, world: Wo
         return []
     problems, launch = [], asked.launch
     # More hosts asked for than started is no mistake in the config: distributed.preflight reports it.
-    hosts = (hosts_asked() or (world.hosts,))[0]
+    hosts = (hosts_requested() or (world.hosts,))[0]
     for name, actual in (("nproc_per_node", world.local_size), ("nnodes", hosts)):
         if getattr(launch, name) not in ("auto", 1, actual):
             problems.append(

@@ -1,4 +1,4 @@
-"""Augmentation of whole batches, driven by keyed draws: what sample 17 becomes in epoch 3 depends on nothing else."""
+"""Augmentation of whole batches by counter-based draws: a sample depends on its number, epoch and seed alone."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch.nn import functional
 
 
 def shift(images: Tensor, draws: Tensor, by: int) -> Tensor:
-    """Moves each image by up to `by` pixels in both directions and fills with zeros.
+    """Translates each image by up to `by` pixels in both directions and fills with zeros.
 
-    images: [n, channels, height, width]; draws: [n, 2], uniform in [0, 1).
+    images: [n, channels, height, width]; draws: [n, 2], uniform in [0, 1). Returns the shape of `images`.
     """
     _, _, height, width = images.shape
     padded = functional.pad(images, (by, by, by, by))
@@ -32,15 +32,15 @@ def flip(images: Tensor, draws: Tensor) -> Tensor:
 
 
 def move(images: Tensor, draws: Tensor, by: int, flips: bool) -> Tensor:
-    """`shift` and, for images whose mirror image means the same, `flip`. draws: [n, 3], uniform in [0, 1)."""
+    """`shift` and, if `flips`, `flip`. draws: [n, 3], uniform in [0, 1)."""
     return shift(flip(images, draws[:, 2]) if flips else images, draws[:, :2], by)
 
 
-def crop_box(width: int, height: int, draws: Sequence[float]) -> tuple[int, int, int, int]:
+def random_crop(width: int, height: int, draws: Sequence[float]) -> tuple[int, int, int, int]:
     """Top, left, height and width of a random crop: 8 to 100 % of the area, aspect ratio 3/4 to 4/3.
 
-    draws: four, uniform in [0, 1). The distribution is that of "Going deeper with convolutions" (arXiv:1409.4842), the
-    crop clipped to the image.
+    draws: four, uniform in [0, 1). The distribution is that of "Going deeper with convolutions" (arXiv:1409.4842); the
+    crop is clipped to the image.
     """
     area = width * height * (0.08 + 0.92 * draws[0])
     ratio = math.exp((2 * draws[1] - 1) * math.log(4 / 3))
@@ -54,11 +54,11 @@ def crop_box(width: int, height: int, draws: Sequence[float]) -> tuple[int, int,
 def normalise(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...], dtype: torch.dtype) -> Tensor:
     """(x / 255 - mean) / std per channel, as one multiplication and one addition, on the images' own device.
 
-    images: uint8 [n, channels, height, width], whose memory format stays. Each operation is rounded by itself: a fused
-    one gives bits that depend, on CPUs, on where in the batch a pixel stands.
+    images: uint8 [n, channels, height, width]; the memory format is kept. The two operations are rounded separately: on
+    CPUs the bits of a fused one depend on the position of a pixel in the batch.
     """
     factor, offset = _factor_and_offset(mean, std, dtype, images.device)
-    # Between two types one multiplication takes a CPU 15 times as long.
+    # On a CPU a multiplication of two dtypes takes 15 times as long.
     scaled = torch.mul(images, factor) if images.is_cuda else images.to(dtype).mul_(factor)
     return scaled.add_(offset)
 

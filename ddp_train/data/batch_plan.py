@@ -1,4 +1,4 @@
-"""Which process computes which samples in which step. The sequence of global batches is the same for every world."""
+"""Which process computes which samples in which step. The global batches are the same for any number of processes."""
 
 from __future__ import annotations
 
@@ -16,27 +16,26 @@ class MicroBatch:
     """The samples of one forward pass on one process."""
 
     epoch: int | None
-    """None in evaluation: nothing is augmented."""
+    """None in evaluation, which does not augment."""
     step: int
-    """Optimizer steps completed before this one; in evaluation, the number of the batch."""
+    """Optimizer steps completed before this micro-batch; in evaluation the index of the batch."""
     indices: np.ndarray
-    """Sample numbers, int64. Never empty: see `num_real`."""
+    """Sample numbers, int64 [n]. Never empty: see `num_real`."""
     num_real: int
-    """How many of `indices` count: all, or none where a stand-in fills the place of an empty micro-batch."""
+    """How many of `indices` count: all; 0 if they only stand in for an empty micro-batch."""
     scale: float
-    """What the sum of the sample losses is multiplied by before backward: the world's mean of all micro-batches'
-    gradients (or, with virtual shards, their sum) is then the gradient of the mean loss over the global batch, however
-    unevenly
+    """The factor on the sum of the sample losses before backward. With it the mean over the ranks of the micro-batches'
+    gradients (with virtual shards, their sum) is the gradient of the mean loss over the global batch, however unevenly
     that was split."""
     is_last: bool
-    """The last micro-batch of its optimizer step: gradients are synchronised in its backward pass."""
+    """Whether it is the last of its optimizer step, in whose backward pass gradients are synchronised."""
     shard_index: int = 0
-    """Which part of its global batch it is, counted over all processes."""
+    """The index of this part of the global batch, over all processes."""
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The whole training of one process, in numbers."""
+    """The samples of one process in each optimizer step of a run."""
 
     samples: int
     global_batch_size: int
@@ -47,7 +46,7 @@ class BatchPlan:
     rank: int = 0
     world_size: int = 1
     virtual_shards: int | None = None
-    """With `strategy=ordered`: the parts of a global batch, the same whatever the number of processes."""
+    """With `strategy=ordered`: the number of parts of a global batch, for any number of processes."""
 
     @property
     def steps_per_epoch(self) -> int:
@@ -58,49 +57,49 @@ class BatchPlan:
         return self.global_batch_size // (self.accumulation_steps * self.world_size)
 
     def epoch_end(self, step: int) -> int:
-        """The step at which the epoch that holds optimizer step `step` ends, or the run."""
+        """The step at which the epoch of optimizer step `step` ends, or the run if that is earlier."""
         return min((step // self.steps_per_epoch + 1) * self.steps_per_epoch, self.steps)
 
     def ends_epoch(self, step: int) -> bool:
-        """Whether `step` optimizer steps complete an epoch, or the run."""
+        """Whether `step` optimizer steps complete an epoch or the run."""
         return step % self.steps_per_epoch == 0 or step == self.steps
 
     def is_full(self, step: int) -> bool:
-        """Whether the global batch of an optimizer step is a whole one."""
+        """Whether the global batch of an optimizer step has its full size."""
         ends = (step + 1) % self.steps_per_epoch == 0
         return not ends or self.samples % self.global_batch_size == 0
 
     def samples_seen(self, step: int) -> int:
-        """Samples that the first `step` optimizer steps consume, over all processes."""
+        """Samples in the first `step` optimizer steps, over all processes."""
         epochs, rest = divmod(step, self.steps_per_epoch)
         return epochs * self.samples + min(rest * self.global_batch_size, self.samples)
 
     def global_batch(self, step: int) -> np.ndarray:
-        """The sample numbers of an optimizer step, over all processes, in their order."""
-        epoch, place = divmod(step, self.steps_per_epoch)
-        start = place * self.global_batch_size
+        """The sample numbers of an optimizer step, over all processes: int64 [n]."""
+        epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
+        start = step_in_epoch * self.global_batch_size
         return epoch_order(self.seed, epoch, self.samples)[start : start + self.global_batch_size]
 
     def micro_batches(self, first_step: int = 0) -> Iterator[MicroBatch]:
-        """What this process computes from `first_step` on."""
+        """The micro-batches of this process from optimizer step `first_step` on."""
         for step in range(first_step, self.steps):
             yield from self._split(step, self.global_batch(step))
 
     def _split(self, step: int, indices: np.ndarray) -> Iterator[MicroBatch]:
-        """As evenly as it goes, never padded. A short last batch takes as few micro-batches as hold it."""
+        """Splits a global batch as evenly as possible, without padding. A short last batch has fewer micro-batches."""
         if self.virtual_shards:
             count, each = self.virtual_shards, self.virtual_shards // self.world_size
             numbers, sum_to_mean = range(self.rank * each, (self.rank + 1) * each), 1 / len(indices)
         else:  # DDP takes the mean over the processes
             count = -(-len(indices) // (self.micro_batch_size * self.world_size)) * self.world_size
             numbers, sum_to_mean = range(self.rank, count, self.world_size), self.world_size / len(indices)
-        each, longer = divmod(len(indices), count)  # np.array_split's parts, of which only this process's are cut
+        each, longer = divmod(len(indices), count)  # the parts of np.array_split, of which only this process's are made
         epoch = step // self.steps_per_epoch
         for number in numbers:
             start = number * each + min(number, longer)
             mine = indices[start : start + each + (number < longer)]
-            # Every process must take part in the synchronised backward pass: one without samples computes the first
-            # sample of the batch with weight zero.
+            # Every process must take part in the synchronised backward pass: one without samples computes the batch's
+            # first sample with weight zero.
             real = len(mine) > 0
             scale = sum_to_mean if real else 0.0
             yield MicroBatch(
@@ -110,12 +109,12 @@ class BatchPlan:
 
 @functools.lru_cache(maxsize=2)
 def epoch_order(seed: int, epoch: int, samples: int) -> np.ndarray:
-    """The order of the samples in an epoch: a permutation of range(samples)."""
+    """The order of the samples in an epoch: a permutation of range(samples), int64."""
     return order(hash_key(seed, "order", epoch), samples).numpy()
 
 
 def evaluation_batches(samples: int, batch_size: int, rank: int, world_size: int) -> list[MicroBatch]:
-    """Each sample once. The batches are the same for every world, only who computes them differs."""
+    """The evaluation batches of one rank. Each sample is in one; they are the same batches for any number of ranks."""
     indices = np.arange(samples)
     starts = range(rank * batch_size, samples, world_size * batch_size)
     batches = [(start // batch_size, indices[start : start + batch_size]) for start in starts]

@@ -1,4 +1,4 @@
-"""Copies from the host to a GPU for which neither of them waits."""
+"""Asynchronous copies from the host to a GPU, in a stream of their own."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from torch import Tensor
 from ddp_train.tensor_tree import map_tensors, tensors
 
 BATCHES_AHEAD = 2
-"""For how many batches the computation may be queued when one more is copied. Without a limit a host that waits for
-nothing, with recorded steps for example, would fill the GPU's memory with batches."""
+"""How many batches may be copied ahead of the computation. Without a limit a host that never waits, as with captured
+steps, would fill the GPU's memory with batches."""
 
 
-def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """A small tensor on the device. From memory that is not page-locked, the host would wait for all that is queued."""
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copies a small tensor without waiting. From pageable memory the host would wait for all queued work."""
     pinned = tensor.pin_memory() if device.type == "cuda" else tensor
     return pinned.to(device, non_blocking=True)
 
 
 class CopyStream:
-    """Places batches on a GPU in a stream of its own, while the stream of training still computes on those before.
+    """Copies batches to a GPU in a stream of its own, while training's stream still computes on earlier batches.
 
-    A copy that is queued in training's stream begins when all computation before it has ended (CUDA C++ Best Practices
+    A copy in training's stream would begin only when all earlier computation has ended (CUDA C++ Best Practices
     Guide, "Asynchronous and Overlapping Transfers with Computation").
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, torch.cuda.Stream(device)
         self.queued: deque[Any] = deque()
-        """An event for each of the last batches: training's stream has computed on the one before."""
+        """For each of the last batches, the event that training's stream has computed on the batch before it."""
 
     def place(self, batch: Any, place: Callable[[Tensor], Tensor]) -> Any:
-        """`place(tensor)` for each tensor in a batch. What is queued later in the current stream finds them ready."""
+        """The batch with `place(tensor)` for each tensor. Later work in the current stream waits for the copies."""
         training = torch.cuda.current_stream(self.device)
         self.queued.append(training.record_event())
         if len(self.queued) > BATCHES_AHEAD:
@@ -43,6 +43,6 @@ class CopyStream:
         with torch.cuda.stream(self.stream):
             placed = map_tensors(place, batch)
         training.wait_stream(self.stream)
-        for tensor in tensors(placed):  # its memory is not to be used again before training has read it
+        for tensor in tensors(placed):  # its memory must not be reused before training has read it
             tensor.record_stream(training)
         return placed

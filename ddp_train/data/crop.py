@@ -1,7 +1,7 @@
-"""Which part of an image a sample shows, and how it is brought to size: uint8 in, uint8 out, one at a time or together.
+"""Crops and resizes images, uint8 to uint8: one at a time with torch's kernel, or many at once with matrix products.
 
-Both ways are bilinear with antialiasing, horizontally first, rounded to uint8 after each direction, as torchvision's
-resized_crop on uint8 tensors is.
+Both are bilinear with antialiasing, horizontally first, and round to uint8 after each direction, as torchvision's
+resized_crop on uint8 tensors does.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ddp_train.data.augment import crop_box
+from ddp_train.data.augment import random_crop
 
-TOGETHER = 2**26
-"""Pixels that are resized at once: 256 MiB in float32."""
+MAX_PIXELS = 2**26
+"""The most pixels that are resized at once: 256 MiB in float32."""
 
 
 class CropBox(NamedTuple):
-    """A box of an image is resized to rows x columns, of which a square from (first_row, first_column) on is shown."""
+    """A box of an image that is resized to rows x columns, and of the result the square that begins at (first_row,
+    first_column)."""
 
     top: int
     left: int
@@ -32,67 +33,76 @@ class CropBox(NamedTuple):
     first_column: int = 0
 
 
-def window(height: int, width: int, size: int, draws: Sequence[float] | None) -> CropBox:
-    """What a sample shows of an image, size x size in the end: a random crop if there are draws (four, uniform in
-    [0, 1)), else the usual evaluation crop, the middle of an image whose short side is 8/7 of the crop."""
+def crop_box_for(height: int, width: int, size: int, draws: Sequence[float] | None) -> CropBox:
+    """The CropBox of a sample, for a result of size x size pixels.
+
+    draws: four, uniform in [0, 1), for a random crop. None for the usual evaluation crop: the centre of the image
+    resized to a short side of 8/7 of `size`.
+    """
     if draws is not None:
-        return CropBox(*crop_box(width, height, draws), size, size)
+        return CropBox(*random_crop(width, height, draws), size, size)
     short = round(size * 8 / 7)
     rows = short if height <= width else int(short * height / width)
     columns = short if width <= height else int(short * width / height)
     return CropBox(0, 0, height, width, rows, columns, round((rows - size) / 2), round((columns - size) / 2))
 
 
-def resized(image: Tensor, at: CropBox, size: int) -> Tensor:
-    """One image, uint8 [3, height, width], by torch's own kernel: the pixels of torchvision. On the CPU."""
-    whole = functional.interpolate(_box(image, at)[None], (at.rows, at.columns), mode="bilinear", antialias=True)
-    return whole[0, :, at.first_row : at.first_row + size, at.first_column : at.first_column + size]
+def resized(image: Tensor, box: CropBox, size: int) -> Tensor:
+    """Crops and resizes one image on the CPU with torch's kernel, which gives torchvision's pixels.
+
+    image: uint8 [3, height, width]. Returns uint8 [3, size, size].
+    """
+    whole = functional.interpolate(_cut(image, box)[None], (box.rows, box.columns), mode="bilinear", antialias=True)
+    return whole[0, :, box.first_row : box.first_row + size, box.first_column : box.first_column + size]
 
 
-def _box(image: Tensor, at: CropBox) -> Tensor:
-    return image[:, at.top : at.top + at.height, at.left : at.left + at.width]
+def _cut(image: Tensor, box: CropBox) -> Tensor:
+    return image[:, box.top : box.top + box.height, box.left : box.left + box.width]
 
 
-def resized_together(images: Sequence[Tensor], windows: Sequence[CropBox], size: int) -> Tensor:
-    """Many images of any sizes, each uint8 [3, height, width], on one device: uint8 [n, 3, size, size].
+def resized_together(images: Sequence[Tensor], boxes: Sequence[CropBox], size: int) -> Tensor:
+    """Crops and resizes many images of any sizes on one device.
 
-    Resizing is linear and separable: a product with a matrix of weights from the left and one from the right, which
-    takes some twenty kernels for all images, where torch's own takes several for each. What an image becomes does not
-    depend, to the last bit, on the others or on the device: weights are multiples of 2^-15 with 11 significant bits, so
-    that float32 and TF32 alike add up the products with uint8 pixels without rounding, in whatever order.
+    images: each uint8 [3, height, width]. Returns uint8 [n, 3, size, size].
+
+    Resizing is linear and separable: a product with a matrix of weights from the left and one from the right. That
+    takes about twenty kernels for all images, torch's own resizing several for each. To the last bit, the result for an
+    image does not depend on the other images or on the device: weights are multiples of 2^-15 with 11 significant bits,
+    so that float32 and TF32 both sum the products with uint8 pixels without rounding, in any order.
     """
     groups, largest = [[]], (0, 0)
-    for number, at in enumerate(windows):
-        padded = max(largest[0], at.height), max(largest[1], at.width)
-        if groups[-1] and 3 * (len(groups[-1]) + 1) * padded[0] * padded[1] > TOGETHER:
+    for index, box in enumerate(boxes):
+        padded = max(largest[0], box.height), max(largest[1], box.width)
+        if groups[-1] and 3 * (len(groups[-1]) + 1) * padded[0] * padded[1] > MAX_PIXELS:
             groups.append([])
-            padded = at.height, at.width
-        groups[-1].append(number)
+            padded = box.height, box.width
+        groups[-1].append(index)
         largest = padded
-    parts = [_resized_group([images[n] for n in group], [windows[n] for n in group], size) for group in groups]
-    return torch.cat(parts)
+    return torch.cat([_resized_group([images[n] for n in group], [boxes[n] for n in group], size) for group in groups])
 
 
-def _resized_group(images: list[Tensor], windows: list[CropBox], size: int) -> Tensor:
+def _resized_group(images: list[Tensor], boxes: list[CropBox], size: int) -> Tensor:
+    """The crops of images that fit into memory together. They are padded with zeros to the largest box."""
     count, device = len(images), images[0].device
-    height, width = max(at.height for at in windows), max(at.width for at in windows)
-    boxes = torch.zeros(count, 3, height, width, dtype=torch.uint8, device=device)
-    places = [boxes[row, :, : at.height, : at.width] for row, at in enumerate(windows)]
-    shown = [_box(image, at) for image, at in zip(images, windows, strict=True)]
-    torch._foreach_copy_(places, shown)  # pyright: ignore[reportPrivateImportUsage]  a loop in C++
-    numbers = torch.tensor(windows, dtype=torch.float32).to(device)
+    height, width = max(box.height for box in boxes), max(box.width for box in boxes)
+    padded = torch.zeros(count, 3, height, width, dtype=torch.uint8, device=device)
+    targets = [padded[row, :, : box.height, : box.width] for row, box in enumerate(boxes)]
+    crops = [_cut(image, box) for image, box in zip(images, boxes, strict=True)]
+    torch._foreach_copy_(targets, crops)  # pyright: ignore[reportPrivateImportUsage]  a loop in C++
+    numbers = torch.tensor(boxes, dtype=torch.float32).to(device)
     _, _, heights, widths, rows, columns, first_row, first_column = numbers.unbind(1)
     horizontal = _weights(widths, columns, first_column, size, width)
     vertical = _weights(heights, rows, first_row, size, height)
-    narrow = (boxes.view(count, 3 * height, width).float() @ horizontal.mT).round_()
+    narrow = (padded.view(count, 3 * height, width).float() @ horizontal.mT).round_()
     return (vertical[:, None] @ narrow.view(count, 3, height, size)).round_().byte()
 
 
 def _weights(lengths: Tensor, resized_to: Tensor, first: Tensor, size: int, length: int) -> Tensor:
-    """Triangles as wide as the pixels that fall into one: [n, size, length], rows of which add up to 1.
+    """Antialiasing weights [n, size, length], each row of which sums to 1: triangles as wide as the source pixels that
+    one target pixel covers.
 
-    lengths, resized_to, first: [n], the pixels of each image in one direction, and of its resized one, from which
-    `size` are taken from `first` on.
+    lengths: [n], source pixels of each image in one direction, at most `length`. resized_to: [n], target pixels in that
+    direction, of which `size` from `first` [n] on are computed.
     """
     scale = (lengths / resized_to)[:, None, None]
     centres = (torch.arange(size, device=lengths.device)[None, :, None] + first[:, None, None] + 0.5) * scale
@@ -100,5 +110,5 @@ def _weights(lengths: Tensor, resized_to: Tensor, first: Tensor, size: int, leng
     triangles = (1 - (pixels + 0.5 - centres).abs() / scale.clamp(min=1)).clamp_(min=0) * (
         pixels < lengths[:, None, None]
     )
-    whole = (triangles * 2**15).round_()  # whole numbers add up without rounding
+    whole = (triangles * 2**15).round_()  # integers are summed without rounding
     return (whole / whole.sum(-1, keepdim=True) * 2**15).round_().half().float() * 2.0**-15

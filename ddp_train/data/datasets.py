@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ddp_train.data import augment as augmentation
-from ddp_train.data.copy_stream import sent
+from ddp_train.data.copy_stream import to_device
 from ddp_train.data.image_folder import FolderSource
 from ddp_train.data.rng import hash_key, uniform
 from ddp_train.errors import ConfigError, DataError
@@ -93,7 +93,7 @@ class ArraySource:
         return other
 
     def get_batch(self, indices: np.ndarray, epoch: int | None) -> tuple[Tensor, Tensor]:
-        index = sent(torch.from_numpy(indices), self.inputs.device)
+        index = to_device(torch.from_numpy(indices), self.inputs.device)
         inputs = _rows(self.inputs, index)
         if self.std:
             inputs = augmentation.normalise(inputs, self.mean, self.std, torch.float32)

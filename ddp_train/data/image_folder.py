@@ -1,4 +1,4 @@
-"""Images in a folder per class: read, decoded and cropped to uint8 on the host or the GPU; the rest on the device."""
+"""Image folders: files are read, decoded and cropped to uint8 on the host or a GPU, and normalised on the device."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ddp_train.data import augment
-from ddp_train.data.copy_stream import sent
-from ddp_train.data.crop import CropBox, resized, resized_together, window
+from ddp_train.data.copy_stream import to_device
+from ddp_train.data.crop import CropBox, crop_box_for, resized, resized_together
 from ddp_train.data.rng import hash_key, uniform
 from ddp_train.errors import ConfigError, DataError
 from ddp_train.text import first_line
@@ -22,20 +22,24 @@ JPEG_START, JPEG_END = b"\xff\xd8\xff", b"\xff\xd9"
 
 
 class FolderSource:
-    """One split, its images decoded when they are asked for.
+    """One split of an image folder with one sub-folder per class. Images are decoded on access.
 
-    decode: pil (PIL decodes and resizes), else torchvision's decoder, libjpeg-turbo, on the host, whatever calls
-    `get_batch`; `crops_on` decodes on a GPU. A file that torchvision cannot take, PIL may. Draws are keyed by seed,
-    epoch and sample; what a sample becomes depends on the decoder besides, never on its batch.
+    decode: `pil` (PIL decodes and resizes); with any other value `get_batch` uses torchvision's decoder (libjpeg-turbo)
+    on the host, and `crops_on` decodes on a GPU. PIL decodes the files that torchvision does not support. A sample's
+    pixels depend on the decoder, the seed, the epoch and the sample number, never on its batch.
     """
 
     def __init__(self, folder: Path, image_size: int, augmented: bool, seed: int, decode: str) -> None:
         from torchvision.datasets import ImageFolder
 
         images = ImageFolder(str(folder))
-        self.classes, self.paths = images.classes, [path for path, _ in images.samples]
+        self.classes = images.classes
+        self.paths = [path for path, _ in images.samples]
         self.targets = torch.tensor(images.targets)
-        self.image_size, self.augmented, self.seed, self.decode = image_size, augmented, seed, decode
+        self.image_size = image_size
+        self.augmented = augmented
+        self.seed = seed
+        self.decode = decode
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -45,58 +49,58 @@ class FolderSource:
         return len(self.classes)
 
     def get_batch(self, indices: np.ndarray, epoch: int | None) -> tuple[Tensor, Tensor]:
-        """Crops, uint8 [n, 3, size, size], and labels. `finish` mirrors and normalises them."""
+        """Crops, uint8 [n, 3, size, size], which `finish` flips and normalises, and labels, int64 [n]."""
         crops = self.empty(len(indices))
         self.fill(crops, indices, epoch)
         return crops, self.targets[torch.from_numpy(indices)]
 
     def empty(self, count: int, pinned: bool = False) -> Tensor:
-        """Room for `count` crops."""
+        """An uninitialised tensor for `count` crops: uint8 [count, 3, size, size]."""
         return torch.empty(count, 3, self.image_size, self.image_size, dtype=torch.uint8, pin_memory=pinned)
 
     def fill(self, crops: Tensor, indices: np.ndarray, epoch: int | None) -> None:
-        """Writes the crop of each sample into its row: contiguous, uint8 [n, 3, size, size]."""
+        """Writes the crop of each sample into its row of `crops`: contiguous, uint8 [n, 3, size, size]."""
         crop = self._crop_by_pil if self.decode == "pil" else self._crop
         for row, number, draws in zip(crops.numpy(), indices.tolist(), self._draws(indices, epoch), strict=True):
-            np.copyto(row, crop(number, draws))  # torch would copy with all its threads, in each thread that calls this
+            np.copyto(row, crop(number, draws))  # torch would copy with all its threads in each of ours
 
     def finish(self, crops: Tensor, indices: np.ndarray, epoch: int | None, dtype: torch.dtype) -> Tensor:
-        """The inputs of a model, from the crops of `get_batch`: mirrored by draw and normalised, where the crops
-        are."""
+        """The inputs of a model: crops of `get_batch`, flipped at random and normalised, on the device of the crops."""
         if self.augmented and epoch is not None:
             draws = uniform(hash_key(self.seed, "augment", epoch), torch.from_numpy(indices), 5)[:, 4]
-            crops = augment.flip(crops, sent(draws.contiguous(), crops.device))
+            crops = augment.flip(crops, to_device(draws.contiguous(), crops.device))
         return augment.normalise(crops, IMAGENET_MEAN, IMAGENET_STD, dtype)
 
     def read(self, indices: np.ndarray) -> list[np.ndarray]:
-        """The bytes of the files."""
+        """The contents of the files, uint8 [bytes] each."""
         return [self._read(number) for number in indices.tolist()]
 
     def crops_on(
         self, device: torch.device, files: Sequence[np.ndarray], indices: np.ndarray, epoch: int | None
     ) -> Tensor:
-        """Crops as `get_batch` gives them, on a device that decodes them itself. files: what `read` gave for `indices`.
+        """Crops as those of `get_batch`, decoded on `device`. files: what `read` returned for `indices`.
 
-        What its decoder cannot take is decoded on the host: other formats, and files that do not end as a JPEG does, of
-        which a GPU would show what there is without a word.
+        Other formats than JPEG are decoded on the host, and so are files without a JPEG end marker: a GPU would decode
+        a truncated file without an error.
         """
         images = decoded_on(device, [torch.from_numpy(file) if _is_whole_jpeg(file) else None for file in files])
         for row, (number, file) in enumerate(zip(indices.tolist(), files, strict=True)):
             if images[row] is None:
                 images[row] = self._decoded(number, file).to(device)
-        whole = [image for image in images if image is not None]
-        windows = [
-            self._window(image.shape, draws) for image, draws in zip(whole, self._draws(indices, epoch), strict=True)
+        decoded = [image for image in images if image is not None]
+        boxes = [
+            self._crop_box(image.shape, draws)
+            for image, draws in zip(decoded, self._draws(indices, epoch), strict=True)
         ]
-        return resized_together(whole, windows, self.image_size)
+        return resized_together(decoded, boxes, self.image_size)
 
     def _draws(self, indices: np.ndarray, epoch: int | None) -> list[list[float] | None]:
         if not self.augmented or epoch is None:
             return [None] * len(indices)
         return uniform(hash_key(self.seed, "augment", epoch), torch.from_numpy(indices), 5).tolist()
 
-    def _window(self, shape: Sequence[int], draws: list[float] | None) -> CropBox:
-        return window(shape[-2], shape[-1], self.image_size, draws and draws[:4])
+    def _crop_box(self, shape: Sequence[int], draws: list[float] | None) -> CropBox:
+        return crop_box_for(shape[-2], shape[-1], self.image_size, draws and draws[:4])
 
     def _read(self, number: int) -> np.ndarray:
         try:
@@ -106,14 +110,14 @@ class FolderSource:
 
     def _crop(self, number: int, draws: list[float] | None) -> np.ndarray:
         image = self._decoded(number, self._read(number))
-        return resized(image, self._window(image.shape, draws), self.image_size).numpy()
+        return resized(image, self._crop_box(image.shape, draws), self.image_size).numpy()
 
     def _decoded(self, number: int, file: np.ndarray) -> Tensor:
-        """uint8 [3, height, width], by torchvision, or by PIL if that cannot."""
+        """uint8 [3, height, width], decoded by torchvision, or by PIL if torchvision cannot."""
         if file[:3].tobytes() == JPEG_START:
             try:
                 return _decode([torch.from_numpy(file)], torch.device("cpu"))[0]
-            except RuntimeError:  # PIL takes more, and says of the rest what is wrong
+            except RuntimeError:  # PIL supports more, and its errors name the cause
                 pass
         return torch.from_numpy(np.array(self._decoded_by_pil(number, file))).permute(2, 0, 1)
 
@@ -121,10 +125,10 @@ class FolderSource:
         from PIL.Image import Resampling
 
         image = self._decoded_by_pil(number, self._read(number))
-        at, size = self._window((image.height, image.width), draws), self.image_size
-        box = image.crop((at.left, at.top, at.left + at.width, at.top + at.height))
-        whole = np.asarray(box.resize((at.columns, at.rows), Resampling.BILINEAR)).transpose(2, 0, 1)
-        return whole[:, at.first_row : at.first_row + size, at.first_column : at.first_column + size]
+        box, size = self._crop_box((image.height, image.width), draws), self.image_size
+        cut = image.crop((box.left, box.top, box.left + box.width, box.top + box.height))
+        whole = np.asarray(cut.resize((box.columns, box.rows), Resampling.BILINEAR)).transpose(2, 0, 1)
+        return whole[:, box.first_row : box.first_row + size, box.first_column : box.first_column + size]
 
     def _decoded_by_pil(self, number: int, file: np.ndarray):
         """A PIL image in RGB."""
@@ -147,10 +151,10 @@ def _is_whole_jpeg(file: np.ndarray) -> bool:
 
 
 def decoded_on(device: torch.device, files: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """uint8 [3, height, width] on the device for each JPEG file in memory; None for None and what cannot be decoded."""
-    there = [row for row, file in enumerate(files) if file is not None]
+    """Decodes JPEG files in memory on `device`: uint8 [3, height, width] each; None for None and for corrupt files."""
+    present = [row for row, file in enumerate(files) if file is not None]
     images: list[Tensor | None] = [None] * len(files)
-    for rows in (there, *([row] for row in there)):  # all together; if one corrupts that, each alone
+    for rows in (present, *([row] for row in present)):  # all at once; if a corrupt file makes that fail, one by one
         try:
             decoded = _decode([file for row in rows if (file := files[row]) is not None], device)
         except torch.OutOfMemoryError:
@@ -159,7 +163,7 @@ def decoded_on(device: torch.device, files: Sequence[Tensor | None]) -> list[Ten
             continue
         for row, image in zip(rows, decoded, strict=True):
             images[row] = image
-        if rows is there:
+        if rows is present:
             break
     return images
 
@@ -181,5 +185,5 @@ def require_decoder(device: torch.device) -> None:
     try:
         _decode([image] if isinstance(image, Tensor) else image, device)
     except RuntimeError as error:
-        told = f"this torchvision cannot decode on {device}: {first_line(error)}; use data.decode=processes"
-        raise ConfigError([f"data.decode=gpu: {told}"]) from error
+        problem = f"this torchvision cannot decode on {device}: {first_line(error)}; use data.decode=processes"
+        raise ConfigError([f"data.decode=gpu: {problem}"]) from error

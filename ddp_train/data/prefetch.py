@@ -74,7 +74,7 @@ class GpuDecoder:
             return self.source.crops_on(self.device, files, micro_batch.indices, micro_batch.epoch)
         with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
             crops = self.source.crops_on(self.device, files, micro_batch.indices, micro_batch.epoch)
-        # torchvision decodes in a third stream, which does not wait for this one to have read what it overwrites.
+        # torchvision decodes in a third stream, which would overwrite buffers that this one has not read yet.
         self.stream.synchronize()
         return crops
 

@@ -1,6 +1,6 @@
-"""Randomness that is keyed, never streamed: a draw is a hash of what it is for (seed, epoch, sample ...).
+"""A counter-based random number generator: a draw is a hash of its key (seed, purpose, epoch) and counter (sample).
 
-So it does not depend on how many draws were made before, by which process or by which loader worker. The hash is
+A draw therefore depends neither on earlier draws nor on the process or loader worker that makes it. The hash is
 SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), in integer arithmetic that is exact on CPU and GPU.
 """
 
@@ -14,7 +14,7 @@ _GAMMA, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB13311
 
 
 def hash_key(*parts: int | str) -> int:
-    """One 63-bit key from several numbers or words; the order matters."""
+    """A 63-bit key from several numbers or strings; their order matters."""
     state = 0
     for part in parts:
         number = int.from_bytes(part.encode(), "little") if isinstance(part, str) else part
@@ -25,22 +25,22 @@ def hash_key(*parts: int | str) -> int:
     return state >> 1
 
 
-def hash_bits(key: int, numbers: Tensor) -> Tensor:
-    """A random non-negative int64 for each number (an int64 tensor of any shape), on the same device."""
-    state = numbers * _signed(_GAMMA) + _signed(hash_key(key))
+def hash_bits(key: int, counters: Tensor) -> Tensor:
+    """A random non-negative int64 for each counter (int64, any shape), on the device of `counters`."""
+    state = counters * _signed(_GAMMA) + _signed(hash_key(key))
     state = (state ^ _shift(state, 30)) * _signed(_MIX_1)
     state = (state ^ _shift(state, 27)) * _signed(_MIX_2)
     return (state ^ _shift(state, 31)) & (1 << 63) - 1
 
 
-def uniform(key: int, numbers: Tensor, draws: int) -> Tensor:
-    """Numbers in [0, 1): shape [len(numbers), draws], float64. Row i depends on `key` and numbers[i] alone."""
-    each = numbers[:, None] * draws + torch.arange(draws, device=numbers.device)
+def uniform(key: int, counters: Tensor, draws: int) -> Tensor:
+    """Uniform numbers in [0, 1): float64 [n, draws]. counters: int64 [n]. Row i depends on key and counters[i] only."""
+    each = counters[:, None] * draws + torch.arange(draws, device=counters.device)
     return _shift(hash_bits(key, each), 10).double() * 2.0**-53
 
 
 def order(key: int, count: int) -> Tensor:
-    """A permutation of range(count), int64."""
+    """A random permutation of range(count), int64 [count]."""
     return hash_bits(key, torch.arange(count)).argsort(stable=True)
 
 
@@ -49,24 +49,24 @@ def _signed(number: int) -> int:
 
 
 def _shift(state: Tensor, count: int) -> Tensor:
-    """Logical shift to the right: torch's is arithmetic."""
+    """Logical right shift: torch's is arithmetic."""
     return state >> count & (1 << 64 - count) - 1
 
 
 class StepSeed:
-    """Seeds torch's own generators, from which dropout draws, for each step: by seed, part and step.
+    """Seeds torch's default generators, which dropout uses, before each step: by seed, shard index and step.
 
-    part: of the global batch: the rank that computes it, or the number of its virtual shard.
+    shard_index: the part of the global batch: a rank, or a virtual shard.
     """
 
-    def __init__(self, seed: int, part: int, device: str) -> None:
-        self.key = hash_key(seed, "step", part)
+    def __init__(self, seed: int, shard_index: int, device: str) -> None:
+        self.key = hash_key(seed, "step", shard_index)
         self.generators = [torch.default_generator]
         if device.startswith("cuda"):
             torch.cuda.init()
             self.generators.append(torch.cuda.default_generators[torch.device(device).index])
 
     def __call__(self, step: int) -> None:
-        key = self.key + step & _MASK >> 1  # Mersenne Twister's own seeding scrambles neighbouring keys
+        key = self.key + step & _MASK >> 1  # Mersenne Twister's seeding decorrelates neighbouring keys
         for generator in self.generators:
             generator.manual_seed(key)

@@ -1,1 +1,1 @@
-"""All knowledge of ranks, worlds, their environment, back ends and collectives. No other module asks who it is."""
+"""Ranks, world size, environment variables, backends and collectives. No other package reads them by itself."""

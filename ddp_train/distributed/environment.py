@@ -1,6 +1,6 @@
-"""Every variable of the environment that this package reads or sets: torchrun's, SLURM's, torch's, the trackers'.
+"""Every environment variable that this package reads or sets: torchrun's, SLURM's, torch's, the trackers'.
 
-Torch-free: the entry asks before it imports torch.
+Torch-free: launch.py reads some before it imports torch.
 """
 
 from __future__ import annotations
@@ -14,29 +14,22 @@ import time
 from pathlib import Path
 
 from ddp_train.distributed.world import World
-from ddp_train.linux import started
+from ddp_train.linux import start_time
 
 LISTEN_SOCKET = "DDP_TRAIN_LISTEN_FD"
-"""File descriptor of the listening socket of the store, inherited by rank 0 from our own launcher."""
-
-
+"""File descriptor of the store's listening socket, which rank 0 inherits from our launcher."""
 LAUNCHER_PID = "DDP_TRAIN_LAUNCHER_PID"
-"""Process id of our own launcher; absent under torchrun."""
-
-
-LAST_WORDS = "DDP_TRAIN_LAST_WORDS"
-"""File into which torchrun's workers write their exit codes; absent under a torchrun that is not ours."""
-
-
-TOLD = "told"
-
-
-BOARD = "DDP_TRAIN_BOARD_FD"
-"""File descriptor of the board (see `heartbeat`), inherited from our own launcher."""
+"""Process id of our launcher; not set under torchrun."""
+EXIT_CODE_FILE = "DDP_TRAIN_EXIT_CODE_FILE"
+"""File to which workers append their exit codes; set only if our launcher started the torchrun agent."""
+REPORTED = "reported"
+"""Line of that file for a worker that has reported its failure to the user."""
+STATUS_FD = "DDP_TRAIN_STATUS_FD"
+"""File descriptor of the status board (see `heartbeat`), inherited from our launcher."""
 
 
 def world_from_environment() -> World | None:
-    """The world that an agent (torchrun, or our launcher) put this process into; None outside of one."""
+    """The World that torchrun or our launcher started this process in; None for a process that neither started."""
     env = os.environ
     if "RANK" not in env or "WORLD_SIZE" not in env:
         return None
@@ -51,7 +44,10 @@ def world_from_environment() -> World | None:
 
 
 def worker_environment(world: World, port: int, threads: int, import_path: Path) -> dict[str, str]:
-    """The environment of one worker that our own launcher starts on this host, without `worker_descriptors`."""
+    """The environment of one worker that our launcher starts on this host, without `worker_descriptors`.
+
+    port: of the store. threads: OMP_NUM_THREADS. import_path: the folder of launch.py.
+    """
     env = {
         **_importing_environment(import_path, threads),
         "RANK": str(world.rank),
@@ -63,8 +59,7 @@ def worker_environment(world: World, port: int, threads: int, import_path: Path)
         "TORCHELASTIC_RESTART_COUNT": str(world.attempt),
         LAUNCHER_PID: str(os.getpid()),
     }
-    # One host needs no other interface: nothing listens beyond loopback, and a host name that resolves to nothing
-    # cannot stop the run.
+    # One host needs only loopback: nothing listens on other interfaces, and an unresolvable host name does no harm.
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     if loopback:
         env.setdefault("GLOO_SOCKET_IFNAME", loopback)
@@ -72,24 +67,30 @@ def worker_environment(world: World, port: int, threads: int, import_path: Path)
     return env
 
 
-def worker_descriptors(world: World, listen_fd: int, board_fd: int) -> dict[str, int]:
-    """The files that a worker inherits from our own launcher, by the variable that tells it their numbers."""
-    return {BOARD: board_fd, **({LISTEN_SOCKET: listen_fd} if world.is_leader else {})}
+def worker_descriptors(world: World, listen_fd: int, status_fd: int) -> dict[str, int]:
+    """The file descriptors that a worker inherits from our launcher: environment variable -> descriptor."""
+    descriptors = {STATUS_FD: status_fd}
+    if world.is_leader:
+        descriptors[LISTEN_SOCKET] = listen_fd
+    return descriptors
 
 
 def probe_environment(world: World, threads: int, import_path: Path) -> dict[str, str]:
-    """The environment of a process that one of torchrun's starts in the place of a rank, as a client of its store."""
+    """The environment of a probe that a torchrun worker starts in place of its rank: a client of the agent's store."""
     return {
         **_importing_environment(import_path, threads),
         "RANK": str(world.rank),
         "LOCAL_RANK": str(world.local_rank),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # else rank 0 would serve a store of its own on the same port
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # otherwise rank 0 would serve a second store on the same port
     }
 
 
 def preload_environment(import_path: Path) -> dict[str, str]:
-    """The environment of the fork server: as a worker's, but with one thread, because numpy's BLAS starts its threads
-    when it is imported. Nothing else that libraries read while they are imported differs."""
+    """The environment of the fork server, which imports what workers need and must have one thread.
+
+    OPENBLAS_NUM_THREADS=1, since numpy's BLAS starts its threads on import. All else that libraries read while they are
+    imported is as in a worker.
+    """
     return {**_importing_environment(import_path, threads=1), "OPENBLAS_NUM_THREADS": "1"}
 
 
@@ -103,101 +104,110 @@ def _importing_environment(import_path: Path, threads: int) -> dict[str, str]:
 
 
 def environment() -> dict[str, str]:
-    """A copy of this process's own."""
+    """A copy of this process's environment."""
     return dict(os.environ)
 
 
 def set_environment(variables: dict[str, str]) -> None:
-    """Replaces this process's environment, for getenv in C libraries too."""
+    """Replaces the whole environment of this process, for C libraries too."""
     os.environ.clear()
     os.environ.update(variables)
 
 
-def agent_environment(interface: str | None, last_words: Path) -> dict[str, str]:
-    """The environment of a torchrun agent that we start.
+def agent_environment(interface: str | None, exit_code_file: Path) -> dict[str, str]:
+    """The environment of a torchrun agent that our launcher starts.
 
-    interface: the one that leads to the other hosts, None if unknown. last_words: see `say_last_word`.
+    interface: the one that leads to the other hosts; None if unknown. exit_code_file: see `write_exit_code`.
     """
     # Without TORCH_DISABLE_SHARE... restarted workers read the addresses of their dead predecessors (pytorch#135712).
-    env = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", LAST_WORDS: str(last_words)}
-    if interface:  # else gloo takes the address of this host's name, which on Debian is 127.0.1.1
+    env = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", EXIT_CODE_FILE: str(exit_code_file)}
+    if interface:  # otherwise gloo takes the address of this host's name, which on Debian is 127.0.1.1
         env.setdefault("GLOO_SOCKET_IFNAME", interface)
         env.setdefault("NCCL_SOCKET_IFNAME", interface)
     return env
 
 
-def say_last_word(word: object) -> None:
-    """Leaves a word for our launcher outside of torchrun, whose agent turns all exit codes into 1.
+def write_exit_code(code: int) -> None:
+    """Appends this worker's exit code to the exit-code file, if our launcher set one: torchrun's agent exits with 1
+    whatever its workers' codes are."""
+    _append_to_exit_code_file(str(code))
 
-    word: this worker's exit code, or TOLD once it has told the user what went wrong.
-    """
-    path = os.environ.get(LAST_WORDS)
+
+def write_reported() -> None:
+    """Appends to the exit-code file that this worker has reported the failure to the user."""
+    _append_to_exit_code_file(REPORTED)
+
+
+def _append_to_exit_code_file(entry: str) -> None:
+    path = os.environ.get(EXIT_CODE_FILE)
     if path:
-        with Path(path).open("a") as file:  # one short line is written whole
-            file.write(f"{os.environ['TORCHELASTIC_RESTART_COUNT']} {word}\n")
+        with Path(path).open("a") as file:  # one short line is one write
+            file.write(f"{os.environ['TORCHELASTIC_RESTART_COUNT']} {entry}\n")
 
 
-def tell_agent(failure: str) -> None:
-    """torchrun ends with a page of its own, on which it shows what it finds in a file of each process."""
+def write_torchrun_error_file(failure: str) -> None:
+    """Writes the file whose message torchrun's agent shows for this worker in its final summary."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
-        more = {"py_callstack": failure, "timestamp": str(int(time.time()))}
-        with contextlib.suppress(OSError):  # the user has been told already
-            Path(path).write_text(json.dumps({"message": {"message": failure, "extraInfo": more}}))
+        extra = {"py_callstack": failure, "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError):  # the failure is on standard error already
+            Path(path).write_text(json.dumps({"message": {"message": failure, "extraInfo": extra}}))
 
 
 def gloo_interface() -> str | None:
-    """The interface that gloo was told to use."""
+    """GLOO_SOCKET_IFNAME: the network interface that gloo uses; None if not set."""
     return os.environ.get("GLOO_SOCKET_IFNAME")
 
 
 def hosts_started(world: World) -> int:
-    """How many agents take part, as torchrun says; it may start other numbers of processes on each."""
+    """The number of torchrun agents in this run. The number of processes may differ between agents."""
     return int(os.environ.get("GROUP_WORLD_SIZE", world.hosts))
 
 
 def host_number(world: World) -> int:
-    """Which of the hosts this is, as torchrun counts them."""
+    """The index of this host in torchrun's numbering."""
     return int(os.environ.get("GROUP_RANK", world.rank // world.local_size))
 
 
-def hosts_asked() -> tuple[int, int] | None:
-    """The least and the most hosts that torchrun was asked for, from its command line or PET_NNODES; None if unknown.
+def hosts_requested() -> tuple[int, int] | None:
+    """The minimum and maximum of torchrun's --nnodes, from its command line or PET_NNODES; None if unknown.
 
-    It does not tell its workers, and starts with fewer when a host's clock is behind: two hosts then train two models.
+    torchrun does not pass it to its workers, and leaves out a host whose clock is behind: two hosts then train two
+    models.
     """
-    asked = os.environ.get("PET_NNODES", "")
+    requested = os.environ.get("PET_NNODES", "")
     try:
-        words = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")
-    except OSError:  # no /proc, the agent is gone, or outside of this container
-        words = [""]
-    for word, following in zip(words, [*words[1:], ""], strict=True):
-        name, _, value = word.partition("=")
+        argv = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")
+    except OSError:  # no /proc, or the agent has ended or is outside of this container
+        argv = [""]
+    for argument, following in zip(argv, [*argv[1:], ""], strict=True):
+        name, _, value = argument.partition("=")
         if name in ("--nnodes", "--nnode"):
-            asked = value or following
-    found = re.fullmatch(r"(\d+)(?::(\d+))?", asked)
-    return (int(found[1]), int(found[2] or found[1])) if found else None
+            requested = value or following
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", requested)
+    return (int(match[1]), int(match[2] or match[1])) if match else None
 
 
 def srun_tasks() -> int:
-    """How many processes SLURM's srun started with this one; 1 outside of it."""
+    """The number of tasks of this srun step; 1 outside of srun."""
     return int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) if "SLURM_PROCID" in os.environ else 1
 
 
 def launcher_pid() -> int | None:
-    """The process id of our own launcher, if it started this process."""
+    """The process id of our launcher; None if it did not start this process."""
     pid = os.environ.get(LAUNCHER_PID)
     return int(pid) if pid else None
 
 
-def board_descriptor() -> int | None:
-    """The file descriptor of the launcher's board, for its direct children alone; None under torchrun."""
-    descriptor = os.environ.pop(BOARD, None)
+def status_descriptor() -> int | None:
+    """The file descriptor of the status board; None under torchrun. Removes the variable, so that children of this
+    process do not see it."""
+    descriptor = os.environ.pop(STATUS_FD, None)
     return int(descriptor) if descriptor else None
 
 
 def store_address() -> str:
-    """The host that serves the key-value store, as torchrun names it."""
+    """MASTER_ADDR: the host that serves the key-value store."""
     return os.environ["MASTER_ADDR"]
 
 
@@ -206,9 +216,9 @@ def visible_devices() -> str | None:
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
-def keep_trackers_at_home() -> None:
-    """Trackers send nothing that nobody asked for, usage statistics and crash reports; MLflow may use folders, which it
-    refuses otherwise."""
+def disable_tracker_telemetry() -> None:
+    """Turns off MLflow's usage statistics and W&B's crash reports, and allows MLflow's file store, which it refuses by
+    default. Variables that the user has set are kept."""
     for name, value in (
         ("MLFLOW_DISABLE_TELEMETRY", "true"),
         ("WANDB_ERROR_REPORTING", "false"),
@@ -218,30 +228,30 @@ def keep_trackers_at_home() -> None:
 
 
 def wandb_mode() -> str:
-    """WANDB_MODE: online, offline, disabled. Where the user did not ask, nothing leaves this host."""
+    """WANDB_MODE: online, offline or disabled. Offline by default, so that nothing leaves this host."""
     return os.environ.get("WANDB_MODE", "offline")
 
 
 def mlflow_uri() -> str | None:
-    """MLFLOW_TRACKING_URI. In no file of ours: it may hold a password."""
+    """MLFLOW_TRACKING_URI. Never write it to a file: it may hold a password."""
     return os.environ.get("MLFLOW_TRACKING_URI")
 
 
 def set_cublas_workspace() -> None:
-    """Deterministic cuBLAS needs a workspace of fixed size, set before CUDA starts (cuBLAS manual, reproducibility)."""
+    """Sets the fixed workspace that deterministic cuBLAS needs, before CUDA starts (cuBLAS manual, reproducibility)."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def new_run_id(world: World | None) -> str:
-    """A name for this run: when its launcher started, and that process's id.
+    """The name of a run: start time and process id of its launcher.
 
-    Under torchrun the launcher is the agent, which outlives its restarts: a restarted rank 0 finds the same name. A
-    name that a person gave (`--rdzv-id`) is kept; torchrun's own is a uuid, or `none`.
+    Under torchrun the launcher is the agent, which lives on through restarts, so a restarted rank 0 gets the same name.
+    A `--rdzv-id` that the user chose is the name; torchrun's default id is a uuid or `none`.
     """
     if world and world.run_id not in ("", "none") and not _is_uuid(world.run_id):
         return world.run_id
     pid = os.getppid() if world else os.getpid()
-    return time.strftime("%Y-%m-%d_%H-%M-%S", time.localtime(started(pid))) + f"_{pid}"
+    return time.strftime("%Y-%m-%d_%H-%M-%S", time.localtime(start_time(pid))) + f"_{pid}"
 
 
 def _is_uuid(text: str) -> bool:

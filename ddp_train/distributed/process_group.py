@@ -1,4 +1,4 @@
-"""The process group: opened once, closed once, and the few collectives that the launcher needs."""
+"""The store, the process group of a run, and the collectives that this package uses."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ CONFIG_KEY = "ddp_train/config"
 
 
 def open_store(world: World, timeout_seconds: float) -> Store:
-    """The key-value store through which the processes of this run find each other.
+    """Opens the key-value store of this run.
 
-    Under our own launcher rank 0 serves it on a socket that is bound to loopback already, so that no port can be taken
-    in between and nothing listens beyond this host. Under torchrun it is the agent's.
+    Under our launcher rank 0 serves it on a socket that the launcher has bound to loopback: no other process can take
+    the port, and nothing listens on other interfaces. Under torchrun it is the agent's store. Raises PeerError if it
+    cannot be reached within `timeout_seconds`.
     """
     timeout = timedelta(seconds=timeout_seconds)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -40,17 +41,17 @@ def open_store(world: World, timeout_seconds: float) -> Store:
     except (dist.DistError, OSError) as error:
         raise PeerError(
             f"rank {world.rank} cannot reach the store at {address}:{port}: {first_line(error)}",
-            "check that rank 0 runs, and that host name and port can be reached from here",
+            "check that rank 0 is running and that its host name and port can be reached from here",
         ) from error
-    # torchrun restarts workers over one store: without a name of its own an attempt reads the addresses of its dead
-    # predecessors (pytorch#135712). Hosts count attempts differently, so only one host may use the count.
+    # torchrun keeps one store over restarts: without a prefix of its own an attempt reads the addresses of its dead
+    # predecessors (pytorch#135712). Hosts count attempts differently, so the prefix is used on a single host only.
     return PrefixStore(f"attempt_{world.attempt}", store) if world.hosts == 1 else store
 
 
 def share_config(store: Store, world: World, text: str | None) -> str:
-    """Rank 0 hands the frozen config to all others. An empty text says: there is none, leave.
+    """Sends the frozen config from rank 0 to all ranks. Returns it; an empty text means that rank 0 has none.
 
-    Raises PeerError if rank 0 never sends it.
+    Raises PeerError if rank 0 does not send it within the store's timeout.
     """
     if world.is_leader:
         store.set(CONFIG_KEY, text or "")
@@ -63,16 +64,16 @@ def share_config(store: Store, world: World, text: str | None) -> str:
         return text
     except dist.DistError as error:
         raise PeerError(
-            f"rank {world.rank} got no config from rank 0: {first_line(error)}", "see what rank 0 printed"
+            f"rank {world.rank} got no config from rank 0: {first_line(error)}", "see the output of rank 0"
         ) from error
 
 
 @contextlib.contextmanager
 def session(world: World, device: str, backend: str, store: Store, timeout_seconds: float) -> Iterator[None]:
-    """The process group of a run. Nothing built inside may outlive it: DDP objects in particular.
+    """The process group of a run. Objects that use it, DDP's above all, must not outlive the context.
 
-    It is closed on success only. A gloo process whose DDP object was alive at the time aborted or hung at exit in 5 to
-    28 % of runs (torch 2.13), and closing it after a failure can wait forever for peers (torchtitan#1342).
+    It is closed on success only: after a failure closing can wait forever for peers (torchtitan#1342). A gloo process
+    whose DDP object was still alive at that time aborted or hung at exit in 5 to 28 % of runs (torch 2.13).
     """
     dist.init_process_group(
         backend,
@@ -83,64 +84,67 @@ def session(world: World, device: str, backend: str, store: Store, timeout_secon
         device_id=torch.device(device) if backend == "nccl" else None,
     )
     yield
-    gc.collect()  # DDP objects sit in reference cycles: `del` alone does not free them
-    dist.barrier()  # rank 0 serves the store: nobody leaves while others may still read from it
+    gc.collect()  # DDP objects are in reference cycles: `del` alone does not free them
+    dist.barrier()  # rank 0 serves the store: it must not leave while other ranks still read from it
     dist.destroy_process_group()
 
 
 def total(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of `tensor` over all processes, in place."""
+    """Sums `tensor` over all ranks, in place (all-reduce). Returns it; unchanged without a process group."""
     if dist.is_initialized():
         dist.all_reduce(tensor)
     return tensor
 
 
 def from_all_ranks(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensors of all ranks, stacked along a new first dimension."""
+    """All-gather: [...] -> [ranks, ...]. Without a process group [1, ...]."""
     if not dist.is_initialized():
         return tensor[None]
-    gathered = tensor.new_empty(dist.get_world_size() * tensor.numel())  # flat: gloo wants no more dimensions
+    gathered = tensor.new_empty(dist.get_world_size() * tensor.numel())  # flat: gloo supports one dimension only
     dist.all_gather_into_tensor(gathered, tensor.flatten())
     return gathered.view(-1, *tensor.shape)
 
 
 def send_from_leader(tensors: Iterable[torch.Tensor]) -> None:
-    """Overwrites them with those of rank 0."""
+    """Overwrites the tensors of all ranks with those of rank 0 (broadcast)."""
     if dist.is_initialized():
         for tensor in tensors:
             dist.broadcast(tensor.detach(), 0)
 
 
 def same_everywhere(number: int, device: str, what: str) -> None:
-    """Raises PeerError with every rank's number if they differ."""
+    """Raises PeerError with the number of each rank if the ranks differ. what: its name, for the message."""
     numbers = from_all_ranks(torch.tensor(number, device=device)).tolist()
     if len(set(numbers)) > 1:
         table = ", ".join(f"rank {rank}: {number}" for rank, number in enumerate(numbers))
-        raise PeerError(f"{what} is not the same for all processes ({table})", "run_dir must be shared by all hosts")
+        raise PeerError(
+            f"{what} is not the same for all processes ({table})",
+            "run_dir must be on a file system that all hosts share",
+        )
 
 
 @contextlib.contextmanager
 def averaged_buffers(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Inside, every rank has the average of all ranks' floating-point buffers; outside it keeps its own.
+    """Replaces the floating-point buffers by their average over all ranks inside the context; restores them after it.
 
-    Each rank's batch-norm statistics saw its own samples only. Whatever is evaluated or saved should know all of them,
-    and the training that goes on should not know that it was looked at. Yields every rank's own: [ranks, n], float64.
+    Batch-norm statistics differ between ranks, since each rank sees its own samples. Evaluations and checkpoints use
+    the average, and training continues with each rank's own. Yields the buffers of all ranks: [ranks, n], float64.
     """
     buffers = [buffer for buffer in module.buffers() if buffer.is_floating_point()]
     if not buffers:
         yield torch.empty(dist.get_world_size() if dist.is_initialized() else 1, 0)
         return
     own = torch.cat([buffer.detach().double().flatten() for buffer in buffers])
-    of_all = from_all_ranks(own)
-    set_buffers(module, of_all.mean(0))
+    gathered = from_all_ranks(own)
+    set_buffers(module, gathered.mean(0))
     try:
-        yield of_all
+        yield gathered
     finally:
         set_buffers(module, own)
 
 
 def set_buffers(module: torch.nn.Module, values: torch.Tensor) -> None:
-    """Sets all floating-point buffers of a module, one after the other, from `values` [n]."""
+    """Sets all floating-point buffers of a module from `values` [n], in the order of `module.buffers()`."""
     buffers = [buffer for buffer in module.buffers() if buffer.is_floating_point()]
     with torch.no_grad():
         for buffer, part in zip(buffers, values.split([buffer.numel() for buffer in buffers]), strict=True):
@@ -149,7 +153,7 @@ def set_buffers(module: torch.nn.Module, values: torch.Tensor) -> None:
 
 @contextlib.contextmanager
 def local_leader_first(world: World, device: str) -> Iterator[None]:
-    """One process per host goes first; the others follow when it is done: a download happens once per host."""
+    """Local rank 0 runs the body first, the other ranks of the host after it: a download happens once per host."""
     if not world.is_local_leader:
         barrier(device)
     yield
@@ -158,5 +162,5 @@ def local_leader_first(world: World, device: str) -> Iterator[None]:
 
 
 def barrier(device: str) -> None:
-    """Waits for all processes."""
+    """Waits for all ranks, by an all-reduce on `device`."""
     total(torch.zeros(1, device=device)).item()

@@ -1,6 +1,6 @@
-"""Who am I among the processes of this run. Read once from the environment, then passed on as one frozen value.
+"""Rank and world size of a process: read once from torchrun's environment variables, passed on as one frozen value.
 
-Torch-free, so that the entry can ask before it imports torch. The variables are torchrun's own.
+Torch-free, so that launch.py can use it before it imports torch.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class World:
-    """One process among `size`. `rank` is always global; `local_rank` counts on this host."""
+    """One of `size` processes. `rank` is global, `local_rank` is the rank on this host, `attempt` counts restarts."""
 
     rank: int = 0
     size: int = 1
@@ -32,5 +32,5 @@ class World:
         return self.size // self.local_size
 
     def device(self, kind: str) -> str:
-        """The device of this process: `cpu`, or `cuda:` and the local rank."""
+        """The device of this process: `cpu`, or `cuda:LOCAL_RANK`."""
         return f"cuda:{self.local_rank}" if kind == "cuda" else kind

@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from ddp_train.config.schema import Config
 from ddp_train.distributed.environment import (
-    TOLD,
     gloo_interface,
     host_number,
     hosts_started,
-    say_last_word,
     visible_devices,
+    write_reported,
 )
 from ddp_train.distributed.world import World
 from ddp_train.doctor import gpu, probes
@@ -93,7 +92,7 @@ def examine_together(store: Store, world: World, argv: list[str], config: Config
         print(f"FATAL {error.kind} (rank {world.rank}): {error}\n  remedy: {error.remedy}", file=sys.stderr)
         code = error.exit_code
     if code:
-        say_last_word(TOLD)
+        write_reported()
     acknowledge(store, world, wait=True)
     return code
 

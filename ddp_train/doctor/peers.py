@@ -15,7 +15,7 @@ from typing import Any
 from torch.distributed import DistError, PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from ddp_train.distributed.environment import gloo_interface
-from ddp_train.distributed.preflight import CLOCK_TOLERANCE_SECONDS, differing_words, seen_here
+from ddp_train.distributed.preflight import CLOCK_TOLERANCE_SECONDS, differing_overrides, seen_here
 from ddp_train.doctor.findings import Finding, failure, ok, skipped, warning
 from ddp_train.doctor.host import OWN_CODE, resolve
 from ddp_train.errors import ConfigError, DataError, PeerError
@@ -194,7 +194,7 @@ def same_words(everybody: dict[int, Facts], count: int) -> Finding:
     if len(argv) < 2:
         return skipped(check, ALONE)
     if any(sorted(other) != sorted(argv[0]) for other in argv):
-        differing = "; ".join(differing_words(argv, [facts["host"] for facts in everybody.values()]))
+        differing = "; ".join(differing_overrides(argv, [facts["host"] for facts in everybody.values()]))
         return failure(check, differing, "give the same command on all hosts", ConfigError.exit_code)
     return ok(check, f"the same words on {_compared(everybody, count)}")
 

@@ -1,1 +1,1 @@
-"""Starts and watches the processes of a run, on one host, on several, or of a sweep."""
+"""Starts and watches the processes of a run on one host or on several, and of a sweep."""

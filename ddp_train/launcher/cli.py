@@ -1,4 +1,4 @@
-"""Command lines with flags: help, and what Hydra does (-m, --cfg, --info, shell completion)."""
+"""Command lines with flags: help, version, and what Hydra handles (-m, --cfg, --info, shell completion)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FLAGS = (
 
 
 def through_hydra(usage: str, trials: Trials, argv: list[str], world: World | None) -> int:
-    """Does what the flags ask: prints something, or runs a sweep. Returns the exit code.
+    """Prints what the flags ask for, or runs a sweep. Returns the exit code.
 
     Raises ConfigError before any trial starts.
     """
@@ -38,16 +38,16 @@ def through_hydra(usage: str, trials: Trials, argv: list[str], world: World | No
     sweep = not set(SWEEP).isdisjoint(flags)
     if {"-h", "--help"} & set(flags):
         text = help_text(usage, trials.conf)
-        print(folded(text, shutil.get_terminal_size().columns) if sys.stdout.isatty() else text)
+        print(wrapped(text, shutil.get_terminal_size().columns) if sys.stdout.isatty() else text)
         return 0
     if "--version" in flags:
         print(f"ddp_train {ddp_train.__version__}")
         return 0
     if world and sweep:
-        instead = f"python launch.py {' '.join(argv)} launch.nproc_per_node={world.local_size}"
-        raise ConfigError([f"-m: torchrun would start one sweep per rank; use: {instead}"])
+        remedy = f"python launch.py {' '.join(argv)} launch.nproc_per_node={world.local_size}"
+        raise ConfigError([f"-m: torchrun would start one sweep per rank; use: {remedy}"])
     if not sweep and set(flags) <= {"--resolve", "-p", "--package"}:
-        raise ConfigError([f"{flags[0]}: belongs to --cfg job; add that, or leave it out"])
+        raise ConfigError([f"{flags[0]}: needs --cfg job; add that, or leave it out"])
     if {"-sc", "--shell-completion", "--hydra-help"}.isdisjoint(flags):
         argv = trials.check(argv, sweep)
     register_schema(trials.conf)
@@ -55,19 +55,19 @@ def through_hydra(usage: str, trials: Trials, argv: list[str], world: World | No
     try:
         hydra.main(config_path=str(trials.conf), config_name="config", version_base="1.3")(trials.run)()
     except BaseException:
-        if trials.sweep_dir != Path():  # what became of the trials so far is known all the same
+        if trials.sweep_dir != Path():  # show the results of the trials so far
             trials.finish()
         raise
     return trials.finish()
 
 
 def help_text(usage: str, conf: Path) -> str:
-    """Usage, the groups and their options, and every key with its default, its rule and its meaning."""
+    """Usage, the config groups with their options, and each key with its default, choices and meaning."""
     lines = [usage.strip(), "", "Groups (group=option; the files are in conf/):"]
     for group in sorted({path.parent for path in conf.rglob("*.yaml")} - {conf}):
         files = sorted(group.glob("*.yaml"))
         lines.append(f"  {group.relative_to(conf).as_posix():<11} {', '.join(path.stem for path in files)}")
-        if "# @package" in files[0].read_text():  # a whole run: its comment says what it is
+        if "# @package" in files[0].read_text():  # a whole experiment: its first comment describes it
             lines += [f"    {path.stem:<19} {path.read_text().splitlines()[1].lstrip('# ')}" for path in files]
     lines += ["", "Keys (key=value):", *_keys("", Config)]
     for section, schema in SECTIONS.items():
@@ -83,8 +83,9 @@ def help_text(usage: str, conf: Path) -> str:
     return "\n".join(lines)
 
 
-def folded(text: str, width: int) -> str:
-    """Long lines go on where their last part begins, after two spaces or more, or where 22 columns are left."""
+def wrapped(text: str, width: int) -> str:
+    """Wraps long lines. Continuation lines are indented to the last column of the line (after two spaces or more), with
+    at least 22 columns of text."""
     lines = []
     for line in text.splitlines():
         parts = re.match(r".*  (?=\S)", line.rstrip())
@@ -96,9 +97,9 @@ def folded(text: str, width: int) -> str:
 
 def _keys(prefix: str, schema: type) -> list[str]:
     if schema is CustomConfig:
-        argv = {"_target_=package.Name": "target", "ANY=value": "arguments"}
+        fields = {"_target_=package.Name": "target", "ANY=value": "arguments"}
         meanings = {f.name: f.metadata.get("meaning") for f in dataclasses.fields(schema)}
-        return [f"  {prefix + word:<44} {meanings[name]}" for word, name in argv.items()]
+        return [f"  {prefix + override:<44} {meanings[name]}" for override, name in fields.items()]
     lines = []
     for f in dataclasses.fields(schema):
         if "meaning" in f.metadata:

@@ -52,10 +52,9 @@ class WorkerSpec:
     environment: dict[str, str]
     descriptors: dict[str, int]
     """Open files that the worker inherits, by the environment variable that holds their number."""
-    module: str = WORKER
 
     def command(self) -> list[str]:
-        return [sys.executable, *MODULE, self.module, *self.arguments]
+        return [sys.executable, *MODULE, WORKER, *self.arguments]
 
 
 class ForkedWorker:

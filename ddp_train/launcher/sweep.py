@@ -1,4 +1,4 @@
-"""A sweep (`-m`): its trials, each in fresh processes, and what became of them."""
+"""Sweeps (`-m`): runs each trial in new processes and collects the results."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ LAUNCHER, SLURM = "hydra/launcher", ("slurm", "submitit_slurm")
 
 
 class Trials:
-    """The trials that Hydra asks for, each in fresh processes; a row of results for each, also for those that fail.
+    """Runs the trials that Hydra asks for, each in new processes, and keeps a row of results for each, failed or not.
 
-    One of Hydra's launchers may run them `elsewhere`: there a pickled copy of this runs one trial, and only the rows in
-    the file come back.
+    A Hydra launcher (submitit's) may run trials as jobs of their own. Each job runs one trial in a pickled copy of this
+    object, and only the rows in the results file come back.
     """
 
     def __init__(self, script: Path, conf: Path, server: ForkServer | None) -> None:
@@ -50,67 +50,70 @@ class Trials:
         self.server = server
         self.sweep_dir = Path()
         self.swept: set[str] = set()
+        """The keys that the sweep varies."""
         self.objective = ""
         self.total = 0
-        """How many trials the words make; 0 if they do not say."""
+        """The number of trials in the grid; 0 if a sweeper other than the grid decides it."""
         self.rows: list[dict[str, Any]] = []
-        self.elsewhere = ""
-        """The launcher of Hydra that takes the trials to other processes or hosts; empty where they run here."""
+        self.job_launcher = ""
+        """The Hydra launcher that runs the trials as jobs; empty if they run in this process."""
         self.rows_begin = 0
+        """Where the rows of this sweep begin in the results file, in bytes."""
 
-    def check(self, words: list[str], sweep: bool) -> list[str]:
-        """Checks the overrides among the words before Hydra sees them, and returns the words for Hydra.
+    def check(self, argv: list[str], sweep: bool) -> list[str]:
+        """Checks the overrides on the command line before Hydra reads it. Returns the command line for Hydra.
 
-        In a sweep, every swept value is tried with the first values of the other swept keys: a trial of the grid.
+        In a sweep, each swept value is checked together with the first values of the other swept keys. Raises
+        ConfigError with all problems.
         """
-        overrides = [word for word in words if not word.startswith("-") and ("=" in word or sweep)]
+        overrides = [word for word in argv if not word.startswith("-") and ("=" in word or sweep)]
         read = read_overrides(self.conf, overrides, sweep)
         problems, config = list(read.problems), Config()
         launchers = [word.partition("=")[2] for word in read.arguments if _key(word) == LAUNCHER]
-        self.elsewhere = launchers[-1] if launchers and launchers[-1] != "basic" else ""
-        if self.elsewhere in SLURM:
-            problems += _without_slurm(self.elsewhere)
+        self.job_launcher = launchers[-1] if launchers and launchers[-1] != "basic" else ""
+        if self.job_launcher in SLURM:
+            problems += _missing_for_slurm(self.job_launcher)
         fixed = [
             word
             for word in read.arguments
             if _key(word) not in read.swept and not _key(word).startswith(("hydra/", "hydra."))
         ]
         first = {key: values[0] for key, values in read.swept.items() if values}
-        tries = [first, *(first | {key: value} for key, values in read.swept.items() for value in values[1:])]
-        for one in tries:
+        trials = [first, *(first | {key: value} for key, values in read.swept.items() for value in values[1:])]
+        for trial in trials:
             config, found = read_run(
-                self.conf, read_overrides(self.conf, fixed + [f"{key}={value}" for key, value in one.items()])
+                self.conf, read_overrides(self.conf, fixed + [f"{key}={value}" for key, value in trial.items()])
             )
             problems += found
             if sweep and not found:
-                problems += _unfit(config, bool(self.elsewhere))
+                problems += _problems_of_trial(config, bool(self.job_launcher))
         if problems:
             raise ConfigError(list(dict.fromkeys(problems)))
-        ready = [word for word in words if word not in overrides] + read.arguments
+        hydra_argv = [word for word in argv if word not in overrides] + read.arguments
         if not sweep:
-            return ready
+            return hydra_argv
         self.swept, self.objective = set(read.swept), config.objective
         self.total = math.prod(map(len, read.swept.values()))
         self.sweep_dir = Path(config.run_dir or f"runs/{config.name}/sweep_{new_run_id(None)}")
-        if self.elsewhere:
+        if self.job_launcher:
             results = self.sweep_dir / RESULTS
             self.rows_begin = results.stat().st_size if results.exists() else 0
-            print(f"trials run by hydra/launcher={self.elsewhere}; results {results}", flush=True)
-        return [*ready, f"hydra.sweep.dir='{self.sweep_dir}'"]
+            print(f"trials run by hydra/launcher={self.job_launcher}; results {results}", flush=True)
+        return [*hydra_argv, f"hydra.sweep.dir='{self.sweep_dir}'"]
 
     def run(self, _: DictConfig) -> float:
-        """One trial. Returns its objective, or NaN if it has none, so that the sweep goes on."""
+        """Runs one trial. Returns its objective; NaN if it has none or failed, so that the sweep continues."""
         job = HydraConfig.get()
-        words, run_dir = list(job.overrides.task), str(job.runtime.output_dir)
-        asked = [word.lstrip("+") for word in words if _key(word) in self.swept]
-        row: dict[str, Any] = {"trial": job.job.num, "overrides": asked, "status": "failed", "exit_code": 2}
-        grid = job.sweeper._target_.endswith(".BasicSweeper") and not job.sweeper.get("params")
-        of_all = f" ({job.job.num + 1} of {self.total})" if self.total and grid else ""
-        print(f"trial {job.job.num}{of_all}: {' '.join(asked)}", flush=True)
+        overrides, run_dir = list(job.overrides.task), str(job.runtime.output_dir)
+        swept = [word.lstrip("+") for word in overrides if _key(word) in self.swept]
+        row: dict[str, Any] = {"trial": job.job.num, "overrides": swept, "status": "failed", "exit_code": 2}
+        is_grid = job.sweeper._target_.endswith(".BasicSweeper") and not job.sweeper.get("params")
+        count = f" ({job.job.num + 1} of {self.total})" if self.total and is_grid else ""
+        print(f"trial {job.job.num}{count}: {' '.join(swept)}", flush=True)
         stop = local.StopRequests()
         try:
-            with _another_hydra():
-                prepared = prepare(self.conf, words, None, run_dir)
+            with _hydra_set_aside():
+                prepared = prepare(self.conf, overrides, None, run_dir)
             for notice in prepared.notices:
                 print(f"note: {notice}", file=sys.stderr)
             try:
@@ -118,27 +121,27 @@ class Trials:
             finally:
                 if prepared.lock:
                     prepared.lock.release()
-            if self.elsewhere and row["exit_code"] in (SAVED, UNSAVED):
-                # submitit's handler puts the job back into the queue, and does not return. SLURM's SIGTERM for the new
-                # start may reach its `scontrol requeue` first, which has done its work then.
+            if self.job_launcher and row["exit_code"] in (SAVED, UNSAVED):
+                # submitit's handler requeues the job and does not return. SLURM's SIGTERM for the new start may kill
+                # its `scontrol requeue`, which has done its work by then.
                 with contextlib.suppress(subprocess.CalledProcessError):
-                    stop.hand_on()
-                raise SystemExit(row["exit_code"])  # it was cancelled; or SLURM itself starts it again
+                    stop.forward()
+                raise SystemExit(row["exit_code"])  # cancelled, or restarted by SLURM itself
             row |= _outcome(prepared.config) if row["exit_code"] == 0 else _failure(run_dir)
         except ConfigError as error:
             print(error, file=sys.stderr)
             row |= {"kind": error.kind, "reason": str(error)}
         self.rows.append(row)
         with (self.sweep_dir / RESULTS).open("a") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # trials on other hosts append to it too
+            fcntl.flock(file, fcntl.LOCK_EX)  # trials on other hosts append to the file too
             file.write(json.dumps(row, allow_nan=False) + "\n")
-        if (stop.received and not self.elsewhere) or row["exit_code"] in (SAVED, UNSAVED):
+        if (stop.received and not self.job_launcher) or row["exit_code"] in (SAVED, UNSAVED):
             raise SystemExit(row["exit_code"] or stop.exit_code(UNSAVED))
         return math.nan if row.get("objective") is None else row["objective"]
 
     def finish(self) -> int:
-        """Shows the table. Returns 0 if every trial was completed, else the exit code of the first that was not."""
-        if self.elsewhere and (self.sweep_dir / RESULTS).exists():
+        """Prints the results. Returns 0 if all trials were completed, else the exit code of the first failed one."""
+        if self.job_launcher and (self.sweep_dir / RESULTS).exists():
             with (self.sweep_dir / RESULTS).open() as file:
                 file.seek(self.rows_begin)
                 self.rows = sorted(map(json.loads, file), key=lambda row: row["trial"])
@@ -156,8 +159,8 @@ class Trials:
 
 
 @contextlib.contextmanager
-def _another_hydra() -> Iterator[None]:
-    """Inside, something else can be composed than the trial that Hydra runs: it knows only one at a time."""
+def _hydra_set_aside() -> Iterator[None]:
+    """Allows a config to be composed while Hydra runs a trial: Hydra has one global instance."""
     outer = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
@@ -170,25 +173,25 @@ def _key(word: str) -> str:
     return word.lstrip("+").partition("=")[0]
 
 
-def _without_slurm(name: str) -> list[str]:
-    """What this host lacks to hand jobs to SLURM."""
-    parents = importlib.util.find_spec("hydra_plugins")  # of all plugins: a module is not looked for without its parent
-    if not parents or importlib.util.find_spec("hydra_plugins.hydra_submitit_launcher") is None:
+def _missing_for_slurm(name: str) -> list[str]:
+    """What this host lacks to submit jobs to SLURM."""
+    parent = importlib.util.find_spec("hydra_plugins")  # find_spec of a submodule raises if the parent is missing
+    if not parent or importlib.util.find_spec("hydra_plugins.hydra_submitit_launcher") is None:
         return [f"{LAUNCHER}={name}: needs the package hydra-submitit-launcher; pip install -e '.[slurm]'"]
     if not shutil.which("srun"):
         return [f"{LAUNCHER}={name}: there is no srun on this host; start the sweep where `sbatch` works"]
     return []
 
 
-def _unfit(config: Config, elsewhere: bool) -> list[str]:
-    """Why a trial of a sweep cannot run: on this host, or, as far as it can be known here, elsewhere."""
+def _problems_of_trial(config: Config, runs_as_job: bool) -> list[str]:
+    """Why a trial cannot run. If it runs as a job, possibly on another host, only what does not depend on the host."""
     if config.launch.nnodes > 1:
         return [
-            f"launch.nnodes={config.launch.nnodes}: a sweep runs on one host; leave it out, or start each run by itself"
+            f"launch.nnodes={config.launch.nnodes}: a sweep runs on one host; leave it out, or start each run alone"
         ]
     if config.mode == "doctor":
-        return ["mode=doctor: a sweep trains; leave out -m"]
-    return check_rules(config) if elsewhere else resolve_and_check(config, None)[1]
+        return ["mode=doctor: cannot be swept; leave out -m"]
+    return check_rules(config) if runs_as_job else resolve_and_check(config, None)[1]
 
 
 def _outcome(config: Config) -> dict[str, Any]:
@@ -214,8 +217,8 @@ def _failure(run_dir: str) -> dict[str, Any]:
 def _table(rows: list[dict[str, Any]]) -> Table:
     table = Table(title="trials", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for heading in ("trial", "overrides", "status", "accuracy", "loss", "seconds", "samples/s"):
-        words = heading in ("overrides", "status")
-        table.add_column(heading, justify="left" if words else "right", overflow="fold", no_wrap=not words)
+        is_text = heading in ("overrides", "status")
+        table.add_column(heading, justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text)
     for row in rows:
         formats = (("accuracy", ".2%"), ("loss", ".4f"), ("seconds", ".1f"), ("samples_per_second", ",.0f"))
         numbers = [format(row[name], spec) if row.get(name) is not None else "-" for name, spec in formats]

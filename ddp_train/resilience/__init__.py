@@ -1,1 +1,1 @@
-"""What notices, explains and survives failures: heartbeats, hangs, stops, restarts, reports, locks."""
+"""Detects, reports and survives failures: heartbeats, hangs, stops, restarts, failure reports, locks."""

@@ -1,4 +1,4 @@
-"""The launcher's eye on its workers: who hangs, and why; who is slower than the others. Torch-free."""
+"""Watches the status board for the launcher: which rank hangs and why, which rank is slower. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,148 +16,160 @@ from ddp_train.resilience.heartbeat import START_SECONDS, StatusBoard, StatusSna
 
 LOOK_SECONDS = 0.1
 STALE_SECONDS = 2.0
-"""Without a beat for so long, while others beat: ten times the usual pause."""
+"""A rank whose beats stop for so long, while others beat, is stalled: ten times the interval between beats."""
 STACK_SECONDS = 1.0
-"""For the workers to write their stacks."""
+"""How long the workers have to write their stacks."""
 WINDOW_SECONDS = 10.0
 WORK = ("data", "forward")
-"""Phases without others: in backward, or on a GPU in the optimizer step, all wait for the last."""
+"""Phases in which a rank does not wait for others. In backward (on a GPU, the optimizer step) all wait for the last."""
 EXCESS = 0.2
-"""A straggler spends so much more of its time at work than the slowest of the others. By chance, the 50 samples of a
-window differ by 0.1 (one standard deviation at a share of one half, as if independent)."""
+"""A straggler's share of time in WORK exceeds that of every other rank by more than this. By chance two shares differ
+by 0.1 (one standard deviation, for the 50 samples of a window at a share of one half, taken as independent)."""
 STATES = {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "waiting for a disk or a network file system"}
 
 
 @dataclass(frozen=True)
 class Hang:
-    """Who keeps the run from going on, and how we know."""
+    """The rank that blocks the run, and the evidence."""
 
     rank: int
-    row: StatusSnapshot
+    snapshot: StatusSnapshot
     seconds: float
+    """Since its last progress."""
     reason: str
-    """What is known beyond the place; may be empty."""
+    """What is known besides step and phase; may be empty."""
     others: str
+    """Phase and step of the other ranks."""
     stack: list[str]
-    """Of the culprit's thread that is at work, most recent call last; empty if it wrote none."""
+    """Of the culprit's working thread, most recent call last; empty if it wrote none."""
 
 
 @dataclass
-class _Seen:
-    """One rank, as the launcher saw it."""
+class _Observed:
+    """What the launcher has observed of one rank."""
 
-    row: StatusSnapshot
-    moved: float
-    """When its status last changed."""
-    beat: float
-    """When its beat last changed."""
+    snapshot: StatusSnapshot
+    progress_at: float
+    """When step, phase or the number of batches last changed."""
+    beat_at: float
+    """When the number of beats last changed."""
     samples: Counter[str] = field(default_factory=Counter)
-    """How often it was seen in each phase in this window."""
+    """In how many samples of this window it was in each phase."""
 
 
 class HangDetector:
-    """Looks at a status board. `look` is cheap and may be called as often as one likes."""
+    """Watches a status board. `is_hung` is cheap and may be called at any rate."""
 
     def __init__(self, board: StatusBoard, pids: list[int], timeout_seconds: float) -> None:
-        """pids: of the ranks 0, 1, ... timeout_seconds: the longest that a rank may stay where it is."""
-        self.board, self.pids, self.timeout_seconds = board, pids, timeout_seconds
+        """pids: of the ranks 0, 1, ... timeout_seconds: how long a rank may make no progress."""
         now = time.monotonic()
-        self.seen = [_Seen(status.snapshot(), now, now) for status in board.ranks]
-        self.last_look = self.window_began = now
+        self.board = board
+        self.pids = pids
+        self.timeout_seconds = timeout_seconds
+        self.observed = [_Observed(status.snapshot(), now, now) for status in board.ranks]
+        self.last_look = now
+        self.window_began = now
         self.warned = False
 
     def is_hung(self) -> bool:
-        """Whether some rank has not moved for too long."""
+        """Whether a living rank has made no progress for longer than its limit."""
         now = time.monotonic()
         if now - self.last_look < LOOK_SECONDS:
             return False
         self.last_look = now
-        for status, seen in zip(self.board.ranks, self.seen, strict=True):
-            row, before = status.snapshot(), seen.row
-            if row.beats != before.beats:
-                seen.beat = now
-                seen.samples[row.phase] += 1
-            if (row.step, row.batches, row.phase) != (before.step, before.batches, before.phase):
-                seen.moved = now
-            seen.row = row
+        for status, observed in zip(self.board.ranks, self.observed, strict=True):
+            current, before = status.snapshot(), observed.snapshot
+            if current.beats != before.beats:
+                observed.beat_at = now
+                observed.samples[current.phase] += 1
+            if (current.step, current.batches, current.phase) != (before.step, before.batches, before.phase):
+                observed.progress_at = now
+            observed.snapshot = current
         if now - self.window_began > WINDOW_SECONDS:
-            self._compare()
+            self._warn_of_straggler()
             self.window_began = now
-        late = [rank for rank, seen in enumerate(self.seen) if now - seen.moved > self._limit(seen)]
-        return any(self._alive(rank) for rank in late)
+        late = [rank for rank, seen in enumerate(self.observed) if now - seen.progress_at > self._limit(seen)]
+        return any(self._is_alive(rank) for rank in late)
 
-    def _alive(self, rank: int) -> bool:
+    def _is_alive(self, rank: int) -> bool:
         return state_of(self.pids[rank]) not in ("", "Z")
 
-    def _limit(self, seen: _Seen) -> float:
-        return self.timeout_seconds if seen.row.batches > 1 else max(self.timeout_seconds, START_SECONDS)
+    def _limit(self, observed: _Observed) -> float:
+        started = observed.snapshot.batches > 1
+        return self.timeout_seconds if started else max(self.timeout_seconds, START_SECONDS)
 
-    def _compare(self) -> None:
-        """Warns once of a rank that keeps the others waiting in every step."""
-        shares = [sum(seen.samples[phase] for phase in WORK) / max(1, seen.samples.total()) for seen in self.seen]
-        slowest = max(range(len(shares)), key=shares.__getitem__)
-        others = [share for rank, share in enumerate(shares) if rank != slowest]
-        training = all(seen.samples["backward"] + seen.samples["optimizer step"] for seen in self.seen)
-        if others and training and not self.warned and shares[slowest] > max(others) + EXCESS:
+    def _warn_of_straggler(self) -> None:
+        """Warns once if a rank keeps the others waiting in every step, and begins a new window."""
+        work_shares = [
+            sum(observed.samples[phase] for phase in WORK) / max(1, observed.samples.total())
+            for observed in self.observed
+        ]
+        slowest = max(range(len(work_shares)), key=work_shares.__getitem__)
+        others = [share for rank, share in enumerate(work_shares) if rank != slowest]
+        training = all(seen.samples["backward"] + seen.samples["optimizer step"] for seen in self.observed)
+        if others and training and not self.warned and work_shares[slowest] > max(others) + EXCESS:
             self.warned = True
-            phase = max(WORK, key=lambda phase: self.seen[slowest].samples[phase])
+            phase = max(WORK, key=lambda phase: self.observed[slowest].samples[phase])
             print(
-                f"warning: rank {slowest} is slower than the others: {shares[slowest]:.0%} of its time is data and "
-                f"forward, mostly {phase}; of theirs {max(others):.0%} at most, the rest they wait for it",
+                f"warning: rank {slowest} is slower than the others: it spends {work_shares[slowest]:.0%} of its time "
+                f"in data and forward, mostly {phase}; the others {max(others):.0%} at most, then they wait for it",
                 file=sys.stderr,
             )
-        for seen in self.seen:
-            seen.samples.clear()
+        for observed in self.observed:
+            observed.samples.clear()
 
     def diagnose(self, run_dir: Path) -> Hang:
-        """Finds the culprit. Wakes processes that are stopped: to be called when all are about to be ended."""
+        """Finds the culprit and its stack. Continues stopped processes: call it only before all workers are ended."""
         now = time.monotonic()
         states = [state_of(pid) for pid in self.pids]
         stacks = self._stacks(run_dir)
         rank, reason = self._culprit(now, states, stacks)
-        culprit = self.seen[rank]
-        others = [f"rank {other} in {seen.row.where}" for other, seen in enumerate(self.seen) if other != rank]
-        return Hang(rank, culprit.row, now - culprit.moved, reason, ", ".join(others), stacks[rank])
+        culprit = self.observed[rank]
+        others = [f"rank {other} in {seen.snapshot.where}" for other, seen in enumerate(self.observed) if other != rank]
+        return Hang(rank, culprit.snapshot, now - culprit.progress_at, reason, ", ".join(others), stacks[rank])
 
     def _culprit(self, now: float, states: list[str], stacks: list[list[str]]) -> tuple[int, str]:
-        """What the kernel says is stopped; else who holds Python's lock; else the least advanced; among several of
-        those, the one that does not wait inside torch."""
+        """The rank that blocks the others, and the reason. In this order: a process that the kernel reports as stopped;
+        one whose beats stopped (Python's lock is held); the one furthest behind; if several are, the one that does not
+        wait inside torch."""
         for rank, state in enumerate(states):
             if state in ("T", "t"):
                 return rank, f"the process is {STATES[state]}"
-        alive = [rank for rank in range(len(self.seen)) if self._alive(rank)]
-        beating = [rank for rank in alive if self.seen[rank].row.beats]
-        silent = [rank for rank in beating if now - self.seen[rank].beat > STALE_SECONDS]
-        if silent and (len(silent) < len(beating) or len(self.seen) == 1):
-            return silent[0], "its other threads stand still too: some code keeps Python's lock (GIL)"
-        last = min(self.seen[rank].row.progress for rank in alive)
-        behind = [rank for rank in alive if self.seen[rank].row.progress == last]
-        at_work = [rank for rank in behind if stacks[rank] and not _waits(stacks[rank])]
+        alive = [rank for rank in range(len(self.observed)) if self._is_alive(rank)]
+        beating = [rank for rank in alive if self.observed[rank].snapshot.beats]
+        stalled = [rank for rank in beating if now - self.observed[rank].beat_at > STALE_SECONDS]
+        if stalled and (len(stalled) < len(beating) or len(self.observed) == 1):
+            return stalled[0], "its heartbeat thread does not run either: some code holds Python's lock (GIL)"
+        last = min(self.observed[rank].snapshot.progress for rank in alive)
+        behind = [rank for rank in alive if self.observed[rank].snapshot.progress == last]
+        at_work = [rank for rank in behind if stacks[rank] and not _is_waiting(stacks[rank])]
         rank = (at_work or behind)[0]
         if states[rank] in STATES:
             return rank, f"the process is {STATES[states[rank]]}"
         undecided = len(behind) > 1 and not at_work
-        return rank, f"ranks {', '.join(map(str, behind))} all wait there: this is the first" if undecided else ""
+        ranks = ", ".join(map(str, behind))
+        return rank, f"ranks {ranks} all wait there, none is further behind; this is the first" if undecided else ""
 
     def _stacks(self, run_dir: Path) -> list[list[str]]:
-        """Asks every worker that is at work for its stack."""
-        beating = [rank for rank, seen in enumerate(self.seen) if seen.row.beats and self._alive(rank)]
-        for rank in beating:  # before its first beat a worker has no handler, and the signal would end it
+        """The stack of each worker's working thread; empty for those that wrote none within STACK_SECONDS."""
+        beating = [rank for rank, seen in enumerate(self.observed) if seen.snapshot.beats and self._is_alive(rank)]
+        for rank in beating:  # before its first beat a worker has no handler, and the signal would kill it
             with contextlib.suppress(ProcessLookupError):
                 signal_main_thread(self.pids[rank], signal.SIGUSR2)
                 os.kill(self.pids[rank], signal.SIGCONT)
         deadline = time.monotonic() + STACK_SECONDS
         while time.monotonic() < deadline and not all(working_stack(run_dir, rank) for rank in beating):
             time.sleep(0.05)
-        time.sleep(0.05)  # for those that are at it
+        time.sleep(0.05)  # for a stack that is being written
         return [working_stack(run_dir, rank) for rank in range(len(self.pids))]
 
 
 def working_stack(run_dir: Path, rank: int) -> list[str]:
-    """Of what a rank wrote: the stack of the thread that did not come from Python's `threading` and runs Python, or
-    else of the main thread. Most recent call last; empty if there is nothing.
+    """The stack, in a rank's stack file, of the newest thread that runs Python and that `threading` did not start, else
+    of the main thread. Most recent call last; empty if there is none.
 
-    Autograd runs the gradients of a GPU in a thread of its own, the hooks of the user in it; on CPU in the main thread.
+    Autograd computes the gradients of a GPU in a thread of its own, and calls the user's hooks there; on a CPU it uses
+    the main thread.
     """
     try:
         text = stack_file(run_dir, rank).read_text(errors="replace")
@@ -169,7 +181,7 @@ def working_stack(run_dir: Path, rank: int) -> list[str]:
     return own[0] if own else []
 
 
-def _waits(stack: list[str]) -> bool:
-    """Whether the innermost call is torch's or this package's: whatever waits for other ranks or for a device does so
-    there; what hangs of its own accord does so in the user's code or in a library of its own."""
+def _is_waiting(stack: list[str]) -> bool:
+    """Whether the innermost call is in torch or in this package, where a rank waits for other ranks or for a device. A
+    rank that hangs by itself does so in the user's code or in another library."""
     return "-packages/torch/" in stack[-1] or str(Path(__file__).parent.parent) in stack[-1]

@@ -1,8 +1,7 @@
-"""Where every worker of a host is, in memory that they share with their launcher. Torch-free.
+"""The status of every worker of a host, in memory that the workers share with their launcher. Torch-free.
 
-A worker says where it is by assigning to its `RankStatus`, at the price of an assignment; a thread of it shows five
-times a second that it lives. A thread that falls silent tells something too: its process is stopped, or some code keeps
-Python's lock.
+A worker publishes its step and phase by assigning to its `RankStatus`, which costs an assignment. A thread of the
+worker counts beats, five a second: if the count stops, the process is stopped or some code holds Python's lock (GIL).
 """
 
 from __future__ import annotations
@@ -23,31 +22,31 @@ from ddp_train.linux import resident_bytes
 BEAT_SECONDS = 0.2
 SAVED_POLL_SECONDS = 0.02
 START_SECONDS = 120.0
-"""Where launch.timeout_seconds is less, this holds until the first batch is done: torch is imported from a cold disk,
-processes find each other, models are compiled."""
+"""The least hang timeout until a rank has done its first batch: torch is imported from a cold disk, processes connect,
+models are compiled."""
 END = "end"
-"""The phase of a worker that has done all its work."""
+"""The phase of a worker that has completed its work."""
 PHASES = (
     *("start", "data set", "build", "record", "evaluation data", "evaluation forward", "evaluation end"),
     *("checkpoint", "data", "forward", "backward", "optimizer step", END),
 )
-"""In the order in which they come once a step is done: at the same step, the rank in the earliest phase keeps the
-others waiting."""
+"""In the order in which they follow a completed step: of ranks at the same step, the one in the earliest phase is
+furthest behind."""
 _NUMBERS = {phase: number for number, phase in enumerate(PHASES)}
 
 
 class StatusSnapshot(NamedTuple):
-    """Where a rank was at one moment."""
+    """The status of a rank at one moment."""
 
     beats: int
-    """0 before it has started Python and torch."""
+    """0 until the worker has imported torch."""
     step: int
     batches: int
     phase: str
 
     @property
     def progress(self) -> tuple[int, int, int]:
-        """Increases as a rank advances."""
+        """Compares the progress of two ranks: greater is further ahead."""
         return min(self.beats, 1), self.step, _NUMBERS[self.phase]
 
     @property
@@ -56,21 +55,21 @@ class StatusSnapshot(NamedTuple):
 
 
 class RankStatus(ctypes.Structure):
-    """Where a process is. Those who wait or work say so, the loop does not. `phase` is one of PHASES."""
+    """Step and phase of a worker, as a C structure in shared memory. `phase` is one of PHASES."""
 
     _fields_ = tuple(
         (name, ctypes.c_int64) for name in ("beats", "step", "batches", "resident_bytes", "saving", "_phase")
     )
     step: int
     batches: int
-    """That were fetched, in training and evaluation: a long evaluation moves on too."""
+    """Batches fetched, in training and evaluation, so that a long evaluation counts as progress."""
     beats: int
     resident_bytes: int
-    """The memory of the process at its last beat."""
+    """Resident memory of the process at its last beat."""
     saving: int
-    """1 while a checkpoint is being written, beside whatever the phase says."""
+    """1 while a checkpoint is being written, in whatever phase the worker is."""
     fetching: Sequence[Any] = ()
-    """The shares that loader processes are working on, the next one first. Not shared with the launcher."""
+    """The micro-batches that loader processes are preparing, the next one first. Not shared with the launcher."""
 
     @property
     def phase(self) -> str:
@@ -88,7 +87,10 @@ class RankStatus(ctypes.Structure):
         self.saving = int(saving)
 
     def wait_until_saved(self, seconds: float, given_up: Callable[[], bool] = lambda: False) -> None:
-        """A checkpoint that is being written is a copy, whole whatever happened since: lets it come to its end."""
+        """Waits until no checkpoint is being written, `seconds` at most or until `given_up()`.
+
+        What is being written is a complete copy of an earlier state, valid whatever has failed since.
+        """
         deadline = time.monotonic() + seconds
         while self.saving and time.monotonic() < deadline and not given_up():
             time.sleep(SAVED_POLL_SECONDS)
@@ -98,19 +100,19 @@ class RankStatus(ctypes.Structure):
         self.beats += 1
 
     def keep_beating(self) -> None:
-        """From now on, in a thread."""
+        """Starts the thread that beats until the process ends."""
 
-        def go_on() -> None:
-            pause = threading.Event()  # never set
-            while not pause.wait(BEAT_SECONDS):
+        def run() -> None:
+            never = threading.Event()
+            while not never.wait(BEAT_SECONDS):
                 self.beat()
 
         self.beat()
-        threading.Thread(target=go_on, name="heartbeat", daemon=True).start()
+        threading.Thread(target=run, name="heartbeat", daemon=True).start()
 
 
 class StatusBoard:
-    """The positions of all ranks of a host, in a file without a name that lives as long as somebody has it open."""
+    """The status of all ranks of a host, in an anonymous file (memfd) that exists as long as a process has it open."""
 
     def __init__(self, descriptor: int, ranks: int) -> None:
         self.descriptor = descriptor
@@ -118,8 +120,8 @@ class StatusBoard:
 
     @classmethod
     def create(cls, ranks: int) -> StatusBoard:
-        """A new one, whose file descriptor workers inherit."""
-        descriptor = os.memfd_create("board")
+        """A new board, whose file descriptor the workers inherit."""
+        descriptor = os.memfd_create("rank_status")
         os.ftruncate(descriptor, ctypes.sizeof(RankStatus) * ranks)
         return cls(descriptor, ranks)
 
@@ -127,24 +129,27 @@ class StatusBoard:
         os.close(self.descriptor)
 
     def sizes(self) -> str:
-        """`rank 0 1.20 GiB, rank 1 3.40 GiB`: what they hold, or held last."""
-        return ", ".join(f"rank {rank} {at.resident_bytes / 2**30:.2f} GiB" for rank, at in enumerate(self.ranks))
+        """Resident memory of each rank at its last beat: `rank 0 1.20 GiB, rank 1 3.40 GiB`."""
+        return ", ".join(
+            f"rank {rank} {status.resident_bytes / 2**30:.2f} GiB" for rank, status in enumerate(self.ranks)
+        )
 
 
 def stack_file(run_dir: Path, rank: int) -> Path:
-    """Where a rank's stacks go: on SIGUSR2, and when it is ended by a fault (SIGSEGV, SIGABRT ...)."""
+    """The file to which a rank writes its stacks, on SIGUSR2 and on a fault (SIGSEGV, SIGABRT ...)."""
     return run_dir / "logs" / f"rank_{rank}.stack"
 
 
 def show_stacks(run_dir: Path, rank: int) -> None:
-    """Python's stacks of all threads, written by C code that needs neither Python's lock nor a free main thread."""
+    """Registers faulthandler for SIGUSR2 and for faults. It writes the Python stacks of all threads from C code, which
+    needs neither Python's lock nor a responsive main thread."""
     file = stack_file(run_dir, rank).open("w")  # faulthandler keeps it open
     faulthandler.enable(file)
     faulthandler.register(signal.SIGUSR2, file)
 
 
 def remove_empty_stacks(run_dir: Path, rank: int) -> None:
-    """At the end of a run in which nobody asked."""
+    """Removes a stack file to which nothing was written, at the end of a run."""
     file = stack_file(run_dir, rank)
     if file.exists() and file.stat().st_size == 0:
         file.unlink()

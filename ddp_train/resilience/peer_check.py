@@ -1,6 +1,7 @@
-"""Under torchrun nobody watches all hosts: after a collective failed, those who are left find out who is not.
+"""Under torchrun no process watches all hosts: after a failed collective the ranks find out which of them is missing.
 
-Each of them answers in the store, and reads the answers of all some seconds later. A rank that hangs cannot answer.
+Each rank that saw the failure writes its position into the store, and reads those of all ranks some seconds later. A
+rank that hangs writes nothing.
 """
 
 from __future__ import annotations
@@ -22,73 +23,82 @@ from ddp_train.errors import HangError
 from ddp_train.resilience.failure_report import Failure, is_timeout
 from ddp_train.resilience.heartbeat import RankStatus, StatusSnapshot
 
+HOST, POSITION = "host", "peer_check"
 STORE_SECONDS = 2.0
-"""For all that is asked of the store: one whose host was cut off answers never, not even with an error."""
+"""Limit of each access to the store: if its host was cut off, a request neither returns nor fails."""
 
 
-def announce(store: Store, world: World) -> None:
-    """Says on which host this rank is. At the start, when everybody is there."""
-    store.delete_key(f"roll_call/{world.rank}")  # of an earlier attempt, where hosts share a store
-    store.set(f"host/{world.rank}", socket.gethostname())
+def register(store: Store, world: World) -> None:
+    """Writes the host of this rank into the store, at the start, when all ranks are present."""
+    store.delete_key(f"{POSITION}/{world.rank}")  # of an earlier attempt, if several hosts share a store
+    store.set(f"{HOST}/{world.rank}", socket.gethostname())
 
 
-def answer(store: Store, world: World, status: RankStatus) -> bool:
-    """Says that this rank is alive, and where it is. Returns whether the store has it."""
-    key = f"roll_call/{world.rank}"
+def respond(store: Store, world: World, status: RankStatus) -> bool:
+    """Writes this rank's step and phase into the store. Returns whether the store has them."""
+    key = f"{POSITION}/{world.rank}"
 
     def write() -> bool:
         store.set(key, json.dumps([status.step, status.phase]))
-        return store.check([key])  # writing alone succeeds on a connection whose other end is gone
+        return store.check([key])  # writing alone succeeds even if the other end of the connection is gone
 
-    return bool(_in_time(write))
+    return bool(_within_limit(write))
 
 
-def blame(failure: Failure, error: BaseException, store: Store, world: World) -> Failure:
-    """The failure of this rank, laid at the door of those who gave no answer, or of the last in line.
+def attribute_failure(failure: Failure, error: BaseException, store: Store, world: World) -> Failure:
+    """Attributes this rank's failure to the first rank that did not respond, else to the one that is furthest behind.
 
-    A collective that timed out is a hang (exit code 71); one that broke off is not (70).
+    error: what the collective raised here. A time-out is a hang (exit code 71), a broken connection is not (70).
     """
 
     def read() -> dict[int, tuple[str, list[Any] | None]]:
         return {
             rank: (
-                store.get(f"host/{rank}").decode(),
-                json.loads(store.get(f"roll_call/{rank}")) if store.check([f"roll_call/{rank}"]) else None,
+                store.get(f"{HOST}/{rank}").decode(),
+                json.loads(store.get(f"{POSITION}/{rank}")) if store.check([f"{POSITION}/{rank}"]) else None,
             )
             for rank in range(world.size)
         }
 
-    roll = _in_time(read)
-    if roll is None:
+    found = _within_limit(read)
+    if found is None:
         culprit, host, step, phase = 0, store_address(), None, "unknown"
-        said = f"the store at {host} gives no answer: the host of rank 0 is gone, or cut off"
-    elif absent := [rank for rank, (_, place) in roll.items() if place is None]:
-        culprit, host, step, phase = absent[0], roll[absent[0]][0], None, "unknown"
-        said = " and ".join(f"rank {rank} on {roll[rank][0]}" for rank in absent) + " did not answer the roll call"
+        finding = f"the store at {host} does not respond: the host of rank 0 is down or cut off"
+    elif missing := [rank for rank, (_, position) in found.items() if position is None]:
+        culprit, host, step, phase = missing[0], found[missing[0]][0], None, "unknown"
+        ranks = " and ".join(f"rank {rank} on {found[rank][0]}" for rank in missing)
+        finding = f"{ranks} did not respond to the peer check"
     else:
-        places = {rank: StatusSnapshot(1, place[0], 0, place[1]) for rank, (_, place) in roll.items() if place}
-        culprit = min(places, key=lambda rank: places[rank].progress)
-        host, step, phase = roll[culprit][0], places[culprit].step, places[culprit].phase
-        said = f"all ranks answered the roll call; the last is rank {culprit} on {host}, in {places[culprit].where}"
-    named: dict[str, Any] = {"rank": culprit, "host": host, "step": step, "phase": phase}
+        positions = {rank: StatusSnapshot(1, at[0], 0, at[1]) for rank, (_, at) in found.items() if at}
+        culprit = min(positions, key=lambda rank: positions[rank].progress)
+        host, step, phase = found[culprit][0], positions[culprit].step, positions[culprit].phase
+        finding = (
+            f"all ranks responded to the peer check; rank {culprit} on {host} is furthest behind, "
+            f"in {positions[culprit].where}"
+        )
+    changes: dict[str, Any] = {"rank": culprit, "host": host, "step": step, "phase": phase}
     if is_timeout(error):
-        named |= {"kind": HangError.kind, "exit_code": HangError.exit_code}
-    remedy = "look at that process, its host and its log; raise launch.timeout_seconds if it is only slow"
-    log = str(Path(failure.log).with_name(f"rank_{culprit}.log"))
-    return dataclasses.replace(failure, **named, detail=f"{said}; {failure.detail}", remedy=remedy, log=log)
+        changes |= {"kind": HangError.kind, "exit_code": HangError.exit_code}
+    return dataclasses.replace(
+        failure,
+        **changes,
+        detail=f"{finding}; {failure.detail}",
+        remedy="look at that rank's host and log; if it is only slow, raise launch.timeout_seconds",
+        log=str(Path(failure.log).with_name(f"rank_{culprit}.log")),
+    )
 
 
-def _in_time(ask: Callable[[], Any]) -> Any:
-    """What the store says, None if it says nothing in time."""
-    said: list[Any] = []
+def _within_limit(access: Callable[[], Any]) -> Any:
+    """The result of an access to the store; None if it fails or takes longer than STORE_SECONDS."""
+    results: list[Any] = []
 
-    def try_it() -> None:
+    def run() -> None:
         try:
-            said.append(ask())
-        except (dist.DistError, RuntimeError):  # gone: that is an answer too
+            results.append(access())
+        except (dist.DistError, RuntimeError):  # the store is gone
             return
 
-    thread = threading.Thread(target=try_it, daemon=True)
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(STORE_SECONDS)
-    return said[0] if said else None
+    return results[0] if results else None

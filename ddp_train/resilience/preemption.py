@@ -1,9 +1,10 @@
-"""An agreed stop: one process is told to stop, and all of them stop training after one and the same step.
+"""Preemption: after a signal to any process, all ranks stop training after the same step and save there.
 
-A Python signal handler never runs while its process waits in a collective, so nothing happens in one here. Two threads
-serve each process. One waits where the interpreter's C handler leaves the numbers of signals, and never touches the
-network, which a stopped peer can block. The other looks a few times a second whether any process wants to stop, and
-agrees on the step through the key-value store. There is no collective for it, and a training step pays a comparison.
+A Python signal handler does not run while its process waits in a collective, so the handlers do nothing. Two threads
+of each process do the work. The first reads signal numbers from the pipe to which the interpreter's C handler writes
+them; it never uses the network, which a stopped peer can block. The second checks the key-value store a few times a
+second for a stop request, and agrees with the other ranks on the last step through the store. There is no collective
+for it, and a training step pays a comparison.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 SAVED, UNSAVED, INTERRUPTED = 75, 143, 130
 """Exit codes: stopped and saved (EX_TEMPFAIL of sysexits.h: try again); stopped before it could save; by Ctrl-C."""
 SAME_REQUEST_SECONDS = 0.5
-"""Signals this close together are one request: SLURM and systemd signal every process, agents hand on theirs."""
+"""Signals within this time are one request: SLURM and systemd signal every process, and agents forward theirs."""
 LOOK_SECONDS, AGREE_SECONDS = 0.25, 0.02
-"""Between two looks at the store: has anybody asked; have all answered. A look takes 0.05 ms."""
+"""Polling intervals of the store: for a request; for the answers of all ranks. A look takes 0.05 ms."""
 REQUEST, EARLIEST, AGREED = "stop/request", "stop/earliest", "stop/agreed"
 NEVER = sys.maxsize
 log = logging.getLogger(__name__)
 
 
 class Store(Protocol):
-    """What is asked of the key-value store: of torch's, whose keys all processes share."""
+    """The methods used of torch's key-value store, whose keys all processes share."""
 
     def set(self, key: str, value: str, /) -> None: ...
     def get(self, key: str, /) -> bytes: ...
@@ -43,19 +44,22 @@ class Store(Protocol):
 
 
 class StopController:
-    """Where training must stop. By itself it is a brake that nobody can pull; `listening` listens to signals."""
+    """Decides after which step training stops. It handles signals inside `listening` only."""
 
     def __init__(self) -> None:
         self.limit = NEVER
-        """Training goes no further than this without asking. It may be a guess that training has passed already."""
+        """Training asks `allows` before it goes beyond this step. It may be a proposal that training has passed."""
         self.last_step = NEVER
-        """The step after which all stop. Whoever has come so far, by the leave of `allows`, sees it."""
-        self.requested, self.is_agreed, self.is_over = threading.Event(), threading.Event(), threading.Event()
-        self.number, self.patience_seconds = 0, 0.0
+        """Agreed last step. Valid once `allows()` has returned for it."""
+        self.requested = threading.Event()
+        self.is_agreed = threading.Event()
+        self.is_over = threading.Event()
+        self.signal_number = 0
+        self.patience_seconds = 0.0
         self.leave: Callable[[int], Any] = os._exit
 
     def allows(self, step: int) -> bool:
-        """Whether training goes on after `step` steps. Who has reached the limit waits for the agreement."""
+        """Whether training continues after `step` steps. At the limit it waits until the last step is agreed."""
         if step >= self.limit:
             self.is_agreed.wait()
         return step < self.limit
@@ -69,48 +73,50 @@ class StopController:
         patience_seconds: float,
         leave: Callable[[int], Any],
     ) -> Iterator[None]:
-        """Inside, a signal to any process stops all; later this one still answers the others. In the main thread.
+        """Inside, a signal to any rank stops all ranks. Enter it in the main thread.
 
-        position: its `step` must be set before training asks how far it may go. store: with a connection of its own,
-        since a blocked one blocks all who share it; None where there is one process. patience_seconds: after that long
-        without an agreement this process leaves, by `leave(exit code)`, as it does at a second request.
+        After it this rank still answers requests of others. status: its `step` must be set before training calls
+        `allows`. store: over a connection of its own, since a blocked connection blocks all its users; None for one
+        process. patience_seconds: the longest wait for an agreement; after that, and on a second request, this process
+        calls `leave(exit code)`.
         """
-        self.patience_seconds, self.leave = patience_seconds, leave
-        numbers, arriving = os.pipe()
-        os.set_blocking(arriving, False)
-        signal.set_wakeup_fd(arriving, warn_on_full_buffer=False)
-        listened = heard()
-        for number in listened:
-            signal.signal(number, lambda *_: None)  # without a handler the interpreter does not note the number
-        for work in (lambda: self._listen(numbers), lambda: self.agree(status, world, store)):
-            threading.Thread(target=work, daemon=True).start()
+        self.patience_seconds = patience_seconds
+        self.leave = leave
+        read_end, write_end = os.pipe()
+        os.set_blocking(write_end, False)
+        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+        handled = stop_signals()
+        for number in handled:
+            signal.signal(number, lambda *_: None)  # without a handler the interpreter does not write the number
+        for run in (lambda: self._read_signals(read_end), lambda: self.agree(status, world, store)):
+            threading.Thread(target=run, daemon=True).start()
         completed = False
         try:
             yield
             completed = True
         finally:
             self.is_over.set()
-            # A late request has nothing to stop where all is done, or where a failed process only writes what it has.
-            afterwards = signal.SIG_IGN if completed or status.saving else signal.SIG_DFL
-            for number in listened:
-                signal.signal(number, afterwards)
+            # A late request has nothing to stop if the run is done, or has failed and only completes a checkpoint.
+            handler = signal.SIG_IGN if completed or status.saving else signal.SIG_DFL
+            for number in handled:
+                signal.signal(number, handler)
             signal.set_wakeup_fd(-1)
-            os.close(arriving)
+            os.close(write_end)
 
     def request_stop(self, number: int) -> None:
-        """Asks for a stop, in the name of a signal."""
+        """Requests a stop of all ranks. number: the signal that caused it."""
         if not self.requested.is_set():
-            patience = threading.Timer(self.patience_seconds, self._give_up)
-            patience.daemon = True
-            patience.start()
-            self.number = number
+            timer = threading.Timer(self.patience_seconds, self._leave_without_agreement)
+            timer.daemon = True
+            timer.start()
+            self.signal_number = number
             self.requested.set()
 
     def propose_step(self, status: RankStatus) -> int:
-        """Sets a limit that training has not passed and will see. Returns it.
+        """Sets `limit` to a step that training has not passed, and that it will stop at to ask. Returns it.
 
-        Training writes `status.step` and then reads `limit`; this writes `limit` and then reads `status.step`
-        again. If that has not moved, the next one to read `limit` finds it.
+        Training writes `status.step` and then reads `limit`; this writes `limit` and then reads `status.step` again. If
+        the step has not changed, the next read of `limit` by training sees the new value.
         """
         while True:
             step = status.step
@@ -118,9 +124,10 @@ class StopController:
             if status.step == step:
                 return self.limit
 
-    def _listen(self, numbers: int) -> None:
+    def _read_signals(self, read_end: int) -> None:
+        """The first thread: turns signals into requests until the pipe is closed."""
         first = math.inf
-        while byte := os.read(numbers, 1):
+        while byte := os.read(read_end, 1):
             if byte[0] not in SIGNALS:  # SIGCHLD, for one
                 continue
             now = time.monotonic()
@@ -130,48 +137,52 @@ class StopController:
                 first = now
                 log.info("asked to stop by %s", signal.Signals(byte[0]).name)
                 self.request_stop(byte[0])
-        os.close(numbers)
+        os.close(read_end)
 
     def agree(self, status: RankStatus, world: World, store: Store | None) -> None:
-        """Waits until some process asks for a stop, and agrees with all of them on the step. In a thread of its own."""
+        """The second thread: waits until any rank requests a stop, then agrees with all ranks on the last step."""
         try:
             while not self.requested.wait(LOOK_SECONDS if store else None):
                 if store and store.check([REQUEST]):
                     self.request_stop(int(store.get(REQUEST)))
-            propose_step = self.propose_step(status)
-            self.last_step = self.limit = (
-                agreed_step(propose_step, self.number, world, store) if store else propose_step
-            )
+            step = self.propose_step(status)
+            if store:
+                step = agreed_step(step, self.signal_number, world, store)
+            self.last_step = step  # before `limit`: training that passes `allows` must find it
+            self.limit = step
             self.is_agreed.set()
             log.info("asked to stop; agreed on step %d", self.last_step)
-        except RuntimeError as error:  # the store is gone: the run is over, or the process that served it
+        except RuntimeError as error:  # the store is gone: the run is over, or rank 0, which serves it, has ended
             if not self.is_over.is_set():
-                log.info("no stop can be agreed on any more: %s", error)
+                log.info("ranks can no longer agree on a stop: %s", error)
 
-    def _give_up(self) -> None:
+    def _leave_without_agreement(self) -> None:
         if not self.is_agreed.is_set() and not self.is_over.is_set():
-            log.error("no agreement on a stop within %g s: leaving without it", self.patience_seconds)
-            self.leave(exit_code(self.number))
+            log.error("no agreement on a stop within %g s: exiting without it", self.patience_seconds)
+            self.leave(exit_code(self.signal_number))
 
 
-def heard() -> list[signal.Signals]:
-    """The signals that ask for a stop, without those that this process was started to ignore, as nohup does."""
+def stop_signals() -> list[signal.Signals]:
+    """The signals that request a stop, except those that this process was started to ignore, as by nohup."""
     return [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
 
 
 def exit_code(number: int) -> int:
-    """Of a process that a signal stopped before it could save."""
+    """The exit code of a process that signal `number` stopped before it could save."""
     return INTERRUPTED if number in (signal.SIGINT, signal.SIGHUP) else UNSAVED
 
 
-def agreed_step(propose_step: int, number: int, world: World, store: Store) -> int:
-    """The largest of all processes' claims. Waits for them, for as long as it takes."""
+def agreed_step(proposed_step: int, number: int, world: World, store: Store) -> int:
+    """The largest step that any rank proposes. Waits for all ranks, without a limit.
+
+    number: the signal, which is passed on to ranks that have not received it.
+    """
     store.set(REQUEST, str(number))
-    store.set(f"{EARLIEST}/{world.rank}", str(propose_step))
+    store.set(f"{EARLIEST}/{world.rank}", str(proposed_step))
     if world.is_leader:
-        claims = [f"{EARLIEST}/{rank}" for rank in range(world.size)]
-        _wait_for(claims, store)
-        store.set(AGREED, str(max(int(store.get(key)) for key in claims)))
+        proposals = [f"{EARLIEST}/{rank}" for rank in range(world.size)]
+        _wait_for(proposals, store)
+        store.set(AGREED, str(max(int(store.get(key)) for key in proposals)))
     _wait_for([AGREED], store)
     return int(store.get(AGREED))
 
@@ -182,10 +193,10 @@ def _wait_for(keys: list[str], store: Store) -> None:
 
 
 def ignore_signals() -> None:
-    """For a process that serves one that was told to stop: it is needed until the agreed step is done.
+    """Ignores stop signals in a loader process, which its rank needs until the agreed step is done.
 
-    Agents signal whole process groups, in which loader processes are.
+    Agents signal whole process groups, loader processes included.
     """
-    signal.set_wakeup_fd(-1)  # inherited by fork: it would report to the other's listener
+    signal.set_wakeup_fd(-1)  # inherited by fork: it would write to the rank's pipe
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""Whether a failed run is started again: as often as the user allowed, and as long as it gets anywhere. Torch-free."""
+"""Decides whether a failed run is restarted: within the user's budget, and not if the failure repeats. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,37 +12,43 @@ SAME_FAILURES = 3
 
 
 class RestartPolicy:
-    """The budget of one run. A newer checkpoint than at the failure before refills it."""
+    """The restart budget of one run. A checkpoint that is newer than at the previous failure refills it."""
 
     def __init__(self, allowed: int, run_dir: Path) -> None:
-        self.allowed, self.run_dir = allowed, run_dir
-        self.used, self.newest = 0, self._newest_step()
+        """allowed: restarts between two checkpoints."""
+        self.allowed = allowed
+        self.run_dir = run_dir
+        self.used = 0
+        self.newest_step = self._newest_step()
         self.failure: tuple[str, ...] = ()
-        self.same = 0
-        """How many attempts in a row ended in `failure`."""
+        self.repeats = 0
+        """How many attempts in a row have ended in `failure`."""
 
     def refusal(self) -> str:
-        """Why the run is not started again after the failure that has just been reported; empty if it is.
+        """Why the run is not restarted after the failure that was just reported; empty if it is restarted.
 
-        Counts: to be asked once per failure.
+        Call it once per failure: it counts.
         """
-        newest, failure = self._newest_step(), self._failure()
-        if newest > self.newest:
-            self.used, self.newest = 0, newest
-        self.same = self.same + 1 if failure and failure == self.failure else 1
+        newest_step, failure = self._newest_step(), self._failure()
+        if newest_step > self.newest_step:
+            self.used = 0
+            self.newest_step = newest_step
+        self.repeats = self.repeats + 1 if failure and failure == self.failure else 1
         self.failure = failure
-        if self.allowed and self.same == SAME_FAILURES:
-            return f"{SAME_FAILURES} attempts ended in the same failure at the same step: it would only come again"
+        if self.allowed and self.repeats == SAME_FAILURES:
+            return f"same failure at the same step in {SAME_FAILURES} attempts; restarting again would not help"
         self.used += 1
-        return f"launch.max_restarts={self.allowed} without a new checkpoint" if self.used > self.allowed else ""
+        return (
+            f"launch.max_restarts={self.allowed} used up without a new checkpoint" if self.used > self.allowed else ""
+        )
 
     def _newest_step(self) -> int:
         steps = [int(path.name[5:]) for path in (self.run_dir / "checkpoints").glob("step_????????")]
         return max(steps, default=-1)
 
     def _failure(self) -> tuple[str, ...]:
-        """What happened, to which rank and at which step, but for seconds, sizes and process ids. Empty if nothing was
-        reported."""
+        """Kind, rank, step and detail of the reported failure, with all numbers in the detail replaced by `#`: seconds,
+        sizes and process ids differ between attempts. Empty if nothing was reported."""
         try:
             failure = json.loads((self.run_dir / FILE).read_text())
         except FileNotFoundError:

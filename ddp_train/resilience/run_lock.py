@@ -1,4 +1,4 @@
-"""Who works in a folder: a lock that the kernel takes back when its holder dies, and a file that says who holds it."""
+"""The lock of a run directory: an flock, which the kernel releases when its holder dies. The file names the holder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ POLL_SECONDS = 0.1
 
 @dataclass
 class Lock:
-    """A lock that this process holds until `release`, or until it ends in whatever way."""
+    """A lock that this process holds until `release`, or until it ends."""
 
     file: TextIO
 
@@ -28,17 +28,18 @@ class Lock:
 
 
 class LockHeldError(Exception):
-    """Somebody else holds the lock; `str(error)` says who."""
+    """Another process holds the lock; `str(error)` names it."""
 
 
-def acquire(path: Path, patience_seconds: float = 0.0) -> Lock:
-    """Locks `path`, a file that is made if need be, waiting so long for another holder to go.
+def acquire(path: Path, timeout_seconds: float = 0.0) -> Lock:
+    """Locks the file `path`, which is created if it does not exist.
 
-    Raises LockHeldError if it does not, and OSError where there can be no such file or the file system has no locks.
+    Raises LockHeldError if another process holds it for longer than `timeout_seconds`, and OSError if the file cannot
+    be created or the file system has no locks.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("a+")
-    deadline = time.monotonic() + patience_seconds
+    deadline = time.monotonic() + timeout_seconds
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -72,7 +73,7 @@ def is_held(path: Path) -> bool:
 
 
 def owner(path: Path) -> dict[str, str]:
-    """What the last holder wrote: pid, host, since, id. Empty if nobody did, or is just about to."""
+    """pid, host, since and id of the last holder. Empty if there was none, or while the holder is still writing it."""
     try:
         return json.loads(path.read_text())
     except (FileNotFoundError, ValueError):
@@ -80,19 +81,19 @@ def owner(path: Path) -> dict[str, str]:
 
 
 def described(who: dict[str, str]) -> str:
-    """An owner, for a message."""
+    """An owner in words, for a message."""
     return f"process {who.get('pid', '?')} on {who.get('host', '?')}, since {who.get('since', '?')}"
 
 
 def check_owner(run_dir: Path, expected: dict[str, str]) -> None:
-    """Raises OwnershipLostError if the run directory has changed hands since its owner was `expected`.
+    """Raises OwnershipLostError if the owner of the run directory is no longer `expected`.
 
-    A lock can be lost without a word: a network file system gives it to another host when this one was cut off for
-    longer than the lease (NFSv4: 90 s). Whoever comes back from there must not write any more.
+    A lock can be lost without notice: a network file system gives it to another host if this one was cut off for longer
+    than the lease (NFSv4: 90 s). When this host is back, it must not write any more.
     """
     now = owner(run_dir / FILE)
     if now != expected:
         raise OwnershipLostError(
             f"{run_dir} belongs to another run now: {described(now)}",
-            "nothing was written; that run goes on from the checkpoints that are there",
+            "this process has written nothing since; the other run resumes from the checkpoints that are there",
         )

@@ -146,7 +146,7 @@ def _wait(process: subprocess.Popen[bytes], stop: StopRequests) -> None:
         if stop.received and deadline is None:
             process.send_signal(signal.SIGTERM)
             deadline = time.monotonic() + PATIENCE_SECONDS
-        if stop.insists or (deadline is not None and time.monotonic() > deadline):
+        if stop.repeated or (deadline is not None and time.monotonic() > deadline):
             return
         time.sleep(POLL_SECONDS)
 

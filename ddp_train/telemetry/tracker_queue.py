@@ -21,7 +21,7 @@ from pathlib import Path
 from traceback import format_exception
 from typing import Any
 
-from ddp_train.distributed.environment import keep_trackers_at_home
+from ddp_train.distributed.environment import disable_tracker_telemetry
 from ddp_train.resilience.failure_report import write_json
 from ddp_train.telemetry.hardware_monitor import RULES, combined
 from ddp_train.telemetry.trackers import KINDS, Run, Scalars, Tracker
@@ -192,7 +192,7 @@ def open_trackers(names: Sequence[str], grace_seconds: float, timeout_seconds: f
     """The trackers of these names; if what is inside fails, they receive that status."""
     trackers = [tracker() for tracker in KINDS if tracker.name in names]
     if trackers:
-        keep_trackers_at_home()
+        disable_tracker_telemetry()
     tracking = Tracking(trackers, grace_seconds, timeout_seconds)
     try:
         yield tracking

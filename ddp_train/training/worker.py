@@ -18,12 +18,12 @@ from ddp_train.config.auto import described
 from ddp_train.config.freeze import FILE, load_frozen
 from ddp_train.config.schema import Config
 from ddp_train.distributed.environment import (
-    TOLD,
-    board_descriptor,
     launcher_pid,
-    say_last_word,
-    tell_agent,
+    status_descriptor,
     world_from_environment,
+    write_exit_code,
+    write_reported,
+    write_torchrun_error_file,
 )
 from ddp_train.distributed.preflight import agree
 from ddp_train.distributed.process_group import Store, open_store, session, share_config
@@ -33,7 +33,7 @@ from ddp_train.linux import end_with_parent
 from ddp_train.resilience import failure_report, heartbeat, peer_check
 from ddp_train.resilience.heartbeat import RankStatus, StatusBoard
 from ddp_train.resilience.preemption import SAVED
-from ddp_train.stdio import Output, tolerate_closed_streams
+from ddp_train.stdio import TolerantStream, tolerate_closed_streams
 from ddp_train.telemetry.console import Display, start_logging
 from ddp_train.training.run import Run
 
@@ -83,7 +83,7 @@ def run_under_torchrun(store: Store, world: World, argv: list[str], config: Conf
 def run(config: Config, world: World, get_store: Callable[[], Store]) -> int:
     """Trains or evaluates. Returns the exit code; reports what went wrong. get_store: may raise LaunchError."""
     run_dir = Path(str(config.run_dir))
-    descriptor = board_descriptor()
+    descriptor = status_descriptor()
     board = None if descriptor is None else StatusBoard(descriptor, world.local_size)  # torchrun has none
     status = board.ranks[world.rank] if board else RankStatus()
     reporter = FailureReporter(config, world, status, board)
@@ -97,7 +97,7 @@ def run(config: Config, world: World, get_store: Callable[[], Store]) -> int:
             torch.cuda.set_device(device)
         if config.strategy.has_process_group:
             store = get_store()
-            peer_check.announce(store, world)
+            peer_check.register(store, world)
         timeout = _watched_timeout(config.launch.timeout_seconds) if board else config.launch.timeout_seconds
         backend = config.launch.backend
         with session(world, device, backend, store, timeout) if store else contextlib.nullcontext():
@@ -122,8 +122,8 @@ class FailureReporter:
         self.board = board
         self.run_dir = Path(str(config.run_dir))
         self.log_file = self.run_dir / "logs" / f"rank_{world.rank}.log"
-        self.described = described(config)
-        self.terminal = Output(os.fdopen(os.dup(2), "w"))  # standard error may become this rank's log file
+        self.run_facts = described(config)
+        self.terminal = TolerantStream(os.fdopen(os.dup(2), "w"))  # standard error may become this rank's log file
 
     def report(self, error: BaseException, store: Store | None) -> int:
         """Reports an error, unless it only follows from another rank's, which then reports first. Returns the exit
@@ -131,7 +131,7 @@ class FailureReporter:
         rank, board, status = self.world.rank, self.board, self.status
         peer_error = failure_report.is_peer_error(error)
         patience = PEER_ERROR_GRACE_SECONDS
-        if peer_error and store and not board and not peer_check.answer(store, self.world, status):
+        if peer_error and store and not board and not peer_check.respond(store, self.world, status):
             patience = 0.0  # with the store, rank 0's host is gone: torchrun's agent here will end all this soon
         secondary = peer_error or getattr(error, "rank", None) not in (None, rank)
         if secondary and failure_report.wait_for_report(self.run_dir, patience):
@@ -139,11 +139,11 @@ class FailureReporter:
         sizes = board.sizes() if board else f"rank {rank} {status.resident_bytes / 2**30:.2f} GiB"
         failure = failure_report.failure_from(error, rank, status, self.log_file, sizes)
         if peer_error and store and not board:
-            failure = peer_check.blame(failure, error, store, self.world)
-        cause = None if peer_error else error
-        if failure_report.report(self.run_dir, failure, self.described, cause, self.terminal):
-            say_last_word(TOLD)
-            tell_agent(failure_report.headline(failure).removeprefix("FATAL "))
+            failure = peer_check.attribute_failure(failure, error, store, self.world)
+        trace = "" if peer_error else failure_report.traceback_of(error)
+        if failure_report.report(self.run_dir, failure, self.run_facts, trace, self.terminal):
+            write_reported()
+            write_torchrun_error_file(failure_report.headline(failure).removeprefix("FATAL "))
         return failure.exit_code
 
 
@@ -165,7 +165,7 @@ def leave(code: int) -> NoReturn:
     """Ends this process at once. After a failure a process group is still open, and tearing torch down takes 0.7 s."""
     for child in multiprocessing.active_children():
         child.kill()
-    say_last_word(code)
+    write_exit_code(code)
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
