@@ -82,15 +82,15 @@ def lead(world: World | None, argv: list[str], server: ForkServer | None) -> int
             server.close()  # torchrun starts the workers
         return multihost.join_hosts(prepared.config, SCRIPT, argv)
     if prepared.config.mode == "doctor":
-        from ddp_train.doctor.examination import examine_here
+        from ddp_train.doctor.main import check_this_host
 
-        return examine_here(prepared.config, SCRIPT.parent)
+        return check_this_host(prepared.config, SCRIPT.parent)
     return local.launch(prepared.config, SCRIPT.parent, server=server)
 
 
 def report_sweep(argv: list[str], sweep_dir: Path, rows: list[dict[str, Any]], objective: str) -> Path:
     """Writes the report of a sweep, when it is over. Returns its page."""
-    from ddp_train.study.sweep import gather
+    from ddp_train.study.sweep_report import gather
 
     return gather(sweep_dir, rows, objective, argv)
 
@@ -106,9 +106,9 @@ def follow(world: World, argv: list[str]) -> int:
 
 def doctor(store: Store, world: World, argv: list[str], config: Config) -> int:
     """`mode=doctor` under torchrun. Returns the exit code."""
-    from ddp_train.doctor.examination import examine_together
+    from ddp_train.doctor.main import check_all_hosts
 
-    return examine_together(store, world, argv, config, SCRIPT.parent)
+    return check_all_hosts(store, world, argv, config, SCRIPT.parent)
 
 
 def refuse(world: World | None, error: ConfigError) -> int:

@@ -76,7 +76,7 @@ def _probe(launcher: int, rank: int) -> int:
             with contextlib.suppress(OSError):
                 variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
                 if (
-                    b"doctor.probe" in Path(f"/proc/{pid}/cmdline").read_bytes()
+                    b"doctor.collective_test" in Path(f"/proc/{pid}/cmdline").read_bytes()
                     and f"RANK={rank}".encode() in variables
                 ):
                     return int(pid)

@@ -23,13 +23,13 @@ from ddp_train.errors import ConfigError
 from ddp_train.launcher.local import StopRequests
 from ddp_train.resilience import run_lock
 from ddp_train.resilience.failure_report import write_json
-from ddp_train.study import main, results, tables, trials
-from ddp_train.study.facts import conditions, load_at_start, source_digest
+from ddp_train.study import main, results, trials, variants_report
 from ddp_train.study.plots import Axis, Bar, Curve, bars, curves
+from ddp_train.study.provenance import conditions, load_at_start, source_digest
 from ddp_train.study.report import Plot, Report, Table, as_csv, as_json, as_markdown, as_page, cells, show, write
-from ddp_train.study.request import Request, names_of, read_request
+from ddp_train.study.request import Request, read_request, study_names
 from ddp_train.study.results import METRICS, verdict
-from ddp_train.study.trials import Outcome, Trial, at_work
+from ddp_train.study.trials import Outcome, Trial, trial_session
 from ddp_train.study.variants import NEEDS_GPU, Study, merged, plan
 from tests.commands import ENDLESS, ROOT, processes_of, read, run, running, wait_until
 from tests.studies import leave
@@ -167,7 +167,7 @@ def test_how_often_chance_alone_looks_like_an_effect(runs: int, others: int) -> 
     ranks = range(runs + others)
     deals = list(itertools.combinations(ranks, runs))
     apart = [d for d in deals if max(d) < min(set(ranks) - set(d)) or min(d) > max(set(ranks) - set(d))]
-    assert results.by_chance(runs, others) == pytest.approx(len(apart) / len(deals))
+    assert results.false_positive_rate(runs, others) == pytest.approx(len(apart) / len(deals))
 
 
 def test_the_first_epoch_counts_only_where_it_is_the_only_one() -> None:
@@ -189,7 +189,7 @@ def whole(name: str) -> tuple[Request, Study]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [name for name in names_of(CONF) if "kind:" not in (CONF / "study" / f"{name}.yaml").read_text()]
+    "name", [name for name in study_names(CONF) if "kind:" not in (CONF / "study" / f"{name}.yaml").read_text()]
 )
 def test_every_study_of_variants_can_be_made_here(name: str) -> None:
     request, study = whole(name)
@@ -201,7 +201,9 @@ def test_every_study_of_variants_can_be_made_here(name: str) -> None:
         if "device=cuda" in variant.overrides or variant.name in study.config.needs_gpu
     ]
     assert gpu == [] or all(variant.reason for variant in gpu)
-    assert all("python launch.py" in command for command in tables.report(request, study, {}, 0.0).commands)
+    assert all(
+        "python launch.py" in command for command in variants_report.build_report(request, study, {}, 0.0).commands
+    )
 
 
 def test_whatever_a_folder_is_called_its_runs_find_it(tmp_path: Path) -> None:
@@ -290,7 +292,7 @@ def test_a_variant_that_does_not_fit_this_machine_keeps_its_row() -> None:
 def test_help_shows_what_there_is_and_the_keys_of_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.study(ROOT / "launch.py", CONF, ["mode=study", "--help"], None) == 0
     out = capsys.readouterr().out
-    assert all(f"study={name} " in out for name in names_of(CONF))
+    assert all(f"study={name} " in out for name in study_names(CONF))
     assert main.study(ROOT / "launch.py", CONF, ["mode=study", "study=scaling", "-h"], None) == 0
     out = capsys.readouterr().out
     assert "study.KEY=VALUE" in out and (CONF / "study/scaling.yaml").read_text().strip() in out
@@ -322,19 +324,19 @@ def test_a_ladder_tells_the_gain_by_all_and_by_each(monkeypatch: pytest.MonkeyPa
     seconds = {"none": 8.0, "recommended": 1.0, "AMP": 4.0, "channels_last": 2.0, "without gc_freeze": 1.0}
     found = {name: [outcome([9.0, value + step / 100]) for step in range(3)] for name, value in seconds.items()}
     found["AMP"][0].summary["figures"] = figures
-    report = tables.report(request, study, found, 0.0)
+    report = variants_report.build_report(request, study, found, 0.0)
     by_name = {table.title: table for table in report.tables}
     ladder = [
-        dict(zip(by_name[tables.PARTS["ladder"]].columns, row, strict=True))
-        for row in by_name[tables.PARTS["ladder"]].rows
+        dict(zip(by_name[variants_report.PARTS["ladder"]].columns, row, strict=True))
+        for row in by_name[variants_report.PARTS["ladder"]].rows
     ]
     assert [row["tip"].partition(" (")[0] for row in ladder] == ["none", "pin_memory", "AMP", "channels_last"]
     assert ladder[1]["result"] == NEEDS_GPU and ladder[1]["s/epoch"] is None
     assert [ladder[3]["speed-up by all"], ladder[3]["by this"]] == pytest.approx([8.01 / 2.01, 4.01 / 2.01])
     assert (ladder[2]["verdict"], ladder[0]["verdict"]) == ("faster", None)
     assert (ladder[2]["CPU cores"], ladder[2]["memory GiB"], ladder[3]["CPU cores"]) == (1.5, 0.25, None)
-    assert "power W" not in by_name[tables.PARTS["ladder"]].columns, "what no run knows has no column"
-    left_out = by_name[tables.PARTS["leave_one_out"]].rows[1]
+    assert "power W" not in by_name[variants_report.PARTS["ladder"]].columns, "what no run knows has no column"
+    left_out = by_name[variants_report.PARTS["leave_one_out"]].rows[1]
     assert "no effect within the noise" in left_out
     assert "10.0%" in report.intro, "what chance alone does with three runs of each"
     assert "V100 s/epoch" in by_name["Published: one epoch of MNIST"].columns
@@ -344,7 +346,7 @@ def test_a_variant_is_compared_with_the_one_that_its_study_names() -> None:
     request, study = whole("strategies")
     seconds = {"single": 8.0, "ddp": 4.0, "single, batch norm": 12.0, "ddp, batch norm": 6.0, "ddp, SyncBN": 9.0}
     found = {name: [outcome([9.0, value + step / 100]) for step in range(3)] for name, value in seconds.items()}
-    table = tables.report(request, study, found, 0.0).tables[0]
+    table = variants_report.build_report(request, study, found, 0.0).tables[0]
     rows = {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows if row[0] in seconds}
     names = ("compared with", "verdict")
     assert {name: tuple(row[key] for key in names) for name, row in rows.items()} == {
@@ -364,7 +366,7 @@ def test_the_run_table_has_the_shortest_epoch_first_and_all_that_did_not_run(mon
     study = plan(request)
     names = [variant.name for variant in study.variants if not variant.reason]
     found = {names[0]: [outcome([9.0, 3.0])], names[1]: [outcome([9.0, 2.0])]}
-    rows = tables.report(request, study, found, 0.0).tables[0].rows
+    rows = variants_report.build_report(request, study, found, 0.0).tables[0].rows
     assert [(row[1], row[5], row[7], row[8]) for row in rows] == [
         ("completed", 2.0, "cpu", 1),
         ("completed", 3.0, "cpu", 0),
@@ -376,7 +378,7 @@ def test_the_run_table_has_the_shortest_epoch_first_and_all_that_did_not_run(mon
 def test_growth_has_a_line_for_each_optimizer() -> None:
     request, study = whole("large_batch")
     found = {v.name: [outcome([1.0, 1.0], 0.9), outcome([1.0, 1.0], 0.95)] for v in study.variants}
-    report = tables.report(request, study, found, 0.0)
+    report = variants_report.build_report(request, study, found, 0.0)
     assert all(name in report.plots[0].svg for name in ("sgd", "lars", "lamb", "global batch size", "test accuracy"))
     assert report.tables[0].rows[1][4:6] == [95.0, 0.0], "highest, and the difference in points"
 
@@ -403,7 +405,7 @@ def test_a_study_has_its_run_directory_alone(name: str, tmp_path: Path) -> None:
 
 def enter(request: Request) -> None:
     """As a study does before its first run."""
-    with request.held, at_work(request):
+    with request.resources, trial_session(request):
         pass
 
 
@@ -419,7 +421,7 @@ def test_a_trial_is_run_once_and_none_after_a_stop(
         return leave(trial, script, [])
 
     def ask(trial: Trial) -> Outcome | None:
-        return trials.made(request, trial, "the trial", lambda outcome: f"{outcome.seconds:.0f} s")
+        return trials.run_or_load(request, trial, "the trial", lambda outcome: f"{outcome.seconds:.0f} s")
 
     monkeypatch.setattr(trials, "run", begin)
     assert (first := ask(one)) and ask(one) == first
@@ -463,7 +465,8 @@ def test_what_only_tells_of_runs_is_not_of_their_conditions(tmp_path: Path) -> N
     before = source_digest(tmp_path / "launch.py")
     assert before == source_digest(ROOT / "launch.py")
     for name, counts in (
-        ("ddp_train/study/tables.py", False), ("ddp_train/doctor/host.py", False), ("conf/study/tips.yaml", False),
+        ("ddp_train/study/variants_report.py", False), ("ddp_train/doctor/host_checks.py", False),
+        ("conf/study/tips.yaml", False),
         ("ddp_train/training/loop.py", True), ("ddp_train/study/step_times.py", True), ("conf/config.yaml", True),
         ("launch.py", True),
     ):  # fmt: skip

@@ -13,12 +13,12 @@ from ddp_train.config.schema import Config, key
 from ddp_train.distributed.environment import visible_devices
 from ddp_train.errors import ConfigError, LaunchError
 from ddp_train.resilience.preemption import UNSAVED
-from ddp_train.study.facts import facts, load_at_start
 from ddp_train.study.plots import Axis, Curve, curves
+from ddp_train.study.provenance import load_at_start, provenance
 from ddp_train.study.report import Plot, Report, Table
-from ddp_train.study.request import Request, command_of, settings_as
-from ddp_train.study.scaling import QUIET, resolved, speed
-from ddp_train.study.trials import Outcome, Trial, at_work, outcome_of, run
+from ddp_train.study.request import Request, bind_settings, shell_command
+from ddp_train.study.scaling import TRAIN_ONLY, resolved, speed
+from ddp_train.study.trials import Outcome, Trial, recorded_outcome, run, trial_session
 
 OUT_OF_MEMORY = "oom:"
 """How the reason of such a run begins: a kind of failure.json."""
@@ -39,14 +39,14 @@ class BatchSizeConfig:
 
 
 @dataclass(frozen=True)
-class Searched:
+class SearchResult:
     """largest: that fits, 0 if none does; it ended at the limit of memory, or else at what there is to try."""
 
     largest: int
     limited: bool
 
 
-def largest(fits: Callable[[int], bool | None], start: int, most: int, resolution: float) -> Searched:
+def search_largest(fits: Callable[[int], bool | None], start: int, most: int, resolution: float) -> SearchResult:
     """Doubles a batch until it does not fit, then halves the interval.
 
     fits: whether a batch does; None: there is no use in going on upwards (the data set is no larger).
@@ -59,7 +59,7 @@ def largest(fits: Callable[[int], bool | None], start: int, most: int, resolutio
             break
         good = size
         if answer is None or size == most:
-            return Searched(good, limited=False)
+            return SearchResult(good, limited=False)
         size = min(2 * size, most)
     while bad - good > max(1, math.floor(resolution * good)):
         middle = (good + bad) // 2
@@ -70,10 +70,10 @@ def largest(fits: Callable[[int], bool | None], start: int, most: int, resolutio
             bad = middle
         else:
             good = middle
-    return Searched(good, limited=True)
+    return SearchResult(good, limited=True)
 
 
-def tells_of_memory(outcome: Outcome) -> bool:
+def is_conclusive(outcome: Outcome) -> bool:
     """Whether a batch is known to fit, or not to."""
     return outcome.completed or outcome.reason.startswith(OUT_OF_MEMORY)
 
@@ -86,15 +86,15 @@ def epoch_is_one_step(outcome: Outcome) -> bool:
 
 def study(request: Request) -> tuple[Report, int]:
     """Raises ConfigError before anything runs."""
-    config: BatchSizeConfig = settings_as(BatchSizeConfig, request.settings)
+    config: BatchSizeConfig = bind_settings(BatchSizeConfig, request.settings)
     machine, load = detect_hardware(visible_devices()), load_at_start()
     asked = _check(request, config, machine)
     made: dict[int, Outcome] = {}
 
     def fits(size: int) -> bool | None:
         trial = _trial(request, config, asked, size)
-        outcome = outcome_of(trial)
-        if not (outcome and tells_of_memory(outcome)):  # what failed for another reason may do better now
+        outcome = recorded_outcome(trial)
+        if not (outcome and is_conclusive(outcome)):  # what failed for another reason may do better now
             outcome = run(trial, request.script, request.stop)
         if outcome is None:
             raise _StoppedError
@@ -102,18 +102,18 @@ def study(request: Request) -> tuple[Report, int]:
         said = f"{speed(outcome):,.0f} samples/s" if outcome.completed else outcome.reason
         print(f"{size} samples a process: {said}", flush=True)
         if not outcome.completed:
-            if not tells_of_memory(outcome):
-                raise _BrokenError
+            if not is_conclusive(outcome):
+                raise _OtherFailureError
             return False
         return None if epoch_is_one_step(outcome) else True
 
     found, code = None, 0
-    with at_work(request), limited_memory(config.memory_gb):
+    with trial_session(request), limited_memory(config.memory_gb):
         try:
-            found = largest(fits, config.start, config.most, config.resolution)
+            found = search_largest(fits, config.start, config.most, config.resolution)
         except _StoppedError:
             code = request.stop.exit_code(UNSAVED)
-        except _BrokenError:
+        except _OtherFailureError:
             code = LaunchError.exit_code
     if found and not found.largest:
         code = LaunchError.exit_code
@@ -124,7 +124,7 @@ class _StoppedError(Exception):
     """Somebody asked the study to stop."""
 
 
-class _BrokenError(Exception):
+class _OtherFailureError(Exception):
     """A run failed for another reason than memory: of larger and smaller ones nothing can be said."""
 
 
@@ -165,7 +165,7 @@ def _global_batch(asked: Config, size: int) -> int:
 
 def _trial(request: Request, config: BatchSizeConfig, asked: Config, size: int) -> Trial:
     overrides = [*request.overrides, f"train.global_batch_size={_global_batch(asked, size)}"]
-    overrides += [f"train.max_steps={config.steps}", f"train.log_every_steps={max(1, config.steps // 10)}", *QUIET]
+    overrides += [f"train.max_steps={config.steps}", f"train.log_every_steps={max(1, config.steps // 10)}", *TRAIN_ONLY]
     within = f"_in_{config.memory_gb:g}_gb" if config.memory_gb else ""  # what does not fit there may fit into more
     return Trial(overrides, request.run_dir / "trials" / f"{size}_samples{within}" / "0")
 
@@ -175,7 +175,7 @@ def _report(
     config: BatchSizeConfig,
     asked: Config,
     made: dict[int, Outcome],
-    found: Searched | None,
+    found: SearchResult | None,
     load: float,
 ) -> Report:
     rows = []
@@ -206,6 +206,6 @@ def _report(
         "Batch size",
         "The largest batch that fits, by doubling and then halving the interval, and the fastest of those tried.",
         [Table("Batches", columns, rows, note), Plot("Speed", plot)],
-        facts(load),
-        [request.command, command_of(overrides)],
+        provenance(load),
+        [request.command, shell_command(overrides)],
     )

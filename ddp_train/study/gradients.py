@@ -15,11 +15,11 @@ from ddp_train.config.schema import Config, key
 from ddp_train.distributed.environment import visible_devices
 from ddp_train.errors import ConfigError, LaunchError
 from ddp_train.resilience.preemption import UNSAVED
-from ddp_train.study.facts import facts
+from ddp_train.study.provenance import provenance
 from ddp_train.study.report import Plot, Report, Table
-from ddp_train.study.request import Request, key_of, settings_as
+from ddp_train.study.request import Request, bind_settings, key_of
 from ddp_train.study.scaling import resolved
-from ddp_train.study.trials import Outcome, Trial, at_work, made
+from ddp_train.study.trials import Outcome, Trial, run_or_load, trial_session
 from ddp_train.text import counted
 
 TOLERANCES = {"fp64": 1e-9, "fp32": 1e-3, "tf32": 1e-2, "fp16": 5e-2, "bf16": 1e-1}
@@ -89,7 +89,7 @@ class Comparison:
 
 def study(request: Request) -> tuple[Report, int]:
     """Raises ConfigError before anything runs."""
-    config: GradientsConfig = settings_as(GradientsConfig, request.settings)
+    config: GradientsConfig = bind_settings(GradientsConfig, request.settings)
     machine = detect_hardware(visible_devices())
     processes = int(config.processes) if config.processes != "auto" else machine.gpus or 3
     asked, problems = resolved(request, [*request.overrides, f"launch.nproc_per_node={processes}"], machine)
@@ -101,9 +101,9 @@ def study(request: Request) -> tuple[Report, int]:
         problems += resolved(request, trial.overrides, machine)[1]
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
-    with at_work(request):
+    with trial_session(request):
         outcomes = {
-            (p, n): made(
+            (p, n): run_or_load(
                 request, trial, f"{p}, {counted(n, 'process')}", lambda outcome: f"took {outcome.seconds:.0f} s"
             )
             for (p, n), trial in trials.items()
@@ -147,24 +147,24 @@ def _report(request: Request, asked: Config, processes: int, found: Sequence[Com
     summary: list[list[Any]] = []
     details: list[list[Any]] = []
     agree = True
-    stumbles: dict[str, list[str]] = {}
+    pitfalls: dict[str, list[str]] = {}
     for comparison in found:
         allowed = f"{comparison.tolerance:.0e}"
         for outcome in (comparison.one, comparison.many):
             if outcome and outcome.completed:
-                for what, names in _stumbles(outcome.run_dir, processes if outcome is comparison.many else 1).items():
-                    stumbles[what] = list(dict.fromkeys([*stumbles.get(what, []), *names]))
+                for what, names in _pitfalls(outcome.run_dir, processes if outcome is comparison.many else 1).items():
+                    pitfalls[what] = list(dict.fromkeys([*pitfalls.get(what, []), *names]))
         if comparison.failed:
             agree = False
             summary.append([comparison.precision, None, None, None, allowed, comparison.failed])
             continue
         assert comparison.one and comparison.many
         differences = compare(_gradients(comparison.one.run_dir), _gradients(comparison.many.run_dir))
-        torn = _facts(comparison.many.run_dir)["ranks_differ"]
+        ranks_differ = _facts(comparison.many.run_dir)["ranks_differ"]
         worst = differences[0] if differences else Difference("", 0.0, 0.0)
-        fits = worst.relative <= comparison.tolerance and not torn
+        fits = worst.relative <= comparison.tolerance and not ranks_differ
         agree = agree and fits
-        said = "agree" if fits else _why(asked, torn, stumbles)
+        said = "agree" if fits else _explain(asked, ranks_differ, pitfalls)
         summary.append([comparison.precision, len(differences), worst.name, worst.relative, allowed, said])
         details += [[comparison.precision, d.name, d.absolute, d.relative] for d in differences[:SHOWN]]
     columns = ["precision", "parameters", "largest difference in", "relative", "allowed", "verdict"]
@@ -173,9 +173,9 @@ def _report(request: Request, asked: Config, processes: int, found: Sequence[Com
         Table("Largest differences", ["precision", "parameter", "absolute", "relative"], details,
               "Relative to the parameter's largest gradient, or to a thousandth of the largest of all."),
     ]  # fmt: skip
-    if stumbles:
+    if pitfalls:
         rows = [[what, len(names), ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")]
-                for what, names in stumbles.items()]  # fmt: skip
+                for what, names in pitfalls.items()]  # fmt: skip
         sections.append(Table("What this model may stumble over", ["what", "how many", "names"], rows))
     return Report(
         "Self-test of gradients",
@@ -183,19 +183,16 @@ def _report(request: Request, asked: Config, processes: int, found: Sequence[Com
         f"{processes} with the options asked for: the same weights, the same samples, all but one of a global batch so "
         "that shares are uneven, dropout off.",
         sections,
-        facts(),
+        provenance(),
         [request.command],
     ), agree
 
 
-def _why(asked: Config, torn: Sequence[str], stumbles: dict[str, list[str]]) -> str:
-    if torn:
-        return (
-            f"differ: the processes do not agree among themselves on {torn[0]} and {len(torn) - 1} more; {_UNUSED}"
-            if (any(what.startswith("no gradient") for what in stumbles))
-            else f"differ: the processes do not agree among themselves on {torn[0]} and {len(torn) - 1} more"
-        )
-    if any(what.startswith("batch norm") for what in stumbles) and not getattr(asked.strategy, "sync_bn", False):
+def _explain(asked: Config, ranks_differ: Sequence[str], pitfalls: dict[str, list[str]]) -> str:
+    if ranks_differ:
+        verdict = f"differ: the ranks have different gradients for {ranks_differ[0]} and {len(ranks_differ) - 1} more"
+        return f"{verdict}; {_UNUSED}" if any(what.startswith("no gradient") for what in pitfalls) else verdict
+    if any(what.startswith("batch norm") for what in pitfalls) and not getattr(asked.strategy, "sync_bn", False):
         return "differ: batch norm sees each process's samples alone; strategy.sync_bn=true, or a norm without batches"
     return "differ by more than rounding: look at the parameters below, and for state that a process keeps by itself"
 
@@ -203,7 +200,7 @@ def _why(asked: Config, torn: Sequence[str], stumbles: dict[str, list[str]]) -> 
 _UNUSED = "strategy.find_unused_parameters=true waits for parameters without a gradient"
 
 
-def _stumbles(run_dir: Path, processes: int) -> dict[str, list[str]]:
+def _pitfalls(run_dir: Path, processes: int) -> dict[str, list[str]]:
     known, found = _facts(run_dir), {}
     if known["unused"]:
         found[f"no gradient in this step: never used, or not this time; {_UNUSED}"] = known["unused"]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ddp_train.study.costs import BACKWARD_SHARE, Cluster, Link, Step, alone, predict
+from ddp_train.study.cost_model import BACKWARD_SHARE, Cluster, Link, Step, predict, single_gpu_seconds
 
 SOURCE = "MLPerf Training 3.0, NVIDIA DGX H100, ResNet-50 v1.5, https://github.com/mlcommons/training_results_v3.0"
 PARAMETERS = 25_557_032
@@ -71,7 +71,7 @@ class Check:
 def checks(cluster: Cluster = DGX_H100, backward_share: float = BACKWARD_SHARE) -> list[Check]:
     """All points; two of them fit a GPU's own step (seconds that do not depend on its batch, and seconds a sample)."""
     few, more = POINTS[:2]
-    own = [alone(p.step_seconds, p.gpus, GRADIENT_BYTES, cluster, backward_share) for p in (few, more)]
+    own = [single_gpu_seconds(p.step_seconds, p.gpus, GRADIENT_BYTES, cluster, backward_share) for p in (few, more)]
     per_sample = (own[0] - own[1]) / (few.batch - more.batch)
     fixed = own[0] - per_sample * few.batch
     found = []

@@ -73,7 +73,7 @@ class Report:
         return [section for section in self.sections if isinstance(section, Plot) and section.svg]
 
     @property
-    def told(self) -> dict[str, str]:
+    def all_facts(self) -> dict[str, str]:
         """The facts, and what is missing from this report."""
         missing = [s.title for s in self.sections if isinstance(s, Plot) and not s.svg]
         lost = {"Left out": f"{', '.join(missing)}: needs {NEEDS}; pip install {NEEDS}"} if missing else {}
@@ -103,10 +103,10 @@ def show(report: Report, console: Console | None = None) -> None:
     console = console or Console()
     for table in report.tables:
         count = len(table.columns)
-        drawn = _drawn(table, count)
+        drawn = _rich_table(table, count)
         while console.is_terminal and count > 2 and _width(drawn, console) > console.width:
             count -= 1
-            drawn = _drawn(table, count)
+            drawn = _rich_table(table, count)
         console.print(drawn, crop=False)  # in a file lines are as long as they are
         if table.note:
             console.print(Text(table.note, "dim"))
@@ -119,7 +119,7 @@ def _width(drawn: RichTable, console: Console) -> int:
     return max(map(Segment.get_line_length, Segment.split_lines(console.render(drawn))))
 
 
-def _drawn(table: Table, count: int) -> RichTable:
+def _rich_table(table: Table, count: int) -> RichTable:
     """The first columns of a table."""
     drawn = RichTable(title=Text(table.title, "bold"), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     rows, numeric = cells(table), _numeric(table)
@@ -184,15 +184,17 @@ def as_json(report: Report) -> str:
     content = {
         "title": report.title,
         "intro": report.intro,
-        "tables": [vars(table) | {"rows": [[_known(v) for v in row] for row in table.rows]} for table in report.tables],
+        "tables": [
+            vars(table) | {"rows": [[_finite_or_none(v) for v in row] for row in table.rows]} for table in report.tables
+        ],
         "plots": [{"title": plot.title, "caption": plot.caption} for plot in report.plots],
-        "facts": report.told,
+        "facts": report.all_facts,
         "commands": report.commands,
     }
     return json.dumps(content, indent=1, allow_nan=False, default=str) + "\n"
 
 
-def _known(value: Any) -> Any:
+def _finite_or_none(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -204,25 +206,30 @@ def as_csv(report: Report) -> str:
     writer.writeheader()
     for table in report.tables:
         for row in table.rows:
-            values = {name: _plain(value) for name, value in zip(table.columns, row, strict=True)}
+            values = {name: _csv_value(value) for name, value in zip(table.columns, row, strict=True)}
             writer.writerow({"table": table.title} | values)
     return file.getvalue()
 
 
-def _plain(value: Any) -> Any:
+def _csv_value(value: Any) -> Any:
     """For a spreadsheet, which takes text that begins so for a formula."""
-    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@")) else _known(value)
+    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@")) else _finite_or_none(value)
 
 
 def as_markdown(report: Report) -> str:
     """The tables, without the plots."""
-    lines = [f"# {_marked(report.title)}", "", *[_marked(line) for line in report.intro.splitlines()], ""]
+    lines = [
+        f"# {_escape_markdown(report.title)}",
+        "",
+        *[_escape_markdown(line) for line in report.intro.splitlines()],
+        "",
+    ]
     for table in report.tables:
-        lines += [f"## {_marked(table.title)}", "", _markdown_row(map(_marked, table.columns))]
+        lines += [f"## {_escape_markdown(table.title)}", "", _markdown_row(map(_escape_markdown, table.columns))]
         lines += [_markdown_row("---:" if right else "---" for right in _numeric(table))]
-        lines += [_markdown_row(map(_marked, row)) for row in cells(table)]
-        lines += ["", *([_marked(table.note), ""] if table.note else [])]
-    lines += [f"- {_marked(name)}: {_marked(value)}" for name, value in report.told.items()]
+        lines += [_markdown_row(map(_escape_markdown, row)) for row in cells(table)]
+        lines += ["", *([_escape_markdown(table.note), ""] if table.note else [])]
+    lines += [f"- {_escape_markdown(name)}: {_escape_markdown(value)}" for name, value in report.all_facts.items()]
     if report.commands:
         lines += ["", *(f"    {' '.join(command.split())}" for command in report.commands)]
     return "\n".join(lines) + "\n"
@@ -232,7 +239,7 @@ def _markdown_row(items: Any) -> str:
     return f"| {' | '.join(items)} |"
 
 
-def _marked(text: str) -> str:
+def _escape_markdown(text: str) -> str:
     """Text that Markdown shows as it is, on one line."""
     flat = " ".join(text.split())
     flat = re.sub(r"([\\|<>*`\[\]])", r"\\\1", flat)
@@ -248,7 +255,7 @@ def as_page(report: Report) -> str:
     parts += [_html_table(table) for table in report.tables]
     figures = [_html_figure(plot) for plot in report.plots]
     parts += ['<div class="plots">', *figures, "</div>"] if figures else []
-    facts = "".join(f"<dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd>" for k, v in report.told.items())
+    facts = "".join(f"<dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd>" for k, v in report.all_facts.items())
     parts += [f"<h2>Where this was measured</h2><dl>{facts}</dl>"] if facts else []
     commands = html.escape("\n".join(report.commands))
     parts += [f"<h2>Commands</h2><pre tabindex=0>{commands}</pre>"] if commands else []

@@ -19,7 +19,7 @@ from ddp_train.errors import ConfigError
 from ddp_train.launcher.local import StopRequests
 from ddp_train.text import did_you_mean
 
-OURS = ("mode", "study", "run_dir", "name")
+STUDY_KEYS = ("mode", "study", "run_dir", "name")
 """Words about the study itself; all others go to its runs."""
 
 
@@ -34,20 +34,20 @@ class Request:
     run_dir: Path
     script: Path
     conf: Path
-    asked: list[str]
+    argv: list[str]
     """The whole command line."""
     stop: StopRequests = field(default_factory=StopRequests)
-    held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    resources: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     """What is given back when the study is over: the lock of `run_dir`."""
 
     @property
     def command(self) -> str:
         """What makes this report again, or goes on with it."""
-        given = [word for word in self.asked if not word.startswith("run_dir=")]
-        return command_of([*given, f"run_dir={self.run_dir}"])
+        given = [word for word in self.argv if not word.startswith("run_dir=")]
+        return shell_command([*given, f"run_dir={self.run_dir}"])
 
 
-def command_of(overrides: list[str]) -> str:
+def shell_command(overrides: list[str]) -> str:
     """A command line to be pasted into a shell."""
     return shlex.join(["python", "launch.py", *overrides])
 
@@ -59,7 +59,7 @@ def key_of(word: str) -> str:
 
 def read_request(script: Path, conf: Path, overrides: list[str]) -> Request:
     """Raises ConfigError for what can be seen without composing a run."""
-    names = names_of(conf)
+    names = study_names(conf)
     flags = [f"{word}: mode=study takes no flag but --help; leave it out" for word in overrides if word.startswith("-")]
     given: dict[str, str] = {key_of(word): word.partition("=")[2] for word in overrides if not word.startswith("-")}
     name = given.get("study", "")
@@ -71,22 +71,22 @@ def read_request(script: Path, conf: Path, overrides: list[str]) -> Request:
         raise ConfigError(flags)
     settings = yaml.safe_load((conf / "study" / f"{name}.yaml").read_text())
     changes = [word for word in overrides if key_of(word).startswith("study.")]
-    problems = [problem for word in changes for problem in _change(settings, word)]
-    for_runs = [word for word in overrides if key_of(word) not in OURS and word not in changes]
+    problems = [problem for word in changes for problem in _apply_override(settings, word)]
+    for_runs = [word for word in overrides if key_of(word) not in STUDY_KEYS and word not in changes]
     problems += read_overrides(conf, for_runs).problems
-    settings = _filled(settings, settings, problems)
+    settings = _interpolated(settings, settings, problems)
     if problems:
         raise ConfigError(problems)
     folder = given.get("run_dir") or f"runs/{given.get('name', 'study')}/{name}_{new_run_id(None)}"
     return Request(name, settings, for_runs, Path(folder), script, conf, overrides)
 
 
-def names_of(conf: Path) -> list[str]:
+def study_names(conf: Path) -> list[str]:
     """The studies that there are."""
     return sorted(path.stem for path in (conf / "study").glob("*.yaml"))
 
 
-def settings_as(schema: type, settings: dict[str, Any]) -> Any:
+def bind_settings(schema: type, settings: dict[str, Any]) -> Any:
     """The settings bound to a dataclass whose fields are made by `config.schema.key`. Raises ConfigError."""
     problems: list[str] = []
     bound = bind_fields(schema, "study.", settings, problems)
@@ -96,7 +96,7 @@ def settings_as(schema: type, settings: dict[str, Any]) -> Any:
     return bound
 
 
-def _change(settings: dict[str, Any], word: str) -> list[str]:
+def _apply_override(settings: dict[str, Any], word: str) -> list[str]:
     """Puts the value of `study.KEY.KEY=VALUE` where it belongs. Returns what is wrong with it."""
     try:
         value = yaml.safe_load(word.partition("=")[2])
@@ -112,12 +112,12 @@ def _change(settings: dict[str, Any], word: str) -> list[str]:
     return []
 
 
-def _filled(value: Any, settings: dict[str, Any], problems: list[str]) -> Any:
+def _interpolated(value: Any, settings: dict[str, Any], problems: list[str]) -> Any:
     """`${study.KEY}` replaced by that setting, in all texts."""
     if isinstance(value, dict):
-        return {name: _filled(item, settings, problems) for name, item in value.items()}
+        return {name: _interpolated(item, settings, problems) for name, item in value.items()}
     if isinstance(value, list):
-        return [_filled(item, settings, problems) for item in value]
+        return [_interpolated(item, settings, problems) for item in value]
     if not isinstance(value, str):
         return value
 

@@ -77,12 +77,12 @@ METRICS: dict[str, Metric] = {
 }
 
 
-def middle(values: Sequence[float]) -> float | None:
+def median(values: Sequence[float]) -> float | None:
     """The median, or None of nothing."""
     return statistics.median(values) if values else None
 
 
-def by_chance(runs: int, others: int) -> float:
+def false_positive_rate(runs: int, others: int) -> float:
     """How often two samples of one distribution lie wholly apart, one way or the other: 2 / C(n + m, n)."""
     return 2 / math.comb(runs + others, runs)
 

@@ -19,20 +19,20 @@ from ddp_train.config.validate import check, check_rules
 from ddp_train.distributed.environment import visible_devices
 from ddp_train.errors import ConfigError, LaunchError
 from ddp_train.resilience.preemption import UNSAVED
-from ddp_train.study.facts import facts, load_at_start
 from ddp_train.study.plots import Axis, Curve, curves
+from ddp_train.study.provenance import load_at_start, provenance
 from ddp_train.study.report import Plot, Report, Table
-from ddp_train.study.request import Request, command_of, key_of, settings_as
-from ddp_train.study.trials import Outcome, Trial, at_work, made
+from ddp_train.study.request import Request, bind_settings, key_of, shell_command
+from ddp_train.study.trials import Outcome, Trial, run_or_load, trial_session
 from ddp_train.text import counted
 
 PARTS = ("data", "compute", "exposed", "host")
 """As `step_times` writes them."""
-MUCH = 0.1
+SIGNIFICANT_SHARE = 0.1
 """Of a step: what takes more is told."""
 THREADS = "launch.threads_per_process"
 NEVER = 1_000_000_000
-QUIET = (f"train.evaluate_every_epochs={NEVER}", f"checkpoint.every_steps={NEVER}", f"train.epochs={NEVER}")
+TRAIN_ONLY = (f"train.evaluate_every_epochs={NEVER}", f"checkpoint.every_steps={NEVER}", f"train.epochs={NEVER}")
 """Nothing happens beside training."""
 
 
@@ -49,7 +49,7 @@ class ScalingConfig:
 
 
 @dataclass(frozen=True)
-class Split:
+class StepBreakdown:
     """Seconds of a step, by where they went: means over ranks and over the middle half of the steps."""
 
     data: float
@@ -70,7 +70,7 @@ class Split:
         return self.data + self.compute + self.exchange + self.waiting + self.host
 
 
-def split_of(run_dir: Path) -> Split:
+def read_breakdown(run_dir: Path) -> StepBreakdown:
     """What the ranks of a run with `probe=step_times` wrote down."""
     files = sorted(run_dir.glob("probe/step_times_rank_*.json"), key=lambda path: int(path.stem.rpartition("_")[2]))
     ranks = [json.loads(path.read_text()) for path in files]
@@ -85,7 +85,7 @@ def split_of(run_dir: Path) -> Split:
     data, compute, _, host = kept.mean((0, 1))
     last = np.bincount(exposed.argmin(0), minlength=len(ranks))
     shares = [rank["gpu_waits_for_host"] for rank in ranks if rank["gpu_waits_for_host"] is not None]
-    return Split(
+    return StepBreakdown(
         data=float(data),
         compute=float(compute),
         exchange=float(exchange.mean()),
@@ -97,29 +97,29 @@ def split_of(run_dir: Path) -> Split:
     )
 
 
-def verdict(split: Split, processes: int, cores: int | None) -> str:
+def verdict(split: StepBreakdown, processes: int, cores: int | None) -> str:
     """What holds a run back, and the keys that may help. cores: of a host without GPUs."""
     share = {part: getattr(split, part) / split.step for part in ("data", "exchange", "waiting", "host")}
     overrides = {
         "data": "data-bound: raise tuning.num_workers, or hold the data on the device (data.loader=device)",
         "exchange": "communication-bound: more samples a process (train.global_batch_size, train.accumulation_steps), "
         "or fewer bytes (strategy.comm_hook=bf16)",
-        "waiting": _uneven(split, processes, cores),
+        "waiting": _imbalance(split, processes, cores),
         "host": "host-bound: log less often (train.log_every_steps); look for work between the steps",
     }
     found = [f"{overrides[part]} ({100 * share[part]:.0f} % of a step)" for part in sorted(share, key=lambda p:
-    -share[p]) if share[part] > MUCH]  # fmt: skip
+    -share[p]) if share[part] > SIGNIFICANT_SHARE]  # fmt: skip
     if split.gpu_waits_for_host is not None and split.gpu_waits_for_host > 0.5:
         found.append(
             "launch-bound: the GPU waits for its host's launches; tuning.cuda_graph=true or tuning.compile=true"
         )
-    if not found and sum(share.values()) > MUCH:
+    if not found and sum(share.values()) > SIGNIFICANT_SHARE:
         parts = sorted((part for part in share if share[part] >= 0.01), key=lambda part: -share[part])
         return "compute-bound; lost in small parts: " + ", ".join(f"{part} {100 * share[part]:.0f} %" for part in parts)
     return "; ".join(found) or "compute-bound: little is lost"
 
 
-def _uneven(split: Split, processes: int, cores: int | None) -> str:
+def _imbalance(split: StepBreakdown, processes: int, cores: int | None) -> str:
     if cores is not None and processes > cores:
         return f"uneven: {processes} processes share {counted(cores, 'core')}, and wait for each other"
     if split.slowest_share > max(0.6, 1.5 / processes):
@@ -136,18 +136,18 @@ class Cell:
 
     processes: int
     batch: int
-    ways: tuple[str, ...]
+    modes: tuple[str, ...]
     """weak, strong or both: where they meet."""
 
 
 def study(request: Request) -> tuple[Report, int]:
     """Raises ConfigError before anything runs."""
-    config: ScalingConfig = settings_as(ScalingConfig, request.settings)
+    config: ScalingConfig = bind_settings(ScalingConfig, request.settings)
     machine, load = detect_hardware(visible_devices()), load_at_start()
     cells = _cells(request, config, machine)
     done: dict[Cell, list[Outcome]] = {}
     splits: dict[Cell, Outcome] = {}
-    with at_work(request):
+    with trial_session(request):
         for repeat in range(config.repeats):
             for cell in cells if repeat % 2 == 0 else reversed(cells):
                 outcome = _made(request, _trial(request, config, machine, cell, str(repeat)))
@@ -165,19 +165,19 @@ def study(request: Request) -> tuple[Report, int]:
 
 def _made(request: Request, trial: Trial) -> Outcome | None:
     name = f"trial {trial.run_dir.parent.name}/{trial.run_dir.name}"
-    return made(request, trial, name, lambda outcome: f"{speed(outcome):,.0f} samples/s")
+    return run_or_load(request, trial, name, lambda outcome: f"{speed(outcome):,.0f} samples/s")
 
 
-def _most(config: ScalingConfig, machine: Hardware) -> int:
+def _max_processes(config: ScalingConfig, machine: Hardware) -> int:
     return int(config.processes) if config.processes != "auto" else machine.gpus or machine.cpus
 
 
 def _trial(request: Request, config: ScalingConfig, machine: Hardware, cell: Cell, name: str) -> Trial:
     """Without GPUs each process has as many threads in every run, else a single one would have the whole machine."""
     overrides = [*request.overrides, f"launch.nproc_per_node={cell.processes}", f"train.global_batch_size={cell.batch}"]
-    overrides += [f"train.max_steps={config.steps}", f"train.log_every_steps={max(1, config.steps // 10)}", *QUIET]
+    overrides += [f"train.max_steps={config.steps}", f"train.log_every_steps={max(1, config.steps // 10)}", *TRAIN_ONLY]
     if not machine.gpus and not any(key_of(word) == THREADS for word in overrides):
-        overrides.append(f"{THREADS}={max(1, machine.cpus // _most(config, machine))}")
+        overrides.append(f"{THREADS}={max(1, machine.cpus // _max_processes(config, machine))}")
     if name == "split":
         overrides += ["probe=step_times"]
     return Trial(overrides, request.run_dir / "trials" / f"{cell.processes}_x_{cell.batch // cell.processes}" / name)
@@ -186,7 +186,7 @@ def _trial(request: Request, config: ScalingConfig, machine: Hardware, cell: Cel
 def _cells(request: Request, config: ScalingConfig, machine: Hardware) -> list[Cell]:
     """Raises ConfigError if one of them cannot run, with all that is wrong."""
     asked = resolved(request, request.overrides, machine)[0]
-    most = _most(config, machine)
+    most = _max_processes(config, machine)
     numbers = [2**power for power in range(most.bit_length()) if 2**power < most] + [most]
     batch, problems = asked.train.global_batch_size, []
     if asked.strategy.name != "ddp":
@@ -198,7 +198,7 @@ def _cells(request: Request, config: ScalingConfig, machine: Hardware) -> list[C
     for number in numbers:
         cells.setdefault((number, batch // most * number), []).append("weak")
         cells.setdefault((number, batch), []).append("strong")
-    found = [Cell(number, size, tuple(ways)) for (number, size), ways in cells.items()]
+    found = [Cell(number, size, tuple(modes)) for (number, size), modes in cells.items()]
     for cell in found if not problems else []:
         for name in ("0", "split"):
             problems += resolved(request, _trial(request, config, machine, cell, name).overrides, machine)[1]
@@ -247,15 +247,15 @@ def _report(
         f"{config.steps} steps on 1 to {cells[-1].processes} processes. Weak: as many samples for each process; "
         "strong: the same global batch on all. At 100 % every process is as fast as one alone.",
         sections,
-        facts(load),
-        [request.command, command_of(overrides)],
+        provenance(load),
+        [request.command, shell_command(overrides)],
     )
 
 
 def _efficiency(way: str, cells: Sequence[Cell], speeds: dict[Cell, float], done: dict[Cell, list[Outcome]]) -> Table:
     rows: list[list[Any]] = []
-    single = next((speeds.get(cell) for cell in cells if way in cell.ways and cell.processes == 1), None)
-    for cell in (cell for cell in cells if way in cell.ways):
+    single = next((speeds.get(cell) for cell in cells if way in cell.modes and cell.processes == 1), None)
+    for cell in (cell for cell in cells if way in cell.modes):
         found = speeds.get(cell)
         gain = found / single if found and single else None
         failed = next((outcome.reason for outcome in done.get(cell, []) if not outcome.completed), "")
@@ -272,7 +272,7 @@ def _splits(cells: Sequence[Cell], splits: dict[Cell, Outcome], cores: int | Non
     for cell in cells:
         outcome = splits.get(cell)
         if outcome and outcome.completed:
-            split = split_of(outcome.run_dir)
+            split = read_breakdown(outcome.run_dir)
             parts = (split.step, split.compute, split.exchange, split.waiting, split.data, split.host)
             said = verdict(split, cell.processes, cores)
         else:
@@ -293,7 +293,7 @@ def _splits(cells: Sequence[Cell], splits: dict[Cell, Outcome], cores: int | Non
 def _plot(cells: Sequence[Cell], speeds: dict[Cell, float]) -> Plot:
     lines = []
     for way in ("weak", "strong"):
-        known = [cell for cell in cells if way in cell.ways and cell in speeds]
+        known = [cell for cell in cells if way in cell.modes and cell in speeds]
         if known and known[0].processes == 1:
             values = [100 * speeds[cell] / speeds[known[0]] / cell.processes for cell in known]
             lines.append(Curve(way, [cell.processes for cell in known], values))

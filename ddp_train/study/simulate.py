@@ -19,12 +19,12 @@ from ddp_train.distributed.environment import environment
 from ddp_train.errors import ConfigError
 from ddp_train.linux import end_with_parent
 from ddp_train.study import mlperf
-from ddp_train.study.costs import BACKWARD_SHARE, Cluster, Link, Prediction, Step, predict
-from ddp_train.study.facts import facts
+from ddp_train.study.cost_model import BACKWARD_SHARE, Cluster, Link, Prediction, Step, predict
 from ddp_train.study.plots import Axis, Curve, curves
+from ddp_train.study.provenance import provenance
 from ddp_train.study.report import Plot, Report, Table
-from ddp_train.study.request import Request, settings_as
-from ddp_train.study.trials import hold
+from ddp_train.study.request import Request, bind_settings
+from ddp_train.study.trials import lock_run_dir
 
 DRY_PLAN = "ddp_train.study.dry_plan"
 RANKS = (1, 64, 4096)
@@ -62,7 +62,7 @@ class SimulateConfig:
 
 def study(request: Request) -> tuple[Report, int]:
     """Predicts; nothing is trained. Raises ConfigError if there is no measured step to start from."""
-    config: SimulateConfig = settings_as(SimulateConfig, request.settings)
+    config: SimulateConfig = bind_settings(SimulateConfig, request.settings)
     problems = [f"{word}: study=simulate starts no run; leave it out" for word in request.overrides]
     if (config.from_run is None) == (config.step_ms is None or config.gradient_mb is None):
         problems.append("study.from_run=null: give it, or study.step_ms and study.gradient_mb; not both")
@@ -75,7 +75,7 @@ def study(request: Request) -> tuple[Report, int]:
     else:
         seconds, spread = 1e-3 * (config.step_ms or 0.0), 1e-3 * config.deviation_ms
         step = Step(seconds, 1e6 * (config.gradient_mb or 0.0), config.backward_share, spread)
-    hold(request)
+    lock_run_dir(request)
     return report(step, config, request), 0
 
 
@@ -150,7 +150,7 @@ def report(step: Step, config: SimulateConfig, request: Request) -> Report:
         f"and its gradients are {step.gradient_bytes / 1e6:.4g} MB. Each further GPU brings as many samples (weak "
         "scaling).",
         [*sections, _plot(step, config)],
-        facts(),
+        provenance(),
         [request.command],
     )
 

@@ -24,7 +24,7 @@ from ddp_train.linux import adopting_orphans, end_with_parent
 from ddp_train.resilience import run_lock
 from ddp_train.resilience.failure_report import FILE as FAILURE
 from ddp_train.resilience.failure_report import SUMMARY, write_json
-from ddp_train.study.facts import conditions
+from ddp_train.study.provenance import conditions
 from ddp_train.study.request import Request
 
 POLL_SECONDS = 0.05
@@ -74,12 +74,12 @@ class Outcome:
 
 
 @contextlib.contextmanager
-def at_work(request: Request) -> Iterator[None]:
-    """Inside, trials may be run. The run directory is this study's from now on, until `request.held` is closed.
+def trial_session(request: Request) -> Iterator[None]:
+    """Inside, trials may be run. The run directory is this study's from now on, until `request.resources` is closed.
 
     Raises ConfigError if another study is in it, or if it holds trials of other conditions.
     """
-    hold(request)
+    lock_run_dir(request)
     here = conditions(request.script)
     for path in sorted(request.run_dir.glob("trials/*/*.json")):
         there = json.loads(path.read_text()).get("conditions", {})
@@ -92,10 +92,10 @@ def at_work(request: Request) -> Iterator[None]:
         yield
 
 
-def hold(request: Request) -> None:
+def lock_run_dir(request: Request) -> None:
     """Takes the lock of the run directory. Raises ConfigError if another study has it, or if it cannot be written."""
     try:
-        request.held.callback(run_lock.acquire(request.run_dir / run_lock.FILE).release)
+        request.resources.callback(run_lock.acquire(request.run_dir / run_lock.FILE).release)
     except run_lock.LockHeldError as error:
         raise ConfigError([f"run_dir={request.run_dir}: another study is in it, {error}; wait for it"]) from None
     except OSError as error:
@@ -106,7 +106,7 @@ def run(trial: Trial, script: Path, stop: StopRequests) -> Outcome | None:
     """Runs a trial anew, in a session of its own that ends with this process. None if `stop` was asked for, before or
     meanwhile.
 
-    Must be called inside `at_work`.
+    Must be called inside `trial_session`.
     """
     if stop.received:
         return None
@@ -136,7 +136,7 @@ def run(trial: Trial, script: Path, stop: StopRequests) -> Outcome | None:
     seconds = time.monotonic() - began
     ended = {"exit_code": process.returncode, "seconds": round(seconds, 3)}
     write_json(trial.record, {"words": trial.overrides, **ended, "conditions": conditions(script)})
-    return outcome_of(trial)
+    return recorded_outcome(trial)
 
 
 def _wait(process: subprocess.Popen[bytes], stop: StopRequests) -> None:
@@ -151,7 +151,7 @@ def _wait(process: subprocess.Popen[bytes], stop: StopRequests) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def outcome_of(trial: Trial) -> Outcome | None:
+def recorded_outcome(trial: Trial) -> Outcome | None:
     """What an earlier `run` of this trial left; None if it never came to its end.
 
     Raises ConfigError if it was a run with other words.
@@ -164,21 +164,21 @@ def outcome_of(trial: Trial) -> Outcome | None:
         differ = " ".join(sorted(before ^ now))
         rule = f"holds a trial with other settings ({differ})"
         raise ConfigError([f"run_dir={trial.run_dir}: {rule}; name another run_dir"])
-    return outcome(trial.run_dir, record["exit_code"], record["seconds"], trial.output)
+    return read_outcome(trial.run_dir, record["exit_code"], record["seconds"], trial.output)
 
 
-def completed(trial: Trial) -> Outcome | None:
-    """What an earlier `run` of this trial left, if it was completed. Raises as `outcome_of` does."""
-    before = outcome_of(trial)
+def completed_outcome(trial: Trial) -> Outcome | None:
+    """What an earlier `run` of this trial left, if it was completed. Raises as `recorded_outcome` does."""
+    before = recorded_outcome(trial)
     return before if before and before.completed else None
 
 
-def made(request: Request, trial: Trial, name: str, tell: Callable[[Outcome], str]) -> Outcome | None:
+def run_or_load(request: Request, trial: Trial, name: str, tell: Callable[[Outcome], str]) -> Outcome | None:
     """What the trial left: earlier, if it was completed, or now. None if it was to be run and the study is stopped.
 
     name, tell: what is printed before and after it is run.
     """
-    before = completed(trial)
+    before = completed_outcome(trial)
     if before or request.stop.received:
         return before
     print(name, end="  ", flush=True)
@@ -187,7 +187,7 @@ def made(request: Request, trial: Trial, name: str, tell: Callable[[Outcome], st
     return now
 
 
-def outcome(run_dir: Path, exit_code: int, seconds: float, output: Path | None = None) -> Outcome:
+def read_outcome(run_dir: Path, exit_code: int, seconds: float, output: Path | None = None) -> Outcome:
     """Reads a run directory. output: what the command printed, for a run that ended before it had a directory."""
     summary, failure = _read(run_dir / SUMMARY), _read(run_dir / FAILURE)
     if exit_code == 0 and summary.get("status") == "completed":

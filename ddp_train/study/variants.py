@@ -17,7 +17,7 @@ from ddp_train.config.schema import Config, key
 from ddp_train.config.validate import check, check_rules
 from ddp_train.distributed.environment import visible_devices
 from ddp_train.errors import ConfigError
-from ddp_train.study.request import Request, key_of, settings_as
+from ddp_train.study.request import Request, bind_settings, key_of
 from ddp_train.text import counted, did_you_mean
 
 METRICS = ("epoch_seconds", "samples_per_second", "seconds", "test.accuracy", "test.loss")
@@ -97,15 +97,15 @@ class Study:
 
 def plan(request: Request) -> Study:
     """Expands and checks a study. Raises ConfigError with every problem, before anything runs."""
-    config: VariantsConfig = settings_as(VariantsConfig, request.settings)
-    problems = _shape(config)
+    config: VariantsConfig = bind_settings(VariantsConfig, request.settings)
+    problems = _check_shape(config)
     if problems:
         raise ConfigError(problems)
     machine = detect_hardware(visible_devices())
     no_gpu = not machine.gpus or "device=cpu" in request.overrides
     given = expand(config, no_gpu)
     kept = [v for v in given if not config.only or any(fnmatch.fnmatchcase(v.name, name) for name in config.only)]
-    problems = _names(config, given, kept)
+    problems = _check_names(config, given, kept)
     varied = {key_of(word) for variant in kept for word in variant.overrides}
     problems += [
         f"{word}: study={request.name} varies {key_of(word)}; leave it out, or change study.variants"
@@ -115,7 +115,7 @@ def plan(request: Request) -> Study:
     if problems:
         raise ConfigError(problems)
     baseline = config.baseline or next((v.name for v in kept if not v.reason), kept[0].name)
-    data, shared = _choose(request, config, next(v for v in kept if v.name == baseline), machine)
+    data, shared = _choose_either(request, config, next(v for v in kept if v.name == baseline), machine)
     below, rung = baseline, next(variant.overrides for variant in kept if variant.name == baseline)
     checked, first = [], Config()
     for variant in kept:
@@ -127,7 +127,7 @@ def plan(request: Request) -> Study:
         if not found and not reason:
             resolved = resolve(composed, machine, None)
             first = resolved if variant.name == baseline else first
-            here = check(composed, resolved, machine, None) + _alone(composed)
+            here = check(composed, resolved, machine, None) + _single_host_only(composed)
             if variant.name == baseline:
                 found = here
             reason = f"cannot run here: {'; '.join(here)}" if here else ""
@@ -156,7 +156,7 @@ def expand(config: VariantsConfig, no_gpu: bool) -> list[Variant]:
         for name, overrides in words_of.items():
             against = config.reference if part == "leave_one_out" else ""
             found.append(Variant(name, merged(base, overrides), against, part, adds=overrides))
-    return [dataclasses.replace(variant, reason=_unfit(config, variant, no_gpu)) for variant in found]
+    return [dataclasses.replace(variant, reason=_why_not_run(config, variant, no_gpu)) for variant in found]
 
 
 def merged(*parts: list[str]) -> list[str]:
@@ -164,7 +164,7 @@ def merged(*parts: list[str]) -> list[str]:
     return list({key_of(word): word for part in parts for word in part}.values())
 
 
-def _shape(config: VariantsConfig) -> list[str]:
+def _check_shape(config: VariantsConfig) -> list[str]:
     """Where the file is not what `expand` reads."""
     problems = []
     for name in ("either", "variants", "ladder", "leave_one_out"):
@@ -175,7 +175,7 @@ def _shape(config: VariantsConfig) -> list[str]:
     return problems or ([] if config.variants or config.grid else ["study.variants={}: names no variant; add one"])
 
 
-def _names(config: VariantsConfig, given: list[Variant], kept: list[Variant]) -> list[str]:
+def _check_names(config: VariantsConfig, given: list[Variant], kept: list[Variant]) -> list[str]:
     """Names that name nothing, or two things."""
     names = [variant.name for variant in given]
     problems = []
@@ -203,7 +203,9 @@ def _names(config: VariantsConfig, given: list[Variant], kept: list[Variant]) ->
     return problems + [f"study.variants: {name}: two variants have that name; rename one" for name in doubled]
 
 
-def _choose(request: Request, config: VariantsConfig, variant: Variant, machine: Hardware) -> tuple[str, list[str]]:
+def _choose_either(
+    request: Request, config: VariantsConfig, variant: Variant, machine: Hardware
+) -> tuple[str, list[str]]:
     """The first of `either` with which this variant can run here, or the last."""
     name, overrides = "", []
     for name, overrides in config.either.items():  # noqa: B007  the last one stays
@@ -220,13 +222,13 @@ def _choose(request: Request, config: VariantsConfig, variant: Variant, machine:
     return name, overrides
 
 
-def _unfit(config: VariantsConfig, variant: Variant, no_gpu: bool) -> str:
+def _why_not_run(config: VariantsConfig, variant: Variant, no_gpu: bool) -> str:
     """Why a variant is not even tried, or ""."""
     wants_gpu = variant.name in config.needs_gpu or "device=cuda" in variant.overrides
     return str(config.not_run.get(variant.name, NEEDS_GPU if wants_gpu and no_gpu else ""))
 
 
-def _alone(config: Config) -> list[str]:
+def _single_host_only(config: Config) -> list[str]:
     """Why a run cannot be one of a study."""
     if config.launch.nnodes == 1:
         return []

@@ -6,18 +6,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from ddp_train.study import results
-from ddp_train.study.facts import facts
 from ddp_train.study.plots import Axis, Bar, Curve, bars, curves
+from ddp_train.study.provenance import provenance
 from ddp_train.study.report import Plot, Report, Table
-from ddp_train.study.request import Request, command_of
-from ddp_train.study.results import METRICS, Metric, middle
+from ddp_train.study.request import Request, shell_command
+from ddp_train.study.results import METRICS, Metric, median
 from ddp_train.study.trials import Outcome
 from ddp_train.study.variants import NEEDS_GPU, Study, Variant
 
 Outcomes = dict[str, list[Outcome]]
 PARTS = {"variants": "Variants", "ladder": "One tip more in each row", "leave_one_out": "One tip left out"}
-NOT_YET = "not run yet"
-FIGURES = {
+NOT_RUN_YET = "not run yet"
+HARDWARE_COLUMNS = {
     "gpu_utilisation": "GPU %",
     "gpu_memory_gib": "GPU memory GiB",
     "process_gpu_memory_gib": "of the process GiB",
@@ -31,7 +31,7 @@ FIGURES = {
 """Of summary.json's `figures`, and their headings."""
 
 
-def report(request: Request, study: Study, outcomes: Outcomes, load_before: float) -> Report:
+def build_report(request: Request, study: Study, outcomes: Outcomes, load_before: float) -> Report:
     """Everything there is to tell so far."""
     config, metric = study.config, METRICS[study.config.metric]
     sections: list[Table | Plot] = []
@@ -46,14 +46,14 @@ def report(request: Request, study: Study, outcomes: Outcomes, load_before: floa
     known = {"Data": str(study.first.data.name), "Device": study.first.device, "Repeats": str(config.repeats)}
     return Report(
         config.title or f"Study: {request.name}",
-        f"{config.about.strip()}\n\n{_how(study)}",
+        f"{config.about.strip()}\n\n{_method(study)}",
         sections,
-        known | facts(load_before),
-        [request.command, *(f"{command_of(v.overrides)}  # {v.name}" for v in study.variants if not v.reason)],
+        known | provenance(load_before),
+        [request.command, *(f"{shell_command(v.overrides)}  # {v.name}" for v in study.variants if not v.reason)],
     )
 
 
-def _how(study: Study) -> str:
+def _method(study: Study) -> str:
     """How it was measured, and what the words of the tables mean."""
     repeats = study.config.repeats
     epochs = "epoch: the median one" + (", the first left out" if study.first.train.epochs > 1 else "")
@@ -62,7 +62,7 @@ def _how(study: Study) -> str:
     said += "without its test. "
     if repeats < results.LEAST_RUNS:
         return said + f"With fewer than {results.LEAST_RUNS} runs of each nothing is said about differences."
-    chance = results.by_chance(repeats, repeats)
+    chance = results.false_positive_rate(repeats, repeats)
     compared = sum(1 for variant in study.variants if variant.name != study.baseline and not variant.reason)
     return said + (
         "A variant is called faster, slower, better or worse only if each of its runs is, compared with each of those "
@@ -78,7 +78,7 @@ def result(variant: Variant, outcomes: Sequence[Outcome]) -> str:
     done = sum(outcome.completed for outcome in outcomes)
     if failed and done:
         return f"{done} completed; then {failed}"
-    return variant.reason or failed or ("completed" if done else NOT_YET)
+    return variant.reason or failed or ("completed" if done else NOT_RUN_YET)
 
 
 def _comparison(study: Study, outcomes: Outcomes, metric: Metric, part: str) -> Table:
@@ -92,10 +92,10 @@ def _comparison(study: Study, outcomes: Outcomes, metric: Metric, part: str) -> 
     if study.config.layout != "growth":
         others.pop("steps")
     spread = {"lowest": min, "highest": max} if study.config.repeats > 1 else {}
-    figures = [name for name in FIGURES if any(name in _figures(o) for of in outcomes.values() for o in of)]
+    figures = [name for name in HARDWARE_COLUMNS if any(name in _figures(o) for of in outcomes.values() for o in of)]
     columns = ["variant" if part == "variants" else "tip", "result", metric.label, *spread, *effects[part], "verdict"]
     columns += ["compared with"] * bool(part == "variants" and study.config.against)
-    columns += [*others, *(FIGURES[name] for name in figures), "s/command", "runs"]
+    columns += [*others, *(HARDWARE_COLUMNS[name] for name in figures), "s/command", "runs"]
     rows = []
     for variant in rows_of:
         done = [outcome for outcome in outcomes.get(variant.name, []) if outcome.completed]
@@ -106,11 +106,11 @@ def _comparison(study: Study, outcomes: Outcomes, metric: Metric, part: str) -> 
         adds = f" ({' '.join(variant.adds)})" if part != "variants" and variant.adds and variant.name != leading else ""
         rows.append([
             variant.name + adds, result(variant, outcomes.get(variant.name, [])),
-            middle(values), *(pick(values, default=None) for pick in spread.values()), *gains, word or None,
+            median(values), *(pick(values, default=None) for pick in spread.values()), *gains, word or None,
             *([None if is_first else variant.against] if "compared with" in columns else []),
-            *(middle(_all(read, done)) for read in others.values()),
-            *(middle([_figures(o)[name] for o in done if name in _figures(o)]) for name in figures),
-            middle([outcome.seconds for outcome in done]), len(done),
+            *(median(_all(read, done)) for read in others.values()),
+            *(median([_figures(o)[name] for o in done if name in _figures(o)]) for name in figures),
+            median([outcome.seconds for outcome in done]), len(done),
         ])  # fmt: skip
     elsewhere = ", but for those that say otherwise" if study.config.against else ""
     against = {
@@ -145,7 +145,7 @@ def _figures(outcome: Outcome) -> dict[str, float]:
 
 
 def _gain(metric: Metric, outcomes: Outcomes, base: str, mine: list[float]) -> float | None:
-    before, after = middle(metric.of(outcomes.get(base, []))), middle(mine)
+    before, after = median(metric.of(outcomes.get(base, []))), median(mine)
     return metric.gain(before, after) if before and after else None
 
 
@@ -216,9 +216,9 @@ def _plots(study: Study, outcomes: Outcomes, metric: Metric) -> list[Plot]:
     for variant in study.variants:
         values = metric.of(outcomes.get(variant.name, []))
         why = (NEEDS_GPU if variant.reason == NEEDS_GPU else "not run") if variant.reason else ""
-        text = "" if values else why or ("failed" if outcomes.get(variant.name) else NOT_YET)
-        shown.append(Bar(variant.name, middle(values), min(values, default=None), max(values, default=None), text))
-    base = middle(metric.of(outcomes.get(study.baseline, [])))
+        text = "" if values else why or ("failed" if outcomes.get(variant.name) else NOT_RUN_YET)
+        shown.append(Bar(variant.name, median(values), min(values, default=None), max(values, default=None), text))
+    base = median(metric.of(outcomes.get(study.baseline, [])))
     where = f"The dotted line: {study.baseline}. Whiskers: the lowest and the highest run."
     plots = [Plot(metric.label, bars(shown, Axis(metric.label), base), where)]
     if study.config.agreement:
@@ -235,7 +235,7 @@ def _losses(study: Study, outcomes: Outcomes) -> Plot:
             steps = sorted(set.intersection(*(set(one) for one in found)))
             of = [[one[step] for one in found] for step in steps]
             low, high = [min(values) for values in of], [max(values) for values in of]
-            lines.append(Curve(variant.name, steps, [middle(values) or 0.0 for values in of], low, high))
+            lines.append(Curve(variant.name, steps, [median(values) or 0.0 for values in of], low, high))
     caption = "Curves that agree lie upon each other: their differences are in the table above."
     return Plot(
         "Training loss", curves(lines, Axis("optimizer step"), Axis("loss", log=True)) if lines else "", caption
@@ -255,7 +255,7 @@ def _growth(study: Study, outcomes: Outcomes, metric: Metric) -> Plot:
         points.sort()
         x, of = [at for at, _ in points], [values for _, values in points]
         low, high = [min(values) for values in of], [max(values) for values in of]
-        drawn.append(Curve(name, x, [middle(values) or 0.0 for values in of], low, high))
+        drawn.append(Curve(name, x, [median(values) or 0.0 for values in of], low, high))
     ticks = sorted({at for points in lines.values() for at, _ in points})
     axis = Axis(along.rpartition(".")[2].replace("_", " "), log=True, ticks=ticks)
     return Plot(metric.label, curves(drawn, axis, Axis(metric.label)) if drawn else "", "Bands: lowest to highest run.")

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from ddp_train.study import results
-from ddp_train.study.facts import facts
 from ddp_train.study.plots import Axis, Bar, bars
+from ddp_train.study.provenance import provenance
 from ddp_train.study.report import Plot, Report, Table, write
-from ddp_train.study.request import command_of
-from ddp_train.study.trials import Outcome, outcome
+from ddp_train.study.request import shell_command
+from ddp_train.study.trials import Outcome, read_outcome
 
 
 def gather(sweep_dir: Path, rows: list[dict[str, Any]], objective: str, overrides: list[str]) -> Path:
@@ -18,14 +18,14 @@ def gather(sweep_dir: Path, rows: list[dict[str, Any]], objective: str, override
 
     rows: those of results.jsonl. objective: the key that the sweep optimizes. words: the command line.
     """
-    found = {row["trial"]: outcome(sweep_dir / str(row["trial"]), row["exit_code"], 0.0) for row in rows}
+    found = {row["trial"]: read_outcome(sweep_dir / str(row["trial"]), row["exit_code"], 0.0) for row in rows}
     columns = ["trial", "overrides", "result", objective, "test accuracy %", "test loss", "s/epoch", "samples/s", "s"]
     table = Table("Trials", columns, [_row(row, found[row["trial"]]) for row in rows], _NOTE)
     shown = [Bar(" ".join(row["overrides"]), row.get("objective"), text=_failed(row)) for row in rows]
     plot = Plot(objective, bars(shown, Axis(objective)))
-    command = command_of(overrides)
+    command = shell_command(overrides)
     intro = f"One run for each combination, in fresh processes; {objective} is what the sweep optimizes."
-    return write(Report("Sweep", intro, [table, plot], facts(), [command]), sweep_dir)
+    return write(Report("Sweep", intro, [table, plot], provenance(), [command]), sweep_dir)
 
 
 _NOTE = "One run of each: nothing is said about noise. s/epoch: the median, without the first where there are several."

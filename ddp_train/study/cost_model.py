@@ -34,7 +34,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Hosts of equal GPUs. `between` is each GPU's share of its host's network: as many ways out as GPUs."""
+    """Hosts of equal GPUs. `between` is each GPU's share of its host's network: as many modes out as GPUs."""
 
     gpus_per_host: int
     inside: Link
@@ -75,7 +75,7 @@ def ring(size: float, ranks: int, link: Link) -> float:
     return 2 * (ranks - 1) * (link.latency_seconds + size / ranks / link.bytes_per_second)
 
 
-def trees(size: float, ranks: int, link: Link) -> float:
+def double_tree(size: float, ranks: int, link: Link) -> float:
     """Seconds of an all-reduce of `size` bytes as two binary trees, each for half of it."""
     if ranks == 1:
         return 0.0
@@ -84,13 +84,13 @@ def trees(size: float, ranks: int, link: Link) -> float:
 
 def all_reduce(size: float, gpus: int, cluster: Cluster) -> float:
     """Seconds of an all-reduce of `size` bytes: inside each host as a ring; between hosts each GPU exchanges its part
-    with those of its place, by the faster of the two ways."""
+    with those of its place, by the faster of the two modes."""
     if gpus == 1:
         return 0.0
     local = min(gpus, cluster.gpus_per_host)
     hosts = -(-gpus // cluster.gpus_per_host)
     part = size / local
-    between = min(ring(part, hosts, cluster.between), trees(part, hosts, cluster.between))
+    between = min(ring(part, hosts, cluster.between), double_tree(part, hosts, cluster.between))
     return cluster.call_seconds + ring(size, local, cluster.inside) + between
 
 
@@ -114,7 +114,7 @@ def exchange_end(sizes: Sequence[float], gpus: int, cluster: Cluster, forward: f
     return end
 
 
-def slowest(deviation: float, ranks: int) -> float:
+def expected_wait(deviation: float, ranks: int) -> float:
     """How much later than the mean the last of N ranks is expected, their delays being independent and exponential.
 
     Whatever disturbs a step (other processes, clocks, retries) makes it longer, never shorter: a least time plus a
@@ -131,12 +131,14 @@ def predict(step: Step, gpus: int, cluster: Cluster, bucket_bytes: float = BUCKE
     forward = (step.seconds - backward) / 2  # the other half of the rest: optimizer and data, after the exchange
     sizes = buckets(step.gradient_bytes, cap=bucket_bytes)
     exposed = max(0.0, exchange_end(sizes, gpus, cluster, forward, backward) - forward - backward)
-    waiting = slowest(step.deviation_seconds, gpus)
+    waiting = expected_wait(step.deviation_seconds, gpus)
     exchange = sum(all_reduce(size, gpus, cluster) for size in sizes)
     return Prediction(gpus, step.seconds + exposed + waiting, exchange, exposed, waiting)
 
 
-def alone(seconds: float, gpus: int, gradient_bytes: float, cluster: Cluster, backward_share: float) -> float:
+def single_gpu_seconds(
+    seconds: float, gpus: int, gradient_bytes: float, cluster: Cluster, backward_share: float
+) -> float:
     """The seconds that a GPU's own work takes of a step that was measured on many: what `predict` turns into it."""
     own = seconds
     for _ in range(50):

@@ -15,7 +15,7 @@ from ddp_train.config.hardware import detect_hardware
 from ddp_train.distributed.environment import visible_devices
 
 PACKAGES = ("torch", "torchvision", "numpy", "ddp-train")
-ATTENDANTS = ("study/worker.py", "study/step_times.py", "study/gradient_probe.py")
+RUN_INSIDE_TRIALS = ("study/worker.py", "study/step_times.py", "study/gradient_probe.py")
 """What of the wings is run inside a trial."""
 
 
@@ -32,9 +32,9 @@ def load_at_start() -> float:
     return load
 
 
-def facts(load_before: float | None = None) -> dict[str, str]:
+def provenance(load_before: float | None = None) -> dict[str, str]:
     """Hardware, versions, date. load_before: the load average when the work began, to be told beside that of now."""
-    known = {"Hardware": hardware()}
+    known = {"Hardware": hardware_description()}
     if load_before is not None:
         known["Other work"] = f"load average {load_before:.1f} at the start, {load_average():.1f} at the end"
     known["Versions"] = ", ".join(f"{name} {version}" for name, version in versions().items())
@@ -43,7 +43,7 @@ def facts(load_before: float | None = None) -> dict[str, str]:
     return known
 
 
-def hardware() -> str:
+def hardware_description() -> str:
     """GPUs, if there are any; cores, processor and memory."""
     machine, info = detect_hardware(visible_devices()), Path("/proc/cpuinfo")
     model = platform.processor() or platform.machine()
@@ -70,14 +70,14 @@ def versions() -> dict[str, str]:
 @functools.cache
 def conditions(script: Path) -> dict[str, str]:
     """What a run of this launcher depends on beside its words: runs under other conditions cannot be compared."""
-    return {"hardware": hardware(), **versions(), "source": source_digest(script)}
+    return {"hardware": hardware_description(), **versions(), "source": source_digest(script)}
 
 
 def source_digest(script: Path) -> str:
     """Of the code and the configuration files that make a run, not of those that only start it or tell of it."""
     package, conf = script.parent / "ddp_train", script.parent / "conf"
     ours = [path for wing in ("study", "doctor") for path in (package / wing).rglob("*.py")]
-    code = {*package.rglob("*.py")} - {*ours} | {package / name for name in ATTENDANTS}
+    code = {*package.rglob("*.py")} - {*ours} | {package / name for name in RUN_INSIDE_TRIALS}
     settings = {*conf.rglob("*.yaml")} - {*(conf / "study").rglob("*.yaml")}
     digest = hashlib.sha256()
     for path in sorted({script} | code | settings):
