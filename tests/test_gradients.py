@@ -149,7 +149,7 @@ def test_what_a_model_may_stumble_over_is_named(probes: Path) -> None:
 def test_what_could_not_be_looked_at_is_named(probes: Path) -> None:
     facts = found(probes / "1" / "values")[1]
     assert facts["bias_before_norm"] == [] and facts["batch_norm"] == {"2": 23}
-    assert facts["unseen"] == ["biases before norm layers: the model does not run without values"]
+    assert facts["unseen"] == ["biases before norm layers: the model cannot run on the meta device"]
     assert facts["unseen"] in gradients._pitfalls(probes / "1" / "values", 1).values()
     assert found(probes / "1" / "batch")[1]["unseen"] == []
 

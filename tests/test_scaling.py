@@ -93,7 +93,7 @@ def delayed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("data", "data", "data-bound"),
         ("exchange", "exchange", "communication-bound"),
-        ("rank 1", "waiting", "uneven: the others wait for rank 1"),
+        ("rank 1", "waiting", "imbalanced: the others wait for rank 1"),
         ("host", "host", "host-bound"),
     ],
 )
@@ -120,10 +120,10 @@ def test_the_parts_of_a_step_add_up(tmp_path: Path) -> None:
 def test_a_gpu_that_waits_for_its_host_is_told() -> None:
     split = StepBreakdown(0.0, 1.0, 0.0, 0.0, 0.0, 0, 0.0, gpu_waits_for_host=0.9)
     assert verdict(split, 1, None).startswith("launch-bound")
-    assert verdict(StepBreakdown(0.0, 1.0, 0.01, 0.02, 0.0, 0, 0.0, 0.1), 1, None) == "compute-bound: little is lost"
+    assert verdict(StepBreakdown(0.0, 1.0, 0.01, 0.02, 0.0, 0, 0.0, 0.1), 1, None) == "compute-bound: little overhead"
     several = StepBreakdown(data=0.001, compute=0.8, exchange=0.09, waiting=0.085, host=0.02, slowest=0,
                             slowest_share=0.5, gpu_waits_for_host=None)  # fmt: skip
-    assert verdict(several, 2, 2) == "compute-bound; lost in small parts: exchange 9 %, waiting 9 %, host 2 %"
+    assert verdict(several, 2, 2) == "compute-bound; smaller parts: exchange 9 %, waiting 9 %, host 2 %"
 
 
 def test_without_a_run_of_one_process_there_is_no_speed_up() -> None:

@@ -216,14 +216,14 @@ def test_the_study_from_the_command_line(tmp_path: Path) -> None:
     ran = run("mode=study", "study=simulate", "study.dry_plan=false", *given, f"run_dir={tmp_path}")
     assert ran.returncode == 0, ran.stderr
     tables = json.loads((tmp_path / "report.json").read_text())["tables"]
-    assert [table["title"] for table in tables] == ["Predicted", "The model of costs against MLPerf"]
+    assert [table["title"] for table in tables] == ["Predicted", "Cost model compared with MLPerf"]
     seconds = [row[2] for row in tables[0]["rows"]]
     assert seconds[0] == pytest.approx(37.2) and 37.2 < seconds[1] < seconds[2] < 2 * 37.2
     ran = run("mode=study", "study=simulate", "model=mlp", "study.gpus=[0]", "study.step_ms=1")
     assert ran.returncode == 2
     for problem in (
-        "model=mlp: study=simulate starts no run",
+        "model=mlp: study=simulate trains nothing",
         "study.gpus=[0]: must be",
-        "study.from_run=null: give it",
+        "study.from_run=null: give either",
     ):
         assert problem in ran.stderr

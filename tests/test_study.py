@@ -135,7 +135,7 @@ def test_a_terminal_has_the_columns_that_fit_and_names_the_others(width: int) ->
     lines = written.getvalue().splitlines()
     assert max(map(len, lines)) <= width
     told = " ".join(" ".join(lines).split())
-    left_out = [name for name in columns if name in told.partition("In the report, or a wider terminal:")[2]]
+    left_out = [name for name in columns if name in told.partition("Columns not shown here (see the report):")[2]]
     assert bool(left_out) == (width < 400) and all(name in told for name in ("variant", "result"))
     assert told.count("1,00") == 9 - len(left_out)
 
@@ -157,7 +157,7 @@ def test_a_verdict_needs_every_run_to_be_better() -> None:
     assert verdict(time, [3.0, 3.1, 3.2], [1.0, 1.0, 3.0]) == "no effect within the noise"
     assert verdict(score, [90.0, 91.0, 92.0], [93.0, 94.0, 95.0]) == "better"
     assert verdict(score, [90.0, 91.0, 92.0], [89.0, 88.0, 87.0]) == "worse"
-    assert verdict(time, [3.0, 3.1], [1.0, 1.0, 1.0]) == "too few runs to tell"
+    assert verdict(time, [3.0, 3.1], [1.0, 1.0, 1.0]) == "too few runs for a verdict"
     assert verdict(time, [], [1.0]) == ""
 
 
@@ -246,19 +246,19 @@ def test_a_later_word_takes_the_place_of_an_earlier_one() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "mode=study: which one? add study="),
+        ([], "mode=study: needs the name of a study; add study="),
         (["study=strategy"], "study=strategy: must be one of"),
         (["study=tips", "-m"], "-m: mode=study takes no flag but --help; leave it out"),
         (["study=tips", "study.repeat=3"], "study.repeat=3: no such key; did you mean study.repeats?"),
         (["study=tips", "study.repeats=0"], "study.repeats=0: must be at least 1"),
         (["study=tips", "study.only=[none]", "optimizer.lrr=1"], "did you mean optimizer.lr? (study.variants: none)"),
         (["study=tips", "lr"], "lr: not of the form key=value"),
-        (["study=strategies", "strategy=single"], "strategy=single: study=strategies varies strategy; leave it out"),
+        (["study=strategies", "strategy=single"], "strategy=single: study=strategies sets strategy for each variant"),
         (["study=strategies", "study.only=[dpp]"], "study.only=[dpp]: no variant of that name; did you mean dp?"),
         (["study=strategies", "study.only=[ddp]"], "study.only: leaves out the baseline; add single"),
         (["study=strategies", "study.against.dp=one"], "study.against=one: no variant of that name"),
         (["study=strategies", "study.only=[single,'ddp, SyncBN']"],
-         "study.only: leaves out ddp, batch norm, with which ddp, SyncBN is compared; add it"),
+         "study.only: leaves out ddp, batch norm, the baseline of ddp, SyncBN; add it"),
         (["study=strategies", "study.baseline=one"], "study.baseline=one: no variant of that name"),
         (["study=strategies", "study.variants.mine=3"], "study.variants.mine=3: must be a list of overrides"),
         (["study=strategies", "study.variants.mine=[train.epochs=0]"], "must be at least 1 (study.variants: mine)"),
@@ -332,7 +332,7 @@ def test_a_ladder_tells_the_gain_by_all_and_by_each(monkeypatch: pytest.MonkeyPa
     ]
     assert [row["tip"].partition(" (")[0] for row in ladder] == ["none", "pin_memory", "AMP", "channels_last"]
     assert ladder[1]["result"] == NEEDS_GPU and ladder[1]["s/epoch"] is None
-    assert [ladder[3]["speed-up by all"], ladder[3]["by this"]] == pytest.approx([8.01 / 2.01, 4.01 / 2.01])
+    assert [ladder[3]["total speed-up"], ladder[3]["speed-up of this tip"]] == pytest.approx([8.01 / 2.01, 4.01 / 2.01])
     assert (ladder[2]["verdict"], ladder[0]["verdict"]) == ("faster", None)
     assert (ladder[2]["CPU cores"], ladder[2]["memory GiB"], ladder[3]["CPU cores"]) == (1.5, 0.25, None)
     assert "power W" not in by_name[variants_report.PARTS["ladder"]].columns, "what no run knows has no column"
@@ -397,7 +397,7 @@ KINDS = {
 @pytest.mark.parametrize("name", KINDS)
 def test_a_study_has_its_run_directory_alone(name: str, tmp_path: Path) -> None:
     held = run_lock.acquire(tmp_path / run_lock.FILE)
-    with pytest.raises(ConfigError, match=rf"run_dir={tmp_path}: another study is in it, process {os.getpid()} on"):
+    with pytest.raises(ConfigError, match=rf"run_dir={tmp_path}: in use by another study, process {os.getpid()} on"):
         main.study(ROOT / "launch.py", CONF, ["mode=study", f"study={name}", *KINDS[name], f"run_dir={tmp_path}"], None)
     held.release()
     assert [path.name for path in tmp_path.iterdir()] == [run_lock.FILE], "nothing was run"
@@ -452,7 +452,9 @@ def test_trials_of_other_conditions_are_not_mixed_with_new_ones(name: str, there
     request = read_request(ROOT / "launch.py", CONF, ["mode=study", "study=strategies", f"run_dir={tmp_path}"])
     for known in ({**here, name: there}, None):
         write_json(record, {"words": [], "exit_code": 0, "seconds": 1.0} | ({"conditions": known} if known else {}))
-        with pytest.raises(ConfigError, match=r"holds trials of other conditions, [\w-]+ .*; name another run_dir"):
+        with pytest.raises(
+            ConfigError, match=r"holds trials from other conditions, [\w-]+ was .*; use another run_dir"
+        ):
             enter(request)
     write_json(record, {"words": [], "exit_code": 0, "seconds": 1.0, "conditions": here})
     enter(request)
@@ -523,7 +525,7 @@ def test_a_study_goes_on_where_it_was_left(
     out = capsys.readouterr().out
     order = [line.split("  ")[1] for line in out.splitlines() if line.startswith("trial ")]
     assert order == ["single, repeat 1", "ddp, repeat 1", "ddp, repeat 2", "single, repeat 2"]
-    assert out.count("(was there)") == 2
+    assert out.count("(from an earlier run)") == 2
     with pytest.raises(ConfigError, match=r"holds a trial with other settings \(train.max_steps=3\)"):
         main.study(ROOT / "launch.py", CONF, [*words, "train.max_steps=3"], None)
 
@@ -536,6 +538,6 @@ def test_a_study_that_is_interrupted_leaves_its_report_and_no_process(tmp_path: 
         job.process.send_signal(signal.SIGINT)
         assert job.end() == 130
     assert processes_of(tmp_path / "study") == {}
-    assert "stopped; go on with python launch.py mode=study" in (tmp_path / "study.out").read_text()
+    assert "stopped; continue with python launch.py mode=study" in (tmp_path / "study.out").read_text()
     rows = json.loads((tmp_path / "study/report.json").read_text())["tables"][0]["rows"]
     assert [row[1] for row in rows] == ["not run yet", "not run yet"]

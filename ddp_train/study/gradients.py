@@ -1,4 +1,4 @@
-"""`study=gradients`: are the gradients of N processes those of one? The self-test for one's own model and options."""
+"""`study=gradients`: compares the gradients of N processes with those of one, for any model and options."""
 
 from __future__ import annotations
 
@@ -10,43 +10,43 @@ from typing import Any, Union
 
 import numpy as np
 
-from ddp_train.config.hardware import detect_hardware
 from ddp_train.config.schema import Config, key
-from ddp_train.distributed.environment import visible_devices
 from ddp_train.errors import ConfigError, LaunchError
 from ddp_train.resilience.preemption import UNSAVED
 from ddp_train.study.provenance import provenance
 from ddp_train.study.report import Plot, Report, Table
-from ddp_train.study.request import Request, bind_settings, key_of
-from ddp_train.study.scaling import resolved
+from ddp_train.study.request import Request, bind_settings, key_of, resolve_run, this_hardware
 from ddp_train.study.trials import Outcome, Trial, run_or_load, trial_session
 from ddp_train.text import counted
 
 TOLERANCES = {"fp64": 1e-9, "fp32": 1e-3, "tf32": 1e-2, "fp16": 5e-2, "bf16": 1e-1}
-"""Largest difference, relative, that rounding explains where sums have another order: a dozen times the precision of
-16-bit numbers, thousands of times that of others. fp64 is the judge: an exchange left out, or samples that are counted
-twice, change gradients by one part in the number of processes or more."""
+"""Largest relative difference attributed to rounding when sums have another order: a dozen times the precision of
+16-bit numbers, thousands of times that of others. fp64 is decisive: a missing exchange, or samples that are counted
+twice, change gradients by 1 / (number of processes) or more."""
 LEAST_SCALE = 1e-3
-"""Of the largest gradient of all: smaller gradients are measured against this, for their own size is rounding."""
+"""Fraction of the largest gradient of all. Smaller gradients are compared with this: they are themselves rounding."""
 TINY_BATCH = 16
-"""Samples: batch norm is known to lose accuracy below (arXiv:1803.08494, figure 1)."""
+"""Samples below which batch norm loses accuracy (arXiv:1803.08494, figure 1)."""
 SHOWN = 8
-"""Parameters by name in a table."""
+"""Most parameter names in a table."""
 
 
 @dataclass
 class GradientsConfig:
     """conf/study/gradients.yaml."""
 
-    kind: str = key("gradients", "what makes this study", choices=("gradients",))
+    kind: str = key("gradients", "the kind of study", choices=("gradients",))
     processes: Union[int, str] = key(
-        "auto", "that are compared with one; auto: one per GPU, 3 without", at_least=2, overrides=("auto",)
+        "auto",
+        "number of processes to compare with one; auto: one per GPU, or 3 without GPUs",
+        at_least=2,
+        overrides=("auto",),
     )
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Of the gradient of one parameter, largest element: absolute, and relative to what `compare` says."""
+    """Largest difference in the gradient of one parameter; relative: to the scale that `compare` chooses."""
 
     name: str
     absolute: float
@@ -54,7 +54,7 @@ class Difference:
 
 
 def compare(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> list[Difference]:
-    """The parameters that both have, the largest relative difference first.
+    """Differences of the parameters that both have, the largest relative one first.
 
     Relative to the largest element of the parameter's gradient in `one`, or to LEAST_SCALE of the largest of all.
     """
@@ -65,13 +65,13 @@ def compare(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> list[Di
         absolute = float(abs(before - after).max())
         scale = max(float(abs(before).max()), least)
         found.append(Difference(name, absolute, absolute / scale if scale else absolute))
-    # A number that is not finite is the largest difference of all.
+    # Differences that are not finite come first.
     return sorted(found, key=lambda d: (-np.nan_to_num(d.relative, nan=np.inf), d.name))
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One precision: a single process, and several."""
+    """The runs of one and of several processes in one precision."""
 
     precision: str
     tolerance: float
@@ -80,25 +80,26 @@ class Comparison:
 
     @property
     def failed(self) -> str:
-        """Why there is nothing to compare."""
-        for who, outcome in (("one process", self.one), ("several", self.many)):
+        """Why the gradients cannot be compared; empty if they can."""
+        for name, outcome in (("one process", self.one), ("several processes", self.many)):
             if outcome is None or not outcome.completed:
-                return f"{who}: {outcome.reason if outcome else 'not run'}"
+                return f"{name}: {outcome.reason if outcome else 'not run'}"
         return ""
 
 
 def study(request: Request) -> tuple[Report, int]:
-    """Raises ConfigError before anything runs."""
+    """Runs the comparisons. Returns the report and the exit code. Raises ConfigError before anything runs."""
     config: GradientsConfig = bind_settings(GradientsConfig, request.settings)
-    machine = detect_hardware(visible_devices())
+    machine = this_hardware()
     processes = int(config.processes) if config.processes != "auto" else machine.gpus or 3
-    asked, problems = resolved(request, [*request.overrides, f"launch.nproc_per_node={processes}"], machine)
+    run = resolve_run(request.conf, [*request.overrides, f"launch.nproc_per_node={processes}"], machine)
+    asked, problems = run.config, run.problems
     if asked.strategy.name != "ddp":
         problems.append(f"strategy={asked.strategy.name}: runs in one process; study=gradients needs strategy=ddp")
     wanted = list(dict.fromkeys(["fp64", str(asked.tuning.precision)]))
     trials = {(p, n): _trial(request, asked, p, n) for p in wanted for n in (1, processes)} if not problems else {}
     for trial in trials.values():
-        problems += resolved(request, trial.overrides, machine)[1]
+        problems += resolve_run(request.conf, trial.overrides, machine).problems
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     with trial_session(request):
@@ -114,7 +115,7 @@ def study(request: Request) -> tuple[Report, int]:
 
 
 def _trial(request: Request, asked: Config, precision: str, processes: int) -> Trial:
-    """One step, on all but one of the samples of a global batch, so that processes have shares of different sizes."""
+    """One step on one sample less than a global batch, so that micro-batches have different sizes."""
     alone = processes == 1
     ours = ["schedule", *(["strategy", "train.accumulation_steps", "train.reduction", "train.virtual_shards"] * alone)]
     overrides = [word for word in request.overrides if not _is_of(word, ours)]
@@ -143,7 +144,7 @@ def _tolerance(asked: Config, precision: str) -> float:
 
 
 def _report(request: Request, asked: Config, processes: int, found: Sequence[Comparison]) -> tuple[Report, bool]:
-    """And whether all agree."""
+    """The report, and whether all gradients agree."""
     summary: list[list[Any]] = []
     details: list[list[Any]] = []
     agree = True
@@ -164,24 +165,24 @@ def _report(request: Request, asked: Config, processes: int, found: Sequence[Com
         worst = differences[0] if differences else Difference("", 0.0, 0.0)
         fits = worst.relative <= comparison.tolerance and not ranks_differ
         agree = agree and fits
-        said = "agree" if fits else _explain(asked, ranks_differ, pitfalls)
-        summary.append([comparison.precision, len(differences), worst.name, worst.relative, allowed, said])
+        result = "agree" if fits else _explain(asked, ranks_differ, pitfalls)
+        summary.append([comparison.precision, len(differences), worst.name, worst.relative, allowed, result])
         details += [[comparison.precision, d.name, d.absolute, d.relative] for d in differences[:SHOWN]]
     columns = ["precision", "parameters", "largest difference in", "relative", "allowed", "verdict"]
     sections: list[Table | Plot] = [
-        Table(f"Gradients of {processes} processes against those of one", columns, summary),
+        Table(f"Gradients of {processes} processes compared with one", columns, summary),
         Table("Largest differences", ["precision", "parameter", "absolute", "relative"], details,
-              "Relative to the parameter's largest gradient, or to a thousandth of the largest of all."),
+              "Relative to the largest gradient of the parameter, or to a thousandth of the largest gradient of all."),
     ]  # fmt: skip
     if pitfalls:
         rows = [[what, len(names), ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")]
                 for what, names in pitfalls.items()]  # fmt: skip
-        sections.append(Table("What this model may stumble over", ["what", "how many", "names"], rows))
+        sections.append(Table("Possible problems of this model", ["problem", "count", "names"], rows))
     return Report(
         "Self-test of gradients",
-        "The gradients that the optimizer sees in the first step, of one process without DDP and of "
-        f"{processes} with the options asked for: the same weights, the same samples, all but one of a global batch so "
-        "that shares are uneven, dropout off.",
+        "The gradients that the optimizer gets in the first step, of one process without DDP and of "
+        f"{processes} processes with the options of this command: same weights, same samples (one less than a global "
+        "batch, so that micro-batches have different sizes), dropout off.",
         sections,
         provenance(),
         [request.command],
@@ -193,33 +194,33 @@ def _explain(asked: Config, ranks_differ: Sequence[str], pitfalls: dict[str, lis
         verdict = f"differ: the ranks have different gradients for {ranks_differ[0]} and {len(ranks_differ) - 1} more"
         return f"{verdict}; {_UNUSED}" if any(what.startswith("no gradient") for what in pitfalls) else verdict
     if any(what.startswith("batch norm") for what in pitfalls) and not getattr(asked.strategy, "sync_bn", False):
-        return "differ: batch norm sees each process's samples alone; strategy.sync_bn=true, or a norm without batches"
-    return "differ by more than rounding: look at the parameters below, and for state that a process keeps by itself"
+        return "differ: batch norm uses each process's own samples; set strategy.sync_bn=true, or use another norm"
+    return "differ by more than rounding: see the parameters below; look for state that differs between processes"
 
 
-_UNUSED = "strategy.find_unused_parameters=true waits for parameters without a gradient"
+_UNUSED = "DDP needs strategy.find_unused_parameters=true for such parameters"
 
 
 def _pitfalls(run_dir: Path, processes: int) -> dict[str, list[str]]:
     known, found = _facts(run_dir), {}
     if known["unused"]:
-        found[f"no gradient in this step: never used, or not this time; {_UNUSED}"] = known["unused"]
+        found[f"no gradient in this step; {_UNUSED}"] = known["unused"]
     small = [name for name, samples in known["batch_norm"].items() if samples < TINY_BATCH]
     if known["batch_norm"] and processes > 1:
-        found["batch norm: its statistics are those of a process's own samples without strategy.sync_bn=true"] = list(
+        found["batch norm: uses only the samples of its process unless strategy.sync_bn=true"] = list(
             known["batch_norm"]
         )
     if small:
         least = min(known["batch_norm"].values())
-        found[f"batch norm over tiny batches, {least} samples: larger ones, strategy.sync_bn=true or group norm"] = (
-            small
-        )
+        found[
+            f"batch norm over small batches, {least} samples: use larger ones, strategy.sync_bn=true or group norm"
+        ] = small
     if known["bias_before_norm"]:
-        found["bias that the normalisation after it subtracts again: bias=False"] = known["bias_before_norm"]
+        found["bias without effect before a norm layer: use bias=False"] = known["bias_before_norm"]
     if known["dropout"]:
-        found["dropout, off in this test: its draws are keyed by process"] = known["dropout"]
+        found["dropout, off in this test: its random numbers depend on the process"] = known["dropout"]
     if known["unseen"]:
-        found["not looked at"] = known["unseen"]
+        found["not checked"] = known["unseen"]
     return found
 
 

@@ -22,7 +22,7 @@ from ddp_train.study.variants import Study, Variant, merged, plan, trials_folder
 
 
 class Kind(Protocol):
-    """A module that makes studies of its kind: `kind: NAME` in conf/study/*.yaml is ddp_train/study/NAME.py."""
+    """The interface of a module for one kind of study: `kind: NAME` in conf/study/*.yaml is ddp_train/study/NAME.py."""
 
     def study(self, request: Request) -> tuple[Report, int]:
         """Returns the report and the exit code. Locks the run directory (`trials.trial_session`, `lock_run_dir`).
@@ -33,9 +33,12 @@ class Kind(Protocol):
 
 
 def study(script: Path, conf: Path, overrides: list[str], world: World | None) -> int:
-    """Makes the study that the words ask for. Returns the exit code. Raises ConfigError before anything runs."""
+    """Runs the study that the overrides name, writes and prints its report. Returns the exit code.
+
+    Raises ConfigError before anything runs.
+    """
     if world:
-        raise ConfigError(["mode=study: starts its own processes; use python launch.py, not torchrun"])
+        raise ConfigError(["mode=study: a study starts its own processes; run it with python launch.py, not torchrun"])
     if {"-h", "--help"} & set(overrides):
         print(help_text(conf, overrides))
         return 0
@@ -54,17 +57,17 @@ def study(script: Path, conf: Path, overrides: list[str], world: World | None) -
 
 
 def help_text(conf: Path, overrides: list[str]) -> str:
-    """The file of the study that is named, whose comments say what its keys mean; else what each study is."""
+    """The commented file of the study that is named; without a name, one line for each study."""
     files = {name: (conf / "study" / f"{name}.yaml").read_text().strip() for name in study_names(conf)}
     for name, text in files.items():
         if f"study={name}" in overrides:
-            return f"study={name} is conf/study/{name}.yaml; each KEY in it is study.KEY=VALUE here.\n\n{text}"
+            return f"conf/study/{name}.yaml; change a KEY of it with study.KEY=VALUE\n\n{text}"
     lines = [f"study={name:<12} {text.splitlines()[0].lstrip('# ')}" for name, text in files.items()]
-    return "\n".join([*lines, "", "mode=study study=NAME --help shows the keys of one."])
+    return "\n".join([*lines, "", "mode=study study=NAME --help shows the keys of one study."])
 
 
 def _study_variants(request: Request) -> tuple[Report, int]:
-    """Runs every trial that is still to be run."""
+    """A study of named variants: runs every trial that is not completed yet."""
     asked, load = plan(request), load_at_start()
     outcomes: variants_report.Outcomes = {}
     with trial_session(request):
@@ -81,14 +84,14 @@ def trial_of(request: Request, asked: Study, variant: Variant, repeat: int) -> T
 
 
 def _run_all(request: Request, asked: Study, outcomes: variants_report.Outcomes) -> None:
-    """In rounds whose order alternates. A variant that failed is not tried again; what was completed before is kept."""
+    """Runs the trials in rounds of alternating order. Keeps completed ones; does not repeat a variant that failed."""
     runnable = [variant for variant in asked.variants if not variant.reason]
     console, metric = Console(highlight=False), METRICS[asked.config.metric]
     kept = {
         (variant.name, repeat): completed_outcome(trial_of(request, asked, variant, repeat))
         for variant in runnable
         for repeat in range(asked.config.repeats)
-    }  # all of them first: trials of other settings are told before anything runs
+    }  # all of them first: trials with other settings are an error before anything runs
     number, total = 0, len(runnable) * asked.config.repeats
     for repeat in range(asked.config.repeats):
         for variant in runnable if repeat % 2 == 0 else reversed(runnable):
@@ -101,16 +104,16 @@ def _run_all(request: Request, asked: Study, outcomes: variants_report.Outcomes)
             before = kept[variant.name, repeat]
             outcome = before or run(trial_of(request, asked, variant, repeat), request.script, request.stop)
             if outcome is None:
-                console.print(f"stopped; go on with {request.command}", markup=False, soft_wrap=True)
+                console.print(f"stopped; continue with {request.command}", markup=False, soft_wrap=True)
                 return
             found.append(outcome)
             value = median(metric.of([outcome]))
-            said = outcome.reason or (f"{value:,.4g} {metric.label}" if value is not None else "completed")
-            took = "was there" if outcome is before else f"took {outcome.seconds:.0f} s"
-            console.print(f"{said}  ({took})", markup=False, soft_wrap=True)
+            result = outcome.reason or (f"{value:,.4g} {metric.label}" if value is not None else "completed")
+            took = "from an earlier run" if outcome is before else f"took {outcome.seconds:.0f} s"
+            console.print(f"{result}  ({took})", markup=False, soft_wrap=True)
 
 
 def _has_comparison(asked: Study, outcomes: variants_report.Outcomes) -> bool:
-    """Whether the baseline and, if there is one, another variant have a result."""
+    """Whether the baseline has a result, and another variant if there is one."""
     done = {name for name, found in outcomes.items() if any(outcome.completed for outcome in found)}
     return asked.baseline in done and len(done) >= min(2, len(asked.variants))
