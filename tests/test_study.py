@@ -157,7 +157,7 @@ def test_a_verdict_needs_every_run_to_be_better() -> None:
     assert verdict(time, [3.0, 3.1, 3.2], [1.0, 1.0, 3.0]) == "no effect within the noise"
     assert verdict(score, [90.0, 91.0, 92.0], [93.0, 94.0, 95.0]) == "better"
     assert verdict(score, [90.0, 91.0, 92.0], [89.0, 88.0, 87.0]) == "worse"
-    assert verdict(time, [3.0, 3.1], [1.0, 1.0, 1.0]) == "too few runs for a verdict"
+    assert verdict(time, [3.0, 3.1], [1.0, 1.0, 1.0]) == "too few runs"
     assert verdict(time, [], [1.0]) == ""
 
 

@@ -94,17 +94,17 @@ def study(request: Request) -> tuple[Report, int]:
     """Runs the search. Returns the report and the exit code. Raises ConfigError before anything runs."""
     config: BatchSizeConfig = bind_settings(BatchSizeConfig, request.settings)
     machine, load = this_hardware(), load_at_start()
-    asked = _check(request, config, machine)
-    made: dict[int, Outcome] = {}
+    base = _check(request, config, machine)
+    outcomes: dict[int, Outcome] = {}
 
     def fits(size: int) -> bool | None:
-        trial = _trial(request, config, asked, size)
+        trial = _trial(request, config, base, size)
         outcome = recorded_outcome(trial)
         if not (outcome and is_conclusive(outcome)):  # other failures may not repeat
             outcome = run(trial, request.script, request.stop)
         if outcome is None:
             raise _StoppedError
-        made[size] = outcome
+        outcomes[size] = outcome
         result = f"{interval_samples_per_second(outcome):,.0f} samples/s" if outcome.completed else outcome.reason
         print(f"{size} samples per process: {result}", flush=True)
         if not outcome.completed:
@@ -123,7 +123,7 @@ def study(request: Request) -> tuple[Report, int]:
             code = LaunchError.exit_code
     if found and not found.largest:
         code = LaunchError.exit_code
-    return _report(request, config, asked, made, found, load), code
+    return _report(request, config, base, outcomes, found, load), code
 
 
 class _StoppedError(Exception):
@@ -150,30 +150,30 @@ def limited_memory(gigabytes: float | None) -> Iterator[None]:
 
 
 def _check(request: Request, config: BatchSizeConfig, machine: Hardware) -> Config:
-    run_asked = resolve_run(request.conf, request.overrides, machine)
-    asked, problems = run_asked.config, run_asked.problems
-    if asked.device == "cpu" and config.memory_gb is None:
+    base_run = resolve_run(request.conf, request.overrides, machine)
+    base, problems = base_run.config, base_run.problems
+    if base.device == "cpu" and config.memory_gb is None:
         problems.append(
             "study.memory_gb=null: without GPUs the limit would be the memory of the whole host; give a limit for each "
             "process, for example study.memory_gb=2"
         )
-    if asked.train.reduction == "ordered":
+    if base.train.reduction == "ordered":
         problems.append(
             "train.reduction=ordered: micro-batches are virtual shards there; use train.reduction=all_reduce"
         )
     if not problems:
-        problems = resolve_run(request.conf, _trial(request, config, asked, config.start).overrides, machine).problems
+        problems = resolve_run(request.conf, _trial(request, config, base, config.start).overrides, machine).problems
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
-    return asked
+    return base
 
 
-def _global_batch(asked: Config, size: int) -> int:
-    return size * int(asked.launch.nproc_per_node) * asked.train.accumulation_steps
+def _global_batch(base: Config, size: int) -> int:
+    return size * int(base.launch.nproc_per_node) * base.train.accumulation_steps
 
 
-def _trial(request: Request, config: BatchSizeConfig, asked: Config, size: int) -> Trial:
-    overrides = [*request.overrides, f"train.global_batch_size={_global_batch(asked, size)}"]
+def _trial(request: Request, config: BatchSizeConfig, base: Config, size: int) -> Trial:
+    overrides = [*request.overrides, f"train.global_batch_size={_global_batch(base, size)}"]
     overrides += [f"train.max_steps={config.steps}", f"train.log_every_steps={max(1, config.steps // 10)}", *TRAIN_ONLY]
     within = f"_in_{config.memory_gb:g}_gb" if config.memory_gb else ""  # a batch may fit with another limit
     return Trial(overrides, request.run_dir / "trials" / f"{size}_samples{within}" / "0")
@@ -182,15 +182,17 @@ def _trial(request: Request, config: BatchSizeConfig, asked: Config, size: int) 
 def _report(
     request: Request,
     config: BatchSizeConfig,
-    asked: Config,
-    made: dict[int, Outcome],
+    base: Config,
+    outcomes: dict[int, Outcome],
     found: SearchResult | None,
     load: float,
 ) -> Report:
     rows = []
-    speeds = {size: interval_samples_per_second(outcome) for size, outcome in sorted(made.items()) if outcome.completed}
+    speeds = {
+        size: interval_samples_per_second(outcome) for size, outcome in sorted(outcomes.items()) if outcome.completed
+    }
     fastest = max(speeds, key=lambda size: speeds[size], default=None)
-    for size, outcome in sorted(made.items()):
+    for size, outcome in sorted(outcomes.items()):
         verdict = "fits" if outcome.completed else outcome.reason
         if outcome.reason.startswith(OUT_OF_MEMORY):
             verdict = "out of memory"
@@ -198,8 +200,8 @@ def _report(
         marks += ["largest"] * (found is not None and size == found.largest)
         verdict = ", ".join([verdict, *marks])
         rate = speeds.get(size)
-        step = 1e3 * _global_batch(asked, size) / rate if rate else None
-        rows.append([size, _global_batch(asked, size), rate, step, verdict])
+        step = 1e3 * _global_batch(base, size) / rate if rate else None
+        rows.append([size, _global_batch(base, size), rate, step, verdict])
     columns = ["micro-batch", "global batch", "samples/s", "step, ms", "verdict"]
     limit = f"{config.memory_gb:g} GB of private memory per process" if config.memory_gb else "the memory of the GPUs"
     note = f"{config.steps} steps each, in new processes. micro-batch: samples per process and pass. The limit is "
@@ -209,7 +211,7 @@ def _report(
         note += " The search is not complete: run the same command again to continue it."
     elif not found.limited:
         note += " The search ended before memory ran out: at study.most, or at the size of the data set."
-    overrides = _trial(request, config, asked, fastest or config.start).overrides
+    overrides = _trial(request, config, base, fastest or config.start).overrides
     plot = curves([Curve("samples/s", list(speeds), list(speeds.values()))],
                   Axis("micro-batch", log=True), Axis("samples/s")) if speeds else ""  # fmt: skip
     return Report(

@@ -93,11 +93,11 @@ def study(request: Request) -> tuple[Report, int]:
     machine = this_hardware()
     processes = int(config.processes) if config.processes != "auto" else machine.gpus or 3
     run = resolve_run(request.conf, [*request.overrides, f"launch.nproc_per_node={processes}"], machine)
-    asked, problems = run.config, run.problems
-    if asked.strategy.name != "ddp":
-        problems.append(f"strategy={asked.strategy.name}: runs in one process; study=gradients needs strategy=ddp")
-    wanted = list(dict.fromkeys(["fp64", str(asked.tuning.precision)]))
-    trials = {(p, n): _trial(request, asked, p, n) for p in wanted for n in (1, processes)} if not problems else {}
+    base, problems = run.config, run.problems
+    if base.strategy.name != "ddp":
+        problems.append(f"strategy={base.strategy.name}: runs in one process; study=gradients needs strategy=ddp")
+    wanted = list(dict.fromkeys(["fp64", str(base.tuning.precision)]))
+    trials = {(p, n): _trial(request, base, p, n) for p in wanted for n in (1, processes)} if not problems else {}
     for trial in trials.values():
         problems += resolve_run(request.conf, trial.overrides, machine).problems
     if problems:
@@ -109,41 +109,41 @@ def study(request: Request) -> tuple[Report, int]:
             )
             for (p, n), trial in trials.items()
         }
-    found = [Comparison(p, _tolerance(asked, p), outcomes[p, 1], outcomes[p, processes]) for p in wanted]
-    report, agree = _report(request, asked, processes, found)
+    found = [Comparison(p, _tolerance(base, p), outcomes[p, 1], outcomes[p, processes]) for p in wanted]
+    report, agree = _report(request, base, processes, found)
     return report, request.stop.exit_code(UNSAVED) if request.stop.received else 0 if agree else LaunchError.exit_code
 
 
-def _trial(request: Request, asked: Config, precision: str, processes: int) -> Trial:
+def _trial(request: Request, base: Config, precision: str, processes: int) -> Trial:
     """One step on one sample less than a global batch, so that micro-batches have different sizes."""
     alone = processes == 1
     ours = ["schedule", *(["strategy", "train.accumulation_steps", "train.reduction", "train.virtual_shards"] * alone)]
-    overrides = [word for word in request.overrides if not _is_of(word, ours)]
+    overrides = [override for override in request.overrides if not _is_of(override, ours)]
     overrides += ["probe=gradients", "train.max_steps=1", "schedule=constant", f"launch.nproc_per_node={processes}"]
     overrides += ["strategy=single"] if alone else []
-    if hasattr(asked.data, "limit") and asked.data.limit is None:
-        overrides.append(f"data.limit={max(asked.train.global_batch_size - 1, 1)}")
+    if hasattr(base.data, "limit") and base.data.limit is None:
+        overrides.append(f"data.limit={max(base.train.global_batch_size - 1, 1)}")
     if precision == "fp64":
         overrides.append("tuning.precision=fp64")
-        if not alone and asked.strategy.comm_hook != "none":
+        if not alone and base.strategy.comm_hook != "none":
             overrides.append("strategy.comm_hook=none")
     return Trial(overrides, request.run_dir / "trials" / precision / f"{processes}_processes")
 
 
-def _is_of(word: str, keys: Sequence[str]) -> bool:
-    return any(key_of(word) == name or key_of(word).startswith(name + ".") for name in keys)
+def _is_of(override: str, keys: Sequence[str]) -> bool:
+    return any(key_of(override) == name or key_of(override).startswith(name + ".") for name in keys)
 
 
-def _tolerance(asked: Config, precision: str) -> float:
-    own = "tf32" if precision == "fp32" and asked.tuning.tf32 and asked.device == "cuda" else precision
-    hook = getattr(asked.strategy, "comm_hook", "none") if precision != "fp64" else "none"
+def _tolerance(base: Config, precision: str) -> float:
+    own = "tf32" if precision == "fp32" and base.tuning.tf32 and base.device == "cuda" else precision
+    hook = getattr(base.strategy, "comm_hook", "none") if precision != "fp64" else "none"
     return max(TOLERANCES[own], TOLERANCES.get(hook, 0.0))
 
 
 # --- the report -------------------------------------------------------------------------------------------------------
 
 
-def _report(request: Request, asked: Config, processes: int, found: Sequence[Comparison]) -> tuple[Report, bool]:
+def _report(request: Request, base: Config, processes: int, found: Sequence[Comparison]) -> tuple[Report, bool]:
     """The report, and whether all gradients agree."""
     summary: list[list[Any]] = []
     details: list[list[Any]] = []
@@ -165,7 +165,7 @@ def _report(request: Request, asked: Config, processes: int, found: Sequence[Com
         worst = differences[0] if differences else Difference("", 0.0, 0.0)
         fits = worst.relative <= comparison.tolerance and not ranks_differ
         agree = agree and fits
-        result = "agree" if fits else _explain(asked, ranks_differ, pitfalls)
+        result = "agree" if fits else _explain(base, ranks_differ, pitfalls)
         summary.append([comparison.precision, len(differences), worst.name, worst.relative, allowed, result])
         details += [[comparison.precision, d.name, d.absolute, d.relative] for d in differences[:SHOWN]]
     columns = ["precision", "parameters", "largest difference in", "relative", "allowed", "verdict"]
@@ -189,11 +189,11 @@ def _report(request: Request, asked: Config, processes: int, found: Sequence[Com
     ), agree
 
 
-def _explain(asked: Config, ranks_differ: Sequence[str], pitfalls: dict[str, list[str]]) -> str:
+def _explain(base: Config, ranks_differ: Sequence[str], pitfalls: dict[str, list[str]]) -> str:
     if ranks_differ:
         verdict = f"differ: the ranks have different gradients for {ranks_differ[0]} and {len(ranks_differ) - 1} more"
         return f"{verdict}; {_UNUSED}" if any(what.startswith("no gradient") for what in pitfalls) else verdict
-    if any(what.startswith("batch norm") for what in pitfalls) and not getattr(asked.strategy, "sync_bn", False):
+    if any(what.startswith("batch norm") for what in pitfalls) and not getattr(base.strategy, "sync_bn", False):
         return "differ: batch norm uses each process's own samples; set strategy.sync_bn=true, or use another norm"
     return "differ by more than rounding: see the parameters below; look for state that differs between processes"
 

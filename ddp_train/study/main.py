@@ -68,32 +68,32 @@ def help_text(conf: Path, overrides: list[str]) -> str:
 
 def _study_variants(request: Request) -> tuple[Report, int]:
     """A study of named variants: runs every trial that is not completed yet."""
-    asked, load = plan(request), load_at_start()
+    planned, load = plan(request), load_at_start()
     outcomes: variants_report.Outcomes = {}
     with trial_session(request):
-        _run_all(request, asked, outcomes)
-    code = 0 if _has_comparison(asked, outcomes) else LaunchError.exit_code
+        _run_all(request, planned, outcomes)
+    code = 0 if _has_comparison(planned, outcomes) else LaunchError.exit_code
     code = request.stop.exit_code(UNSAVED) if request.stop.received else code
-    return variants_report.build_report(request, asked, outcomes, load), code
+    return variants_report.build_report(request, planned, outcomes, load), code
 
 
-def trial_of(request: Request, asked: Study, variant: Variant, repeat: int) -> Trial:
+def trial_of(request: Request, planned: Study, variant: Variant, repeat: int) -> Trial:
     """One run of a variant."""
-    seed = [f"seed={asked.first.seed + repeat}"] if asked.config.vary_seed else []
+    seed = [f"seed={planned.first.seed + repeat}"] if planned.config.vary_seed else []
     return Trial(merged(variant.overrides, seed), trials_folder(request.run_dir, variant) / str(repeat))
 
 
-def _run_all(request: Request, asked: Study, outcomes: variants_report.Outcomes) -> None:
+def _run_all(request: Request, planned: Study, outcomes: variants_report.Outcomes) -> None:
     """Runs the trials in rounds of alternating order. Keeps completed ones; does not repeat a variant that failed."""
-    runnable = [variant for variant in asked.variants if not variant.reason]
-    console, metric = Console(highlight=False), METRICS[asked.config.metric]
+    runnable = [variant for variant in planned.variants if not variant.reason]
+    console, metric = Console(highlight=False), METRICS[planned.config.metric]
     kept = {
-        (variant.name, repeat): completed_outcome(trial_of(request, asked, variant, repeat))
+        (variant.name, repeat): completed_outcome(trial_of(request, planned, variant, repeat))
         for variant in runnable
-        for repeat in range(asked.config.repeats)
+        for repeat in range(planned.config.repeats)
     }  # all of them first: trials with other settings are an error before anything runs
-    number, total = 0, len(runnable) * asked.config.repeats
-    for repeat in range(asked.config.repeats):
+    number, total = 0, len(runnable) * planned.config.repeats
+    for repeat in range(planned.config.repeats):
         for variant in runnable if repeat % 2 == 0 else reversed(runnable):
             number += 1
             found = outcomes.setdefault(variant.name, [])
@@ -102,18 +102,18 @@ def _run_all(request: Request, asked: Study, outcomes: variants_report.Outcomes)
             name = f"trial {number}/{total}  {variant.name}, repeat {repeat + 1}"
             console.print(name, end="  ", markup=False, soft_wrap=True)
             before = kept[variant.name, repeat]
-            outcome = before or run(trial_of(request, asked, variant, repeat), request.script, request.stop)
+            outcome = before or run(trial_of(request, planned, variant, repeat), request.script, request.stop)
             if outcome is None:
                 console.print(f"stopped; continue with {request.command}", markup=False, soft_wrap=True)
                 return
             found.append(outcome)
-            value = median(metric.of([outcome]))
+            value = median(metric.values([outcome]))
             result = outcome.reason or (f"{value:,.4g} {metric.label}" if value is not None else "completed")
             took = "from an earlier run" if outcome is before else f"took {outcome.seconds:.0f} s"
             console.print(f"{result}  ({took})", markup=False, soft_wrap=True)
 
 
-def _has_comparison(asked: Study, outcomes: variants_report.Outcomes) -> bool:
+def _has_comparison(planned: Study, outcomes: variants_report.Outcomes) -> bool:
     """Whether the baseline has a result, and another variant if there is one."""
     done = {name for name, found in outcomes.items() if any(outcome.completed for outcome in found)}
-    return asked.baseline in done and len(done) >= min(2, len(asked.variants))
+    return planned.baseline in done and len(done) >= min(2, len(planned.variants))

@@ -46,7 +46,7 @@ class Request:
     @property
     def command(self) -> str:
         """The command that repeats this study, or continues it."""
-        given = [word for word in self.argv if not word.startswith("run_dir=")]
+        given = [override for override in self.argv if not override.startswith("run_dir=")]
         return shell_command([*given, f"run_dir={self.run_dir}"])
 
 
@@ -55,16 +55,22 @@ def shell_command(overrides: list[str]) -> str:
     return shlex.join(["python", "launch.py", *overrides])
 
 
-def key_of(word: str) -> str:
+def key_of(override: str) -> str:
     """The key or group of an override."""
-    return word.lstrip("+~").partition("=")[0]
+    return override.lstrip("+~").partition("=")[0]
 
 
 def read_request(script: Path, conf: Path, overrides: list[str]) -> Request:
     """Parses the command line. Raises ConfigError for every mistake that shows without composing a run."""
     names = study_names(conf)
-    flags = [f"{word}: mode=study takes no flag but --help; leave it out" for word in overrides if word.startswith("-")]
-    given: dict[str, str] = {key_of(word): word.partition("=")[2] for word in overrides if not word.startswith("-")}
+    flags = [
+        f"{override}: mode=study takes no flag but --help; leave it out"
+        for override in overrides
+        if override.startswith("-")
+    ]
+    given: dict[str, str] = {
+        key_of(override): override.partition("=")[2] for override in overrides if not override.startswith("-")
+    }
     name = given.get("study", "")
     if not name:
         flags.append(f"mode=study: needs the name of a study; add study={names[0]}, or one of {', '.join(names[1:])}")
@@ -73,9 +79,9 @@ def read_request(script: Path, conf: Path, overrides: list[str]) -> Request:
     if flags:
         raise ConfigError(flags)
     settings = yaml.safe_load((conf / "study" / f"{name}.yaml").read_text())
-    changes = [word for word in overrides if key_of(word).startswith("study.")]
-    problems = [problem for word in changes for problem in _apply_override(settings, word)]
-    for_runs = [word for word in overrides if key_of(word) not in STUDY_KEYS and word not in changes]
+    changes = [override for override in overrides if key_of(override).startswith("study.")]
+    problems = [problem for override in changes for problem in _apply_override(settings, override)]
+    for_runs = [override for override in overrides if key_of(override) not in STUDY_KEYS and override not in changes]
     problems += read_overrides(conf, for_runs).problems
     settings = _interpolated(settings, settings, problems)
     if problems:
@@ -128,18 +134,20 @@ def this_hardware() -> Hardware:
     return detect_hardware(visible_devices())
 
 
-def _apply_override(settings: dict[str, Any], word: str) -> list[str]:
+def _apply_override(settings: dict[str, Any], override: str) -> list[str]:
     """Applies `study.KEY.KEY=VALUE` to the settings. Returns the problems."""
     try:
-        value = yaml.safe_load(word.partition("=")[2])
+        value = yaml.safe_load(override.partition("=")[2])
     except yaml.YAMLError:
-        return [f"{word}: the value is not valid YAML; quote it, as in '{key_of(word)}=[optimizer.lr=1,seed=2]'"]
-    *path, last = key_of(word).split(".")[1:]
+        return [
+            f"{override}: the value is not valid YAML; quote it, as in '{key_of(override)}=[optimizer.lr=1,seed=2]'"
+        ]
+    *path, last = key_of(override).split(".")[1:]
     place = settings
     for part in path:
         place = place.setdefault(part, {})
         if not isinstance(place, dict):
-            return [f"{word}: study.{part} is a value without keys of its own; use study.{part}=VALUE"]
+            return [f"{override}: study.{part} is a value without keys of its own; use study.{part}=VALUE"]
     place[last] = value
     return []
 

@@ -28,7 +28,7 @@ class Metric:
     is_time: bool = False
     """Times are compared by ratio (speed-up), other metrics by difference."""
 
-    def of(self, outcomes: Sequence[Outcome]) -> list[float]:
+    def values(self, outcomes: Sequence[Outcome]) -> list[float]:
         """The values of the completed runs that have one."""
         found = (self.read(outcome) for outcome in outcomes if outcome.completed)
         return [value for value in found if value is not None and math.isfinite(value)]
@@ -99,7 +99,7 @@ def verdict(metric: Metric, base: Sequence[float], mine: Sequence[float]) -> str
     if not base or not mine:
         return ""
     if min(len(base), len(mine)) < LEAST_RUNS:
-        return "too few runs for a verdict"
+        return "too few runs"
     better, worse = ("faster", "slower") if metric.is_time else ("better", "worse")
     if max(mine) < min(base):
         return better if metric.lower_is_better else worse

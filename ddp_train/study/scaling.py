@@ -177,7 +177,7 @@ def _trial(request: Request, config: ScalingConfig, machine: Hardware, cell: Cel
     """Without GPUs each process has the same number of threads in every run, else one process would use all cores."""
     overrides = [*request.overrides, f"launch.nproc_per_node={cell.processes}", f"train.global_batch_size={cell.batch}"]
     overrides += [f"train.max_steps={config.steps}", f"train.log_every_steps={max(1, config.steps // 10)}", *TRAIN_ONLY]
-    if not machine.gpus and not any(key_of(word) == THREADS for word in overrides):
+    if not machine.gpus and not any(key_of(override) == THREADS for override in overrides):
         overrides.append(f"{THREADS}={max(1, machine.cpus // _max_processes(config, machine))}")
     if name == "split":
         overrides += ["probe=step_times"]
@@ -186,12 +186,12 @@ def _trial(request: Request, config: ScalingConfig, machine: Hardware, cell: Cel
 
 def _cells(request: Request, config: ScalingConfig, machine: Hardware) -> list[Cell]:
     """The runs to make. Raises ConfigError with all problems if one of them cannot run."""
-    asked = resolve_run(request.conf, request.overrides, machine).config
+    base = resolve_run(request.conf, request.overrides, machine).config
     most = _max_processes(config, machine)
     numbers = [2**power for power in range(most.bit_length()) if 2**power < most] + [most]
-    batch, problems = asked.train.global_batch_size, []
-    if asked.strategy.name != "ddp":
-        problems.append(f"strategy={asked.strategy.name}: runs in one process; study=scaling needs strategy=ddp")
+    batch, problems = base.train.global_batch_size, []
+    if base.strategy.name != "ddp":
+        problems.append(f"strategy={base.strategy.name}: runs in one process; study=scaling needs strategy=ddp")
     if batch % most:
         problems.append(f"train.global_batch_size={batch}: cannot be split over {most} processes; use "
                         f"train.global_batch_size={-(-batch // most) * most}")  # fmt: skip
@@ -260,11 +260,11 @@ def _splits(cells: Sequence[Cell], splits: dict[Cell, Outcome], cores: int | Non
         if outcome and outcome.completed:
             split = read_breakdown(outcome.run_dir)
             parts = (split.step, split.compute, split.exchange, split.waiting, split.data, split.host)
-            said = verdict(split, cell.processes, cores)
+            result = verdict(split, cell.processes, cores)
         else:
-            parts, said = (None,) * 6, outcome.reason if outcome else "not run"
+            parts, result = (None,) * 6, outcome.reason if outcome else "not run"
         numbers = [1e3 * part if part is not None else None for part in parts]
-        rows.append([cell.processes, cell.batch // cell.processes, *numbers, said])
+        rows.append([cell.processes, cell.batch // cell.processes, *numbers, result])
     columns = ["processes", "batch per process", "step, ms", "compute, ms", "exchange, ms"]
     columns += ["waiting, ms", "data, ms", "host, ms", "verdict"]
     note = (

@@ -64,7 +64,8 @@ def study(request: Request) -> tuple[Report, int]:
     """Predicts without training. Returns the report and the exit code. Raises ConfigError without a measured step."""
     config: SimulateConfig = bind_settings(SimulateConfig, request.settings)
     problems = [
-        f"{word}: study=simulate trains nothing, so it has no effect; leave it out" for word in request.overrides
+        f"{override}: study=simulate trains nothing, so it has no effect; leave it out"
+        for override in request.overrides
     ]
     if (config.from_run is None) == (config.step_ms is None or config.gradient_mb is None):
         problems.append(

@@ -104,11 +104,12 @@ def plan(request: Request) -> Study:
     given = expand(config, no_gpu)
     kept = [v for v in given if not config.only or any(fnmatch.fnmatchcase(v.name, name) for name in config.only)]
     problems = _check_names(config, given, kept)
-    varied = {key_of(word) for variant in kept for word in variant.overrides}
+    varied = {key_of(override) for variant in kept for override in variant.overrides}
     problems += [
-        f"{word}: study={request.name} sets {key_of(word)} for each variant; leave it out, or change study.variants"
-        for word in request.overrides
-        if key_of(word) in varied
+        f"{override}: study={request.name} sets {key_of(override)} for each variant; leave it out, or change "
+        "study.variants"
+        for override in request.overrides
+        if key_of(override) in varied
     ]
     if problems:
         raise ConfigError(problems)
@@ -150,8 +151,8 @@ def expand(config: VariantsConfig, no_gpu: bool) -> list[Variant]:
             own = [*overrides, *(f"{key}={value}" for key, value in chosen.items())]
             found.append(Variant(full, own, str(config.against.get(full, "")), adds=own, group=name, values=chosen))
     start = next((variant.overrides for variant in found if variant.name == config.reference), [])
-    for part, words_of, base in (("ladder", config.ladder, []), ("leave_one_out", config.leave_one_out, start)):
-        for name, overrides in words_of.items():
+    for part, entries, base in (("ladder", config.ladder, []), ("leave_one_out", config.leave_one_out, start)):
+        for name, overrides in entries.items():
             against = config.reference if part == "leave_one_out" else ""
             found.append(Variant(name, merged(base, overrides), against, part, adds=overrides))
     return [dataclasses.replace(variant, reason=_why_not_run(config, variant, no_gpu)) for variant in found]
@@ -159,7 +160,7 @@ def expand(config: VariantsConfig, no_gpu: bool) -> list[Variant]:
 
 def merged(*parts: list[str]) -> list[str]:
     """Overrides where a later one of the same key replaces the earlier."""
-    return list({key_of(word): word for part in parts for word in part}.values())
+    return list({key_of(override): override for part in parts for override in part}.values())
 
 
 def _check_shape(config: VariantsConfig) -> list[str]:
@@ -167,7 +168,9 @@ def _check_shape(config: VariantsConfig) -> list[str]:
     problems = []
     for name in ("either", "variants", "ladder", "leave_one_out"):
         for variant, overrides in getattr(config, name).items():
-            if not isinstance(overrides, list) or not all(isinstance(word, str) and "=" in word for word in overrides):
+            if not isinstance(overrides, list) or not all(
+                isinstance(override, str) and "=" in override for override in overrides
+            ):
                 problems.append(f"study.{name}.{variant}={overrides}: must be a list of overrides, [key=value,...]")
     problems += [f"study.grid: {line}: must be key=a,b,..." for line in config.grid if not re.match(r"[\w.]+=.", line)]
     return problems or (

@@ -100,14 +100,16 @@ def _comparison(study: Study, outcomes: Outcomes, metric: Metric, part: str) -> 
     rows = []
     for variant in rows_of:
         done = [outcome for outcome in outcomes.get(variant.name, []) if outcome.completed]
-        values, is_first = metric.of(done), variant.name in (leading, study.baseline)
+        values, is_first = metric.values(done), variant.name in (leading, study.baseline)
         bases = [study.baseline, variant.against] if part == "ladder" else [variant.against]
         gains = [_gain(metric, outcomes, base, values) if not is_first else None for base in bases]
-        word = results.verdict(metric, metric.of(outcomes.get(variant.against, [])), values) if not is_first else ""
+        verdict = (
+            results.verdict(metric, metric.values(outcomes.get(variant.against, [])), values) if not is_first else ""
+        )
         adds = f" ({' '.join(variant.adds)})" if part != "variants" and variant.adds and variant.name != leading else ""
         rows.append([
             variant.name + adds, result(variant, outcomes.get(variant.name, [])),
-            median(values), *(pick(values, default=None) for pick in spread.values()), *gains, word or None,
+            median(values), *(pick(values, default=None) for pick in spread.values()), *gains, verdict or None,
             *([None if is_first else variant.against] if "compared with" in columns else []),
             *(median(_all(read, done)) for read in others.values()),
             *(median([_figures(o)[name] for o in done if name in _figures(o)]) for name in figures),
@@ -146,7 +148,7 @@ def _figures(outcome: Outcome) -> dict[str, float]:
 
 
 def _gain(metric: Metric, outcomes: Outcomes, base: str, mine: list[float]) -> float | None:
-    before, after = median(metric.of(outcomes.get(base, []))), median(mine)
+    before, after = median(metric.values(outcomes.get(base, []))), median(mine)
     return metric.gain(before, after) if before and after else None
 
 
@@ -215,11 +217,11 @@ def _plots(study: Study, outcomes: Outcomes, metric: Metric) -> list[Plot]:
         return [_growth(study, outcomes, metric), _growth(study, outcomes, METRICS["epoch_seconds"])]
     shown = []
     for variant in study.variants:
-        values = metric.of(outcomes.get(variant.name, []))
+        values = metric.values(outcomes.get(variant.name, []))
         why = (NEEDS_GPU if variant.reason == NEEDS_GPU else "not run") if variant.reason else ""
         text = "" if values else why or ("failed" if outcomes.get(variant.name) else NOT_RUN_YET)
         shown.append(Bar(variant.name, median(values), min(values, default=None), max(values, default=None), text))
-    base = median(metric.of(outcomes.get(study.baseline, [])))
+    base = median(metric.values(outcomes.get(study.baseline, [])))
     caption = f"Dotted line: {study.baseline}. Whiskers: lowest and highest run."
     plots = [Plot(metric.label, bars(shown, Axis(metric.label), base), caption)]
     if study.config.agreement:
@@ -248,7 +250,7 @@ def _growth(study: Study, outcomes: Outcomes, metric: Metric) -> Plot:
     along = study.config.grid[0].partition("=")[0]
     lines: dict[str, list[tuple[float, list[float]]]] = {}
     for variant in study.variants:
-        values = metric.of(outcomes.get(variant.name, []))
+        values = metric.values(outcomes.get(variant.name, []))
         if values:
             lines.setdefault(variant.group, []).append((float(variant.values[along]), values))
     drawn = []
