@@ -78,9 +78,9 @@ def lead(world: World | None, argv: list[str], server: ForkServer | None) -> int
             server.close()  # torchrun starts the workers
         return multihost.join_hosts(prepared.config, SCRIPT, argv)
     if prepared.config.mode == "doctor":
-        from ddp_train.doctor.examination import examine_here
+        from ddp_train.doctor.main import check_this_host
 
-        return examine_here(prepared.config, SCRIPT.parent)
+        return check_this_host(prepared.config, SCRIPT.parent)
     return local.launch(prepared.config, SCRIPT.parent, server=server)
 
 
@@ -94,7 +94,7 @@ def with_flags(world: World | None, argv: list[str], server: ForkServer | None) 
         return through_hydra(__doc__ or "", trials, argv, world)
     finally:
         if trials.rows:
-            from ddp_train.study.sweep import print_report
+            from ddp_train.study.sweep_report import print_report
 
             print_report(trials.sweep_dir, trials.rows, trials.objective, argv)
 
@@ -107,9 +107,9 @@ def under_torchrun(world: World, argv: list[str], text: str | None) -> NoReturn:
     store, text = worker.receive_config(world, text)
     config = load_frozen(text)
     if config.mode == "doctor":
-        from ddp_train.doctor.examination import examine_together
+        from ddp_train.doctor.main import check_all_hosts
 
-        worker.leave(examine_together(store, world, argv, config, SCRIPT.parent))
+        worker.leave(check_all_hosts(store, world, argv, config, SCRIPT.parent))
     worker.run_under_torchrun(store, world, argv, config, text)
 
 

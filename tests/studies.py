@@ -10,9 +10,9 @@ from typing import Any
 
 from ddp_train.resilience.failure_report import FILE as FAILURE
 from ddp_train.resilience.failure_report import SUMMARY, write_json
-from ddp_train.study.facts import conditions
+from ddp_train.study.provenance import conditions
 from ddp_train.study.request import Request, read_request
-from ddp_train.study.trials import Outcome, Trial, outcome_of
+from ddp_train.study.trials import Outcome, Trial, recorded_outcome
 from tests.commands import ROOT
 
 
@@ -42,4 +42,4 @@ def leave(
         write_json(trial.run_dir / FAILURE, failure)
     record = {"words": trial.overrides, "exit_code": 70 if failure else 0, "seconds": 1.0}
     write_json(trial.record, {**record, "conditions": conditions(script)})
-    return outcome_of(trial)
+    return recorded_outcome(trial)

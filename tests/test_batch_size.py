@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ddp_train.launcher.local import StopRequests
 from ddp_train.resilience.failure_report import write_json
 from ddp_train.study import batch_size
-from ddp_train.study.batch_size import largest, limited_memory
+from ddp_train.study.batch_size import limited_memory, search_largest
 from ddp_train.study.trials import Outcome, Trial
 from ddp_train.study.trials import run as run_trial
 from tests.commands import run
@@ -29,7 +29,7 @@ def test_the_search_ends_just_below_the_limit(limit: int, start: int, resolution
         tried.append(size)
         return size <= limit
 
-    found = largest(fits, start, 1 << 24, resolution)
+    found = search_largest(fits, start, 1 << 24, resolution)
     assert found.largest == max([size for size in tried if size <= limit], default=0) and found.limited
     next_one = min(size for size in tried if size > limit)
     assert next_one - found.largest <= max(1, resolution * found.largest)
@@ -37,8 +37,11 @@ def test_the_search_ends_just_below_the_limit(limit: int, start: int, resolution
 
 
 def test_the_search_ends_where_there_is_nothing_more_to_try() -> None:
-    assert vars(largest(lambda size: True, 8, 100, 0.1)) == {"largest": 100, "limited": False}
-    assert vars(largest(lambda size: True if size < 64 else None, 8, 10**6, 0.1)) == {"largest": 64, "limited": False}
+    assert vars(search_largest(lambda size: True, 8, 100, 0.1)) == {"largest": 100, "limited": False}
+    assert vars(search_largest(lambda size: True if size < 64 else None, 8, 10**6, 0.1)) == {
+        "largest": 64,
+        "limited": False,
+    }
 
 
 WORDS = ("study=batch_size", "study.memory_gb=2", "data=digits")
@@ -84,7 +87,7 @@ def test_an_epoch_that_ends_within_a_run_does_not_end_the_search(
     assert code == 0 and runs.sizes[: len(sizes)] == sizes
     marked = [row for row in report.tables[0].rows if "largest" in row[4]]
     assert [row[0] for row in marked] == [1024 if most > 1024 else 96]
-    assert ("search ended before memory did" in report.tables[0].note) == (most > 1024)
+    assert ("search ended before memory ran out" in report.tables[0].note) == (most > 1024)
 
 
 def test_only_what_tells_of_memory_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +119,7 @@ def test_a_search_that_was_stopped_says_so(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(batch_size, "run", run_until_32)
     report, code = batch_size.study(request)
     assert code == 143 and [row[4] for row in report.tables[0].rows] == ["fits", "fits, fastest so far"]
-    assert "did not come to its end" in report.tables[0].note
+    assert "not complete" in report.tables[0].note
 
 
 def test_a_limit_of_memory_is_taken_back() -> None:

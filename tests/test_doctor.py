@@ -35,9 +35,20 @@ from ddp_train.config.prepare import prepare
 from ddp_train.config.schema import Config
 from ddp_train.distributed.environment import EXIT_CODE_FILE
 from ddp_train.distributed.world import World
-from ddp_train.doctor import aside, examination, findings, gpu, host, peers, probe, probes, stages
-from ddp_train.doctor.aside import Aside, StuckError
+from ddp_train.doctor import (
+    collective_checks,
+    collective_runner,
+    collective_stages,
+    collective_test,
+    findings,
+    gpu_checks,
+    host_checks,
+    isolated_check,
+    main,
+    multihost_checks,
+)
 from ddp_train.doctor.findings import FAILURE, OK, SKIPPED, WARNING, Finding
+from ddp_train.doctor.isolated_check import IsolatedCheck, NoAnswerError
 from ddp_train.errors import ConfigError, PeerError
 from ddp_train.linux import children_of, state_of
 from tests.commands import LAUNCH, ROOT, environment, read, run, running, wait_until
@@ -101,7 +112,7 @@ def test_the_exit_code_is_that_of_the_first_failure_and_a_broken_check_hides_no_
     def breaks() -> Finding:
         raise KeyError("no such file in /proc")
 
-    broken = findings.examined("cores", breaks)
+    broken = findings.run_check("cores", breaks)
     assert broken.status == FAILURE and "KeyError: 'no such file in /proc'" in broken.detail
     found = [findings.ok("a", "fine"), findings.warning("b", "slow", "faster"),
              findings.failure("c", "not there", "put it there", 65), broken]  # fmt: skip
@@ -125,15 +136,15 @@ def test_hosts_that_found_the_same_share_a_row() -> None:
 
 def test_what_is_looked_at_aside_comes_back_or_is_given_up() -> None:
     soon = time.monotonic() + 30
-    assert Aside(sorted, [2, 1]).answer(soon) == [1, 2]
-    assert len(Aside(str.ljust, "", 2**20).answer(soon)) == 2**20, "more than a pipe holds"
+    assert IsolatedCheck(sorted, [2, 1]).answer(soon) == [1, 2]
+    assert len(IsolatedCheck(str.ljust, "", 2**20).answer(soon)) == 2**20, "more than a pipe holds"
     with pytest.raises(RuntimeError, match="ValueError: invalid literal"):
-        Aside(int, "one").answer(soon)
+        IsolatedCheck(int, "one").answer(soon)
     with pytest.raises(RuntimeError, match="died"):
-        Aside(os.abort).answer(soon)
-    slow, other = Aside(time.sleep, 60), Aside(os.getpid)
+        IsolatedCheck(os.abort).answer(soon)
+    slow, other = IsolatedCheck(time.sleep, 60), IsolatedCheck(os.getpid)
     began = time.monotonic()
-    with pytest.raises(StuckError, match=r"^no answer within 0 s$"):
+    with pytest.raises(NoAnswerError, match=r"^no answer within 0 s$"):
         slow.answer(began + 0.1)
     assert time.monotonic() - began < 5 and not state_of(slow.pid), "it was killed and buried"
     wait_until(lambda: state_of(other.pid) == "Z", "end of the other")
@@ -149,19 +160,19 @@ def test_a_disk_that_gives_no_answer_is_a_finding(tmp_path: Path) -> None:
         words = [*DOCTOR, f"run_dir={dead}/run", "data=image_folder", f"data.root={dead}", "data.decode=auto"]
         on_it = prepare(ROOT / "conf", words, None).config
         with (
-            mock.patch.object(examination, "LOOK_SECONDS", 1.0),
+            mock.patch.object(main, "LOCAL_CHECKS_SECONDS", 1.0),
             mock.patch.object(findings, "REPORT_SECONDS", 0.2),
-            mock.patch.object(aside, "END_SECONDS", 0.2),
+            mock.patch.object(isolated_check, "END_SECONDS", 0.2),
         ):
             began = time.monotonic()
-            _, found = examination.at_rest(on_it, several=False, under_torchrun=False)
+            _, found = main.check_at_rest(on_it, several=False, under_torchrun=False)
             code = findings.report(found, ["here"], dead / "run", began)
         return findings.ok("all", "", code=code, found=[asdict(finding) for finding in found])
 
     said = apart(silent_disk(dead), look)
     assert said.status == OK, said
     found = {one["check"]: Finding(**one) for one in said.numbers["found"]}
-    is_failure(found["run_dir"], 73, "no answer within 1 s", "does not die (state D)", "dmesg")
+    is_failure(found["run_dir"], 73, "no answer within 1 s", "survives SIGKILL (state D)", "dmesg")
     is_failure(found["data set"], 65, "no answer within")
     assert found["shared memory"].status == OK and said.numbers["code"] == 73
 
@@ -172,13 +183,17 @@ def test_a_probe_that_does_not_die_is_named_and_left_behind(tmp_path: Path) -> N
 
     def look() -> Finding:
         process = subprocess.Popen(["cat", str(dead / "file")], stdout=subprocess.PIPE)
-        probe = probes._Running(process, probes.Answer(1, "node1", process.pid), tmp_path / "errors")
+        probe = collective_runner._TestProcess(
+            process, collective_runner.RankResult(1, "node1", process.pid), tmp_path / "errors"
+        )
         wait_until((tmp_path / "dead.asked").exists, "request")
-        with mock.patch.object(probes, "END_SECONDS", 0.2):
-            probes._end([probe])
-        return probes.exchanged([answers(1)[0], probe.answer], "gloo")
+        with mock.patch.object(collective_runner, "END_SECONDS", 0.2):
+            collective_runner._kill([probe])
+        return collective_checks.exchange([answers(1)[0], probe.result], "gloo")
 
-    is_failure(apart(silent_disk(dead), look), 71, "rank 1 on node1", "does not die (state D), in 'import torch'")
+    is_failure(
+        apart(silent_disk(dead), look), 71, "rank 1 on node1", "in stage 'import torch') survives SIGKILL (state D)"
+    )
 
 
 # --- a host ---------------------------------------------------------------------------------------------------------
@@ -188,20 +203,22 @@ def test_a_probe_that_does_not_die_is_named_and_left_behind(tmp_path: Path) -> N
 def test_a_small_dev_shm_fails_if_loader_processes_need_more() -> None:
     loading = config(data={"name": "cifar10", "loader": "host"}, tuning={"num_workers": 2})
     small = tmpfs(Path("/dev/shm"), "64k")
-    is_failure(apart(small, host.shared_memory, loading), 70, "/dev/shm: 64.0 KiB free", "--shm-size", "num_workers=2")
-    assert apart(small, host.shared_memory, config()).status == OK, "nobody uses it"
+    is_failure(
+        apart(small, host_checks.shared_memory, loading), 70, "/dev/shm: 64.0 KiB free", "--shm-size", "num_workers=2"
+    )
+    assert apart(small, host_checks.shared_memory, config()).status == OK, "nobody uses it"
     on_gpus = dataclasses.replace(config(), device="cuda")
-    is_warning(apart(tmpfs(Path("/dev/shm"), "64m"), host.shared_memory, on_gpus), "64.0 MiB free: NCCL")
-    is_warning(host.shared_memory(config(), Path("/nowhere")), "there is no /nowhere")
+    is_warning(apart(tmpfs(Path("/dev/shm"), "64m"), host_checks.shared_memory, on_gpus), "64.0 MiB free: NCCL")
+    is_warning(host_checks.shared_memory(config(), Path("/nowhere")), "there is no /nowhere")
 
 
 def test_a_low_limit_of_open_files_fails() -> None:
     def lower() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (100, 120))
 
-    finding = apart(lower, host.file_descriptors, config(), namespaces=False)
-    is_failure(finding, 70, "100 for each process", "ulimit -n 65536", "the hard limit is 120")
-    assert host.file_descriptors(config()).status == OK
+    finding = apart(lower, host_checks.file_descriptors, config(), namespaces=False)
+    is_failure(finding, 70, "limit 100 per process", "ulimit -n 65536", "the hard limit is 120")
+    assert host_checks.file_descriptors(config()).status == OK
 
 
 def few_ports() -> None:
@@ -220,10 +237,12 @@ def torchrun_port() -> None:
 
 @on_linux_as_root
 def test_too_few_ports_fail_and_a_taken_one_is_named() -> None:
-    is_failure(apart(few_ports, host.ports, config(), False), 69, "6 of 6 ephemeral ports are free, 15 are needed")
-    is_failure(apart(no_port, host.ports, config(), False), 69, "no free port between 40000 and 40005")
-    is_warning(apart(torchrun_port, host.ports, config(), False), "port 29500", "--standalone")
-    assert apart(torchrun_port, host.ports, config(), True).status == OK, "it is this job's own"
+    is_failure(
+        apart(few_ports, host_checks.ports, config(), False), 69, "6 of 6 ephemeral ports are free, 15 are needed"
+    )
+    is_failure(apart(no_port, host_checks.ports, config(), False), 69, "no free port between 40000 and 40005")
+    is_warning(apart(torchrun_port, host_checks.ports, config(), False), "port 29500", "--standalone")
+    assert apart(torchrun_port, host_checks.ports, config(), True).status == OK, "it is this job's own"
 
 
 def named(name: str, hosts: Path, content: str = "") -> Callable[[], Any]:
@@ -241,12 +260,16 @@ def named(name: str, hosts: Path, content: str = "") -> Callable[[], Any]:
 @on_linux_as_root
 def test_a_host_name_must_resolve_to_what_others_reach(tmp_path: Path) -> None:
     hosts = tmp_path / "hosts"
-    is_failure(apart(named("lost", hosts), host.host_name, True), 69, "lost resolves to nothing", "/etc/hosts")
-    is_warning(apart(named("lost", hosts), host.host_name, False), "python launch.py does without")
+    is_failure(apart(named("lost", hosts), host_checks.host_name, True), 69, "lost does not resolve", "/etc/hosts")
+    is_warning(apart(named("lost", hosts), host_checks.host_name, False), "python launch.py does not need one")
     debian = named("debian", hosts, "127.0.1.1 debian\n")
-    is_failure(apart(debian, host.host_name, True), 69, "debian is 127.0.1.1 here: nobody else can reach it")
-    assert apart(debian, host.host_name, False).status == OK
-    assert apart(named("good", hosts, "10.0.0.7 good\n"), host.host_name, True).status == OK
+    is_failure(
+        apart(debian, host_checks.host_name, True),
+        69,
+        "debian resolves to 127.0.1.1 here, which no other host can reach",
+    )
+    assert apart(debian, host_checks.host_name, False).status == OK
+    assert apart(named("good", hosts, "10.0.0.7 good\n"), host_checks.host_name, True).status == OK
 
 
 @on_linux_as_root
@@ -262,19 +285,19 @@ def test_a_name_server_that_does_not_answer_is_not_waited_for(tmp_path: Path) ->
         silent.bind(("127.0.0.1", 53))
         socket.socket.keep = silent  # type: ignore[attr-defined]
 
-    with mock.patch.object(host, "RESOLVER_SECONDS", 0.3):
-        is_failure(apart(dead, host.host_name, True), 69, "not resolved within 0.3 s", "/etc/resolv.conf")
+    with mock.patch.object(host_checks, "RESOLVER_SECONDS", 0.3):
+        is_failure(apart(dead, host_checks.host_name, True), 69, "not resolved within 0.3 s", "/etc/resolv.conf")
 
 
 def test_more_processes_than_cores_are_warned_of(tmp_path: Path) -> None:
-    one_core = apart(lambda: os.sched_setaffinity(0, {0}), host.cores, config(), namespaces=False)
-    is_warning(one_core, "1 core, wanted by 3 processes", "lower launch.nproc_per_node")
+    one_core = apart(lambda: os.sched_setaffinity(0, {0}), host_checks.cores, config(), namespaces=False)
+    is_warning(one_core, "1 core for 3 processes", "lower launch.nproc_per_node")
     loading = config(1, tuning={"num_workers": 4096}, launch={"threads_per_process": 1})
-    is_warning(host.cores(loading, tmp_path), "1 x 4096 loader processes", "lower tuning.num_workers")
+    is_warning(host_checks.cores(loading, tmp_path), "1 x 4096 loader processes", "lower tuning.num_workers")
     (tmp_path / "cpu.max").write_text("50000 100000\n")
-    is_warning(host.cores(config(1), tmp_path), "of which the container's quota allows 0.5, wanted by 1 process")
+    is_warning(host_checks.cores(config(1), tmp_path), "of which the container's quota allows 0.5 for 1 process")
     (tmp_path / "cpu.max").write_text("max 100000\n")
-    assert host.cores(config(1, launch={"threads_per_process": 1}), tmp_path).status == OK
+    assert host_checks.cores(config(1, launch={"threads_per_process": 1}), tmp_path).status == OK
 
 
 @on_linux_as_root
@@ -283,11 +306,11 @@ def test_a_run_dir_that_cannot_be_written_fails(tmp_path: Path) -> None:
         tmpfs(tmp_path, "1m")()
         subprocess.run(["mount", "-o", "remount,ro", str(tmp_path)], check=True)
 
-    is_failure(apart(read_only, host.run_directory, tmp_path), 73, "cannot be written (Read-only file system)")
-    full = apart(tmpfs(tmp_path, "1m"), host.run_directory, tmp_path)
+    is_failure(apart(read_only, host_checks.run_directory, tmp_path), 73, "cannot be written (Read-only file system)")
+    full = apart(tmpfs(tmp_path, "1m"), host_checks.run_directory, tmp_path)
     is_failure(full, 73, "No space left on device", "free some space")
-    is_warning(apart(tmpfs(tmp_path, "100m"), host.run_directory, tmp_path), "100.0 MiB free", "another disk")
-    assert host.run_directory(tmp_path / "new").numbers["bytes_per_second"] > 0
+    is_warning(apart(tmpfs(tmp_path, "100m"), host_checks.run_directory, tmp_path), "100.0 MiB free", "another disk")
+    assert host_checks.run_directory(tmp_path / "new").numbers["bytes_per_second"] > 0
     assert list((tmp_path / "new").iterdir()) == [], "what it wrote is gone"
 
 
@@ -329,9 +352,9 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_a_slow_disk_is_warned_of(shim: str, tmp_path: Path) -> None:
     code = (
         "import json, sys; from dataclasses import asdict; from pathlib import Path\n"
-        "from ddp_train.doctor import host\n"
-        "host.WRITE_SECONDS = 0.1\n"
-        "print(json.dumps(asdict(host.run_directory(Path(sys.argv[1])))))"
+        "from ddp_train.doctor import host_checks\n"
+        "host_checks.WRITE_SECONDS = 0.1\n"
+        "print(json.dumps(asdict(host_checks.run_directory(Path(sys.argv[1])))))"
     )
     env = environment({"LD_PRELOAD": shim, "SLOW_FSYNC": "0.2"})
     done = subprocess.run(
@@ -344,32 +367,32 @@ def test_a_slow_disk_is_warned_of(shim: str, tmp_path: Path) -> None:
 
 def test_a_data_set_that_is_not_there_fails_on_this_host(tmp_path: Path) -> None:
     mnist = config(data={"name": "mnist", "root": str(tmp_path)})
-    is_failure(host.data_set(mnist), 65, "train-images-idx3-ubyte is missing", "add data.download=true")
+    is_failure(host_checks.data_set(mnist), 65, "train-images-idx3-ubyte is missing", "add data.download=true")
     fetched = config(data={"name": "mnist", "root": str(tmp_path), "download": True})
-    assert host.data_set(fetched).status == OK
+    assert host_checks.data_set(fetched).status == OK
     folders = config(data={"name": "image_folder", "root": str(tmp_path)})
-    is_failure(host.data_set(folders), 65, "one sub-folder per class")
+    is_failure(host_checks.data_set(folders), 65, "one sub-folder per class")
     for split in ("train", "val"):
         (tmp_path / split / "cat").mkdir(parents=True)
-    assert host.data_set(folders).status == OK
-    before = host.data_digest(folders)
+    assert host_checks.data_set(folders).status == OK
+    before = host_checks.data_digest(folders)
     (tmp_path / "train" / "dog").mkdir()
-    assert host.data_digest(folders) != before
-    assert host.data_set(config(data={"name": "custom", "target": "my.Data"})).status == SKIPPED
+    assert host_checks.data_digest(folders) != before
+    assert host_checks.data_set(config(data={"name": "custom", "target": "my.Data"})).status == SKIPPED
 
 
 def test_the_speed_of_a_network_is_the_kernels(tmp_path: Path) -> None:
     (tmp_path / "net/eth0").mkdir(parents=True)
     (tmp_path / "net/eth0/speed").write_text("25000\n")
-    assert host.link_bytes_per_second("eth0", tmp_path) == (25e9 / 8, "eth0, 25 Gbit/s")
+    assert host_checks.link_bytes_per_second("eth0", tmp_path) == (25e9 / 8, "eth0, 25 Gbit/s")
     (tmp_path / "net/eth0/speed").write_text("-1\n")
-    assert host.link_bytes_per_second("eth0", tmp_path) == (0.0, "eth0")
+    assert host_checks.link_bytes_per_second("eth0", tmp_path) == (0.0, "eth0")
     for name, state in (("mlx5_0", "4: ACTIVE"), ("mlx5_1", "4: ACTIVE"), ("mlx5_2", "1: DOWN")):
         port = tmp_path / "infiniband" / name / "ports/1"
         port.mkdir(parents=True)
         (port / "state").write_text(state)
         (port / "rate").write_text("400 Gb/sec (4X NDR)")
-    assert host.link_bytes_per_second("eth0", tmp_path)[0] == 100e9
+    assert host_checks.link_bytes_per_second("eth0", tmp_path)[0] == 100e9
 
 
 # --- GPUs -----------------------------------------------------------------------------------------------------------
@@ -432,8 +455,8 @@ class Nvml:
 def gpus(*cards: dict[str, Any], visible: str | None = None, wanted: int = 2) -> dict[str, Finding]:
     """Every finding about some GPUs, by its check."""
     with Nvml(*cards):
-        found = gpu.read_gpus(visible)
-    made = [look(*arguments) for _, look, arguments in gpu.gpu_findings(found, wanted)]
+        found = gpu_checks.read_gpus(visible)
+    made = [look(*arguments) for _, look, arguments in gpu_checks.all_checks(found, wanted)]
     return {finding.check: finding for finding in made}
 
 
@@ -448,13 +471,13 @@ def test_healthy_gpus_are_left_in_peace() -> None:
     ("card", "check", "status", "words"),
     [
         ({"lost": True}, "gpus", FAILURE, ("GPU 1: GPU is lost", "dmesg")),
-        ({"name": "NVIDIA A100"}, "gpu models", WARNING, ("of 2 kinds", "NVIDIA A100 of 140 GiB")),
-        ({"memory": mock.Mock(total=2**36, used=2**33)}, "gpu models", WARNING, ("of 2 kinds", "of 64 GiB")),
+        ({"name": "NVIDIA A100"}, "gpu models", WARNING, ("2 kinds", "NVIDIA A100 of 140 GiB")),
+        ({"memory": mock.Mock(total=2**36, used=2**33)}, "gpu models", WARNING, ("2 kinds", "of 64 GiB")),
         ({"memory": mock.Mock(total=2**36, used=2**33)}, "gpu memory", WARNING, ("GPU 1: 8.0 of 64.0 GiB",)),
         ({"processes": [mock.Mock(pid=77, usedGpuMemory=2**31)]}, "gpu processes", WARNING, ("process 77 (2.0 GiB)",)),
         ({"errors": 3}, "gpu ecc", FAILURE, ("GPU 1: 3 uncorrected errors", "nvidia-smi -r")),
         ({"rows": (0, 1, 0, 1)}, "gpu ecc", FAILURE, ("GPU 1: a memory row could not be replaced",)),
-        ({"rows": (0, 1, 1, 0)}, "gpu ecc", WARNING, ("GPU 1: a memory row waits",)),
+        ({"rows": (0, 1, 1, 0)}, "gpu ecc", WARNING, ("GPU 1: a memory row is due",)),
         ({"errors": None}, "gpu ecc", SKIPPED, ("GPU 1: no ECC",)),
         ({"reasons": 0x40 | 0x1}, "gpu throttling", WARNING, ("GPU 1: too hot (hardware)", "fans")),
         ({"reasons": 0x80}, "gpu throttling", WARNING, ("power brake",)),
@@ -496,7 +519,7 @@ def test_other_gpus_than_the_lost_one_are_used(monkeypatch: pytest.MonkeyPatch, 
         with pytest.raises(ConfigError, match="device=cuda: the driver cannot reach GPU 0: GPU is lost; reset it"):
             prepare(ROOT / "conf", words, None)
         prepared = prepare(ROOT / "conf", [*words, *DOCTOR], None)
-        found, findings = examination.at_rest(prepared.config, several=False, under_torchrun=False)
+        found, findings = main.check_at_rest(prepared.config, several=False, under_torchrun=False)
     is_failure(findings[0], 70, "GPU 0: GPU is lost")
     assert found and [one.error for one in found.gpus] == ["GPU is lost", ""]
     with Nvml({"lost": True}):
@@ -506,37 +529,37 @@ def test_other_gpus_than_the_lost_one_are_used(monkeypatch: pytest.MonkeyPatch, 
 def test_a_driver_that_does_not_count_its_gpus_has_none() -> None:
     with Nvml():
         assert detect_hardware(None).gpus == 0
-        with pytest.raises(gpu.NoDriverError, match="Not Supported"):
-            gpu.read_gpus(None)
+        with pytest.raises(gpu_checks.NoDriverError, match="Not Supported"):
+            gpu_checks.read_gpus(None)
 
 
 def test_a_gpu_without_a_driver_is_a_failure_and_no_gpu_is_none(tmp_path: Path) -> None:
     def dead() -> None:
         raise pynvml.NVMLError(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)
 
-    with mock.patch.object(pynvml, "nvmlInit", dead), pytest.raises(gpu.NoDriverError) as caught:
-        gpu.read_gpus(None)
-    assert gpu.absent(caught.value, tmp_path).status == SKIPPED
+    with mock.patch.object(pynvml, "nvmlInit", dead), pytest.raises(gpu_checks.NoDriverError) as caught:
+        gpu_checks.read_gpus(None)
+    assert gpu_checks.no_driver(caught.value, tmp_path).status == SKIPPED
     card = tmp_path / "0000:01:00.0"
     card.mkdir()
     (card / "vendor").write_text("0x10de\n")
     (card / "class").write_text("0x030200\n")
-    is_failure(gpu.absent(caught.value, tmp_path), 70, "1 NVIDIA GPU on the PCI bus", "mismatch", "reboot")
+    is_failure(gpu_checks.no_driver(caught.value, tmp_path), 70, "1 NVIDIA GPU on the PCI bus", "mismatch", "reboot")
 
 
 def test_clocks_under_load_are_compared() -> None:
     with Nvml({}, {"clock": 1200}, {"clock": 1300, "reasons": 0x20}, {}):
-        loads = {f"rank {number}": gpu.load_of(str(number)) for number in range(4)}
-    finding = gpu.clocks(loads)
+        loads = {f"rank {number}": gpu_checks.read_load(str(number)) for number in range(4)}
+    finding = gpu_checks.clocks(loads)
     is_warning(finding, "rank 2: too hot (driver)", "rank 1: 1200 MHz, the others 1600", "nvidia-smi")
-    assert gpu.clocks({"rank 0": loads["rank 0"]}).detail == "1900 of 1980 MHz under load"
-    assert gpu.clocks({"rank 0": {}}).status == SKIPPED
+    assert gpu_checks.clocks({"rank 0": loads["rank 0"]}).detail == "1900 of 1980 MHz under load"
+    assert gpu_checks.clocks({"rank 0": {}}).status == SKIPPED
 
 
 # --- probes ---------------------------------------------------------------------------------------------------------
 
 
-def answers(count: int = 3, **changes: Any) -> list[probes.Answer]:
+def answers(count: int = 3, **changes: Any) -> list[collective_runner.RankResult]:
     """Of processes that are well; `changes` are those of the last one."""
     rows = [{"bytes": 2**20, "seconds": 1e-3}, {"bytes": 2**28, "seconds": 2**28 / 300e9}]
     made = []
@@ -549,7 +572,11 @@ def answers(count: int = 3, **changes: Any) -> list[probes.Answer]:
             "exchange": {"wrong": [], "summed": True},
             "all_reduce": rows,
         }
-        made.append(probes.Answer(rank, f"node{rank}", 100 + rank, stages.DONE, 30.0, code=0, results=results))
+        made.append(
+            collective_runner.RankResult(
+                rank, f"node{rank}", 100 + rank, collective_stages.Stage.DONE, 30.0, code=0, results=results
+            )
+        )
     for name, value in changes.items():
         if name in ("stage", "stopped", "code", "error"):
             setattr(made[-1], name, value)
@@ -560,44 +587,70 @@ def answers(count: int = 3, **changes: Any) -> list[probes.Answer]:
 
 def test_numbers_that_arrive_changed_fail() -> None:
     spoilt = answers(exchange={"wrong": [[1, 2]], "summed": True})
-    is_failure(probes.exchanged(spoilt, "nccl"), 70, "changed: from 1 to 2", "IOMMU")
-    is_failure(probes.exchanged(answers(exchange={"wrong": [], "summed": False}), "nccl"), 70, "in the all-reduce")
+    is_failure(collective_checks.exchange(spoilt, "nccl"), 70, "corrupt: rank 1 to rank 2", "IOMMU")
+    is_failure(
+        collective_checks.exchange(answers(exchange={"wrong": [], "summed": False}), "nccl"), 70, "corrupt: all-reduce"
+    )
     blind = answers(compute={"name": "RTX", "seconds": 1.0, "no_peer_access": [0]})
-    is_warning(probes.exchanged(blind, "nccl"), "no peer access: rank 2 to GPU 0")
-    assert probes.exchanged(blind, "gloo").status == probes.exchanged(answers(), "nccl").status == OK
+    is_warning(collective_checks.exchange(blind, "nccl"), "no peer access: rank 2 to GPU 0")
+    assert (
+        collective_checks.exchange(blind, "gloo").status == collective_checks.exchange(answers(), "nccl").status == OK
+    )
 
 
 def test_who_keeps_the_others_waiting_is_named() -> None:
-    behind = answers(stage=stages.CONNECT, code=None)
-    behind[0].stage, behind[0].code = stages.EXCHANGE, None
-    is_failure(probes.exchanged(behind, "nccl"), 71, "rank 2 on node2 stands in 'connect' for 30 s", "NCCL_DEBUG")
-    is_failure(probes.exchanged(behind, "gloo"), 71, "GLOO_SOCKET_IFNAME")
-    assert probes.hangs_in_nccl(behind, "nccl") and not probes.hangs_in_nccl(behind, "gloo")
-    is_failure(probes.exchanged(behind, "nccl", answers()), 71, "with NCCL_P2P_DISABLE=1 it works", "ACS")
-    is_failure(probes.exchanged(behind, "nccl", behind), 71, "NCCL_SHM_DISABLE")
-    died = answers(stage=stages.CONNECT, code=-9)
-    is_failure(probes.exchanged(died, "nccl"), 70, "rank 2 on node2 died in 'connect' (signal 9)")
-    echo = answers(stage=stages.EXCHANGE, code=1, error="RuntimeError: out of memory")
-    echo[0].stage, echo[0].code, echo[0].error = stages.EXCHANGE, 1, "RuntimeError: Connection closed by peer"
-    is_failure(probes.exchanged(echo, "gloo"), 70, "rank 2", "out of memory")
-    assert not probes.hangs_in_nccl(died, "nccl")
+    behind = answers(stage=collective_stages.Stage.CONNECT, code=None)
+    behind[0].stage, behind[0].code = collective_stages.Stage.EXCHANGE, None
+    is_failure(
+        collective_checks.exchange(behind, "nccl"),
+        71,
+        "no progress for 30 s in stage 'connect': rank 2 on node2",
+        "NCCL_DEBUG",
+    )
+    is_failure(collective_checks.exchange(behind, "gloo"), 71, "GLOO_SOCKET_IFNAME")
+    assert collective_checks.hangs_in_nccl(behind, "nccl") and not collective_checks.hangs_in_nccl(behind, "gloo")
+    is_failure(collective_checks.exchange(behind, "nccl", answers()), 71, "it works with NCCL_P2P_DISABLE=1", "ACS")
+    is_failure(collective_checks.exchange(behind, "nccl", behind), 71, "NCCL_SHM_DISABLE")
+    died = answers(stage=collective_stages.Stage.CONNECT, code=-9)
+    is_failure(collective_checks.exchange(died, "nccl"), 70, "rank 2 on node2 died in stage 'connect' (signal 9)")
+    echo = answers(stage=collective_stages.Stage.EXCHANGE, code=1, error="RuntimeError: out of memory")
+    echo[0].stage, echo[0].code, echo[0].error = (
+        collective_stages.Stage.EXCHANGE,
+        1,
+        "RuntimeError: Connection closed by peer",
+    )
+    is_failure(collective_checks.exchange(echo, "gloo"), 70, "rank 2", "out of memory")
+    assert not collective_checks.hangs_in_nccl(died, "nccl")
 
 
 def test_a_slow_gpu_a_slow_link_and_a_torch_that_does_not_fit_are_named() -> None:
     slow = answers(compute={"name": "NVIDIA H200", "seconds": 1.3})
-    is_warning(probes.stragglers(slow), "rank 2 on node2 takes 1.30 times as long")
-    assert probes.stragglers(answers(compute={"name": "cpu", "seconds": 1.3})).status == OK
+    is_warning(collective_checks.stragglers(slow), "rank 2 on node2 takes 1.30 times as long")
+    assert collective_checks.stragglers(answers(compute={"name": "cpu", "seconds": 1.3})).status == OK
     nvlink = (478e9, "NVLink, 18 links")
-    best = probes.bandwidth(answers(), nvlink)
+    best = collective_checks.bandwidth(answers(), nvlink)
     assert best.status == OK and "84% of 478 GB/s (NVLink, 18 links)" in best.detail, best
-    is_warning(probes.bandwidth(answers(), (2 * 478e9, "NVLink")), "42% of 956 GB/s")
-    assert probes.bandwidth(answers(stage=stages.CONNECT, all_reduce=None)[:1], nvlink).status == SKIPPED
+    is_warning(collective_checks.bandwidth(answers(), (2 * 478e9, "NVLink")), "42% of 956 GB/s")
+    assert (
+        collective_checks.bandwidth(answers(stage=collective_stages.Stage.CONNECT, all_reduce=None)[:1], nvlink).status
+        == SKIPPED
+    )
     on_gpus = dataclasses.replace(config(), device="cuda")
     old = answers(1, cuda_available=False)
-    is_failure(probes.torch_on(old, on_gpus, (12, 4)), 70, "supports CUDA up to 12.4", "update the driver")
-    is_failure(probes.torch_on(answers(1, cuda_available=False, torch_cuda=None), on_gpus, None), 70, "without CUDA")
-    nothing = [probes.Answer(0, "node0", 1, code=1, error="ModuleNotFoundError: No module named 'torch'")]
-    is_failure(probes.torch_on(nothing, config(), None), 70, "No module named 'torch'", "make train")
+    is_failure(
+        collective_checks.torch_installation(old, on_gpus, (12, 4)), 70, "supports CUDA up to 12.4", "update the driver"
+    )
+    is_failure(
+        collective_checks.torch_installation(answers(1, cuda_available=False, torch_cuda=None), on_gpus, None),
+        70,
+        "without CUDA",
+    )
+    nothing = [
+        collective_runner.RankResult(0, "node0", 1, code=1, error="ModuleNotFoundError: No module named 'torch'")
+    ]
+    is_failure(
+        collective_checks.torch_installation(nothing, config(), None), 70, "No module named 'torch'", "make train"
+    )
 
 
 def probes_of(launcher: int) -> dict[int, int]:
@@ -608,7 +661,7 @@ def probes_of(launcher: int) -> dict[int, int]:
             variables = dict(
                 part.partition(b"=")[::2] for part in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             )
-            if b"ddp_train.doctor.probe" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if b"ddp_train.doctor.collective_test" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 found[int(variables[b"RANK"])] = pid
     return found
 
@@ -624,42 +677,72 @@ for stage, seconds in json.loads(sys.argv[1]):
 @pytest.mark.parametrize(
     ("stages_and_seconds", "ends"),
     [
-        ([(stages.COMPUTE, 1.8), (stages.CONNECT, 1.8), (stages.DONE, 0)], True),
-        ([(stages.EXCHANGE, 0.1), *[(stages.MEASURE, 0.3)] * 4, (stages.DONE, 0)], True),
-        ([(stages.EXCHANGE, 60)], False),
-        ([(stages.CONNECT, 60)], False),
+        (
+            [
+                (collective_stages.Stage.COMPUTE, 1.8),
+                (collective_stages.Stage.CONNECT, 1.8),
+                (collective_stages.Stage.DONE, 0),
+            ],
+            True,
+        ),
+        (
+            [
+                (collective_stages.Stage.EXCHANGE, 0.1),
+                *[(collective_stages.Stage.MEASURE, 0.3)] * 4,
+                (collective_stages.Stage.DONE, 0),
+            ],
+            True,
+        ),
+        ([(collective_stages.Stage.EXCHANGE, 60)], False),
+        ([(collective_stages.Stage.CONNECT, 60)], False),
     ],
 )
 def test_a_probe_stands_still_when_it_says_nothing_for_longer_than_its_stage_takes(
     stages_and_seconds: list[tuple[str, float]], ends: bool, tmp_path: Path
 ) -> None:
     """One second in stages that exchange, three to compute and to connect."""
-    with mock.patch.object(probes, "PATIENCE_SECONDS", 1.0), mock.patch.object(probes, "START_SECONDS", 1.5):
-        limits = probes.patience(config(), 3, several=False) | {stages.IMPORT: 60.0}
+    with (
+        mock.patch.object(collective_runner, "PATIENCE_SECONDS", 1.0),
+        mock.patch.object(collective_runner, "START_SECONDS", 1.5),
+    ):
+        limits = collective_runner.silence_limits(config(), 3, several=False) | {collective_stages.Stage.IMPORT: 60.0}
     process = subprocess.Popen([sys.executable, "-c", TALKER, json.dumps(stages_and_seconds)], stdout=subprocess.PIPE)
-    probe = probes._Running(process, probes.Answer(0, "here", process.pid), tmp_path / "errors")
-    probes._watch([probe], limits)
-    probes._end([probe])
-    assert (probe.answer.code, probe.answer.stage) == ((0, stages.DONE) if ends else (None, stages_and_seconds[0][0]))
-    assert ends or probe.answer.seconds > limits[probe.answer.stage]
+    probe = collective_runner._TestProcess(
+        process, collective_runner.RankResult(0, "here", process.pid), tmp_path / "errors"
+    )
+    collective_runner._watch([probe], limits)
+    collective_runner._kill([probe])
+    assert (probe.result.code, probe.result.stage) == (
+        (0, collective_stages.Stage.DONE) if ends else (None, stages_and_seconds[0][0])
+    )
+    assert ends or probe.result.seconds > limits[probe.result.stage]
 
 
 def test_patience_grows_with_the_world_and_ends_with_that_of_a_run() -> None:
-    few, many = (probes.patience(config(), size, several=True) for size in (3, 2048))
-    assert many[stages.CONNECT] > few[stages.CONNECT] + 1000 and many[stages.EXCHANGE] == few[stages.EXCHANGE] == 20
-    hasty = probes.patience(config(launch={"timeout_seconds": 2.0}), 3, several=False)
-    assert hasty[stages.COMPUTE] == hasty[stages.CONNECT] == hasty[stages.EXCHANGE] == 2 < hasty[stages.IMPORT]
+    few, many = (collective_runner.silence_limits(config(), size, several=True) for size in (3, 2048))
+    assert (
+        many[collective_stages.Stage.CONNECT] > few[collective_stages.Stage.CONNECT] + 1000
+        and many[collective_stages.Stage.EXCHANGE] == few[collective_stages.Stage.EXCHANGE] == 20
+    )
+    hasty = collective_runner.silence_limits(config(launch={"timeout_seconds": 2.0}), 3, several=False)
+    assert (
+        hasty[collective_stages.Stage.COMPUTE]
+        == hasty[collective_stages.Stage.CONNECT]
+        == hasty[collective_stages.Stage.EXCHANGE]
+        == 2
+        < hasty[collective_stages.Stage.IMPORT]
+    )
 
 
 def test_a_probe_says_that_it_measures(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        row = probe.measure(2**16, "cpu")
+        row = collective_test.measure(2**16, "cpu")
     finally:
         dist.destroy_process_group()
     words = capfd.readouterr().out.splitlines()
-    assert row["bytes"] == 2**16 and words == ['{"stage": "all-reduce"}'] * stages.WORDS_OF_A_SIZE
-    assert all(len(sizes) == stages.MEASURED_SIZES for sizes in probe.SIZES.values())
+    assert row["bytes"] == 2**16 and words == ['{"stage": "all-reduce"}'] * collective_stages.REPORTS_PER_SIZE
+    assert all(len(sizes) == collective_stages.NUM_SIZES for sizes in collective_test.SIZES.values())
 
 
 @pytest.mark.slow
@@ -671,7 +754,8 @@ def test_a_process_that_is_stopped_is_a_finding_and_nobody_hangs(tmp_path: Path)
         assert job.end() == 71, job.said()
         assert not any(state_of(pid) for pid in pids.values()), "a probe was left behind"
     (finding,) = [f for f in read(job.run_dir, "doctor.json")["findings"] if f["check"] == "exchange"]
-    assert f"rank 1 on {os.uname().nodename} (process {pids[1]}) is stopped" in finding["detail"]
+    assert f"rank 1 on {os.uname().nodename} (process {pids[1]}, in stage" in finding["detail"]
+    assert "is stopped" in finding["detail"]
 
 
 @pytest.mark.slow
@@ -704,7 +788,7 @@ def facts(count: int = 3, **changes: Any) -> dict[int, dict[str, Any]]:
     """Of hosts that are alike; `changes` are those of the last one."""
     versions = {"python": "3.12.1", "torch": "2.11.0", "driver": "575.1"}
     made = {
-        n: {"host": f"node{n}", "words": ["seed=1"], "versions": dict(versions), "data": "abc"} for n in range(count)
+        n: {"host": f"node{n}", "argv": ["seed=1"], "versions": dict(versions), "data": "abc"} for n in range(count)
     }
     made[count - 1] |= {name: value for name, value in changes.items() if name != "version"}
     made[count - 1]["versions"] |= changes.get("version", {})
@@ -712,22 +796,22 @@ def facts(count: int = 3, **changes: Any) -> dict[int, dict[str, Any]]:
 
 
 def test_hosts_that_differ_are_named_with_both_values() -> None:
-    differ = peers.same_versions(facts(version={"torch": "2.15.0", "driver": "550.2"}), 3)
+    differ = multihost_checks.same_versions(facts(version={"torch": "2.15.0", "driver": "550.2"}), 3)
     is_failure(differ, 69, "torch: node0 2.11.0, node1 2.11.0, node2 2.15.0", "driver: node0 575.1")
-    words = peers.same_words(facts(words=["seed=2"]), 3)
+    words = multihost_checks.same_overrides(facts(argv=["seed=2"]), 3)
     is_failure(words, 2, "seed=1 on rank 0 (node0), seed=2 on rank 2 (node2)")
-    is_failure(peers.same_data(facts(data="xyz"), 3, "mnist"), 65, "node1 abc, node2 xyz")
-    is_failure(peers.same_data(facts(data=""), 3, "image_folder"), 65, "node1 abc, node2 none")
+    is_failure(multihost_checks.same_data(facts(data="xyz"), 3, "mnist"), 65, "node1 abc, node2 xyz")
+    is_failure(multihost_checks.same_data(facts(data=""), 3, "image_folder"), 65, "node1 abc, node2 none")
 
 
 def compared(everybody: dict[int, dict[str, Any]], count: int) -> list[Finding]:
     """All that is said of hosts which do not differ, and tell the time."""
     offsets = {number: 0.0 for number in everybody if number}
     return [
-        peers.clocks(offsets, everybody, count),
-        peers.same_words(everybody, count),
-        peers.same_versions(everybody, count),
-        peers.same_data(everybody, count, "mnist"),
+        multihost_checks.clocks(offsets, everybody, count),
+        multihost_checks.same_overrides(everybody, count),
+        multihost_checks.same_versions(everybody, count),
+        multihost_checks.same_data(everybody, count, "mnist"),
     ]
 
 
@@ -737,40 +821,44 @@ def test_hosts_are_alike_only_as_far_as_they_answer() -> None:
     for finding in compared(facts(2), 3):
         assert finding.status == OK and "2 of 3 hosts" in finding.detail, finding
     for finding in compared(facts(1), 2):
-        assert finding.status == SKIPPED and finding.detail == "one host alone answers", finding
+        assert finding.status == SKIPPED and finding.detail == "only one host answers", finding
 
 
 def test_data_of_which_nothing_was_compared_are_not_the_same() -> None:
     own, made = config(data={"name": "custom", "target": "my.Data"}), config()
-    for one, why in ((own, "is known only once it runs"), (made, "digits: no files to compare")):
+    for one, why in ((own, "known only to its own code"), (made, "digits: no files to compare")):
         everybody = facts(3)
         for number in everybody:
-            everybody[number]["data"] = host.data_digest(one)
-        finding = peers.same_data(everybody, 3, one.data.name)
+            everybody[number]["data"] = host_checks.data_digest(one)
+        finding = multihost_checks.same_data(everybody, 3, one.data.name)
         assert finding.status == SKIPPED and why in finding.detail, finding
 
 
 def test_clocks_that_are_off_are_named() -> None:
-    is_failure(peers.clocks({1: 0.1, 2: -60.0}, facts(), 3), 69, "node2 -60.0 s", "chrony")
-    is_warning(peers.clocks({1: 0.1, 2: 2.0}, facts(), 3), "node2 +2.0 s")
-    is_warning(peers.clocks({1: 0.1}, facts(), 3), "node2 did not tell the time")
-    assert peers.clocks({1: 0.1, 2: -0.2}, facts(), 3).status == OK
+    is_failure(multihost_checks.clocks({1: 0.1, 2: -60.0}, facts(), 3), 69, "node2 -60.0 s", "chrony")
+    is_warning(multihost_checks.clocks({1: 0.1, 2: 2.0}, facts(), 3), "node2 +2.0 s")
+    is_warning(multihost_checks.clocks({1: 0.1}, facts(), 3), "no answer about the clock from node2")
+    assert multihost_checks.clocks({1: 0.1, 2: -0.2}, facts(), 3).status == OK
 
 
 def test_a_host_that_cannot_be_reached_is_named() -> None:
-    with peers.listening() as place, socket.create_server(("127.0.0.1", 0)) as there:
+    with multihost_checks.listening() as place, socket.create_server(("127.0.0.1", 0)) as there:
         port = there.getsockname()[1]
         others = facts(address="127.0.0.1", port=port)
         others[0] |= {"address": "", "port": 1}
         others[1] |= place
-        nowhere = peers.reach(others, 1)
+        nowhere = multihost_checks.connections(others, 1)
         is_failure(nowhere, 69, "node0 (:1): it has no address", "ip_local_port_range")
         assert "node2" not in nowhere.detail
-    is_failure(peers.reach(others, 0), 69, f"node2 (127.0.0.1:{port}): Connection refused")
+    is_failure(multihost_checks.connections(others, 0), 69, f"node2 (127.0.0.1:{port}): Connection refused")
 
 
 def test_hosts_that_drop_packets_are_tried_at_the_same_time() -> None:
-    with socket.socket() as full, contextlib.ExitStack() as stack, mock.patch.object(peers, "REACH_SECONDS", 0.5):
+    with (
+        socket.socket() as full,
+        contextlib.ExitStack() as stack,
+        mock.patch.object(multihost_checks, "CONNECT_SECONDS", 0.5),
+    ):
         full.bind(("127.0.0.1", 0))
         full.listen(0)
         for _ in range(4):  # from then on the kernel drops what comes
@@ -780,7 +868,7 @@ def test_hosts_that_drop_packets_are_tried_at_the_same_time() -> None:
         everybody = {number: {"host": f"node{number}", "address": "127.0.0.1", "port": full.getsockname()[1]}
                      for number in range(41)}  # fmt: skip
         began = time.monotonic()
-        finding = peers.reach(everybody, 0)
+        finding = multihost_checks.connections(everybody, 0)
         assert time.monotonic() - began < 40 * 0.5 / 4
     is_failure(finding, 69, "node1 (127.0.0.1", "timed out", "node40 (127.0.0.1")
 
@@ -788,11 +876,11 @@ def test_hosts_that_drop_packets_are_tried_at_the_same_time() -> None:
 def test_all_clocks_are_asked_at_the_same_time() -> None:
     """Four hosts say nothing, one is there."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    there = peers.Peers(dist.TCPStore("127.0.0.1", store.port, is_master=False), 5, 6, 0)
+    there = multihost_checks.Peers(dist.TCPStore("127.0.0.1", store.port, is_master=False), 5, 6, 0)
     answering = threading.Thread(target=there.answer_clock, args=(30.0,))
     answering.start()
     began = time.monotonic()
-    offsets = peers.Peers(store, 0, 6, 0).offsets([1, 2, 3, 4, 5], 1.0)
+    offsets = multihost_checks.Peers(store, 0, 6, 0).clock_offsets([1, 2, 3, 4, 5], 1.0)
     assert 1.0 <= time.monotonic() - began < 3.0
     assert list(offsets) == [5] and abs(offsets[5]) < 0.5
     answering.join()
@@ -801,18 +889,18 @@ def test_all_clocks_are_asked_at_the_same_time() -> None:
 @pytest.mark.parametrize("size", [3, 512])
 def test_other_hosts_wait_longer_for_host_0_than_it_waits_for_them(size: int) -> None:
     few = World(0, size, 0, 1)
-    limits = probes.patience(config(), size, several=True)
-    waits = examination.FACTS_SECONDS + examination.CLOCK_SECONDS + probes.longest(limits) + max(limits.values())
-    assert examination.longest(config(), few) > waits
+    limits = collective_runner.silence_limits(config(), size, several=True)
+    waits = main.FACTS_SECONDS + main.CLOCK_SECONDS + collective_runner.longest_seconds(limits) + max(limits.values())
+    assert main.longest_seconds(config(), few) > waits
 
 
 def test_host_0_speaks_although_the_other_host_is_silent(tmp_path: Path) -> None:
     """It says nothing of what it could not compare."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    leader, run_dir = peers.Peers(store, 0, 2, 0), tmp_path / "run"
+    leader, run_dir = multihost_checks.Peers(store, 0, 2, 0), tmp_path / "run"
     alone = dataclasses.replace(config(), run_dir=str(run_dir))
-    with mock.patch.object(examination, "FACTS_SECONDS", 0.5):
-        assert examination._lead(leader, World(0, 2, 0, 1), [], alone, ROOT) == 69
+    with mock.patch.object(main, "FACTS_SECONDS", 0.5):
+        assert main._check_as_leader(leader, World(0, 2, 0, 1), [], alone, ROOT) == 69
     found = {finding["check"]: Finding(**finding) for finding in read(run_dir, "doctor.json")["findings"]}
     is_failure(found["hosts"], 69, "host 1 of 2 did not answer")
     for check in ("clocks", "config", "versions", "same data", "exchange"):
@@ -821,14 +909,14 @@ def test_host_0_speaks_although_the_other_host_is_silent(tmp_path: Path) -> None
 
 def stopped_peer(port: int) -> None:
     """Host 1 of 2: it says where it is, and is stopped before it can be asked for the time."""
-    peer = peers.Peers(dist.TCPStore("127.0.0.1", port, is_master=False), 1, 2, 0)
+    peer = multihost_checks.Peers(dist.TCPStore("127.0.0.1", port, is_master=False), 1, 2, 0)
     peer.gather("facts", {"host": "node1", "pid": os.getpid()}, 0)
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def test_a_doctor_that_is_stopped_is_not_waited_for() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    leader = peers.Peers(store, 0, 2, 0)
+    leader = multihost_checks.Peers(store, 0, 2, 0)
     # Forked: the tests' fork server would import torch for this one process alone.
     other = multiprocessing.get_context("fork").Process(target=stopped_peer, args=(store.port,))
     other.start()
@@ -836,13 +924,13 @@ def test_a_doctor_that_is_stopped_is_not_waited_for() -> None:
         assert set(leader.gather("facts", {"host": "node0"}, 30.0)) == {0, 1}
         wait_until(lambda: state_of(other.pid or 0) == "T", "stopped peer")
         began = time.monotonic()
-        assert leader.offsets([1], 0.3) == {}
+        assert leader.clock_offsets([1], 0.3) == {}
         reports = leader.gather("report", {"host": "node0"}, 0.3)
         assert time.monotonic() - began < 5
-        is_failure(peers.silent(reports, 2, 0.3), 69, "host 1 of 2 did not answer", "there are: node0")
-        peer = peers.Peers(store, 1, 2, 0)
-        with pytest.raises(PeerError, match="host 0 says nothing"):
-            peer.hear("verdict", 0.2)
+        is_failure(multihost_checks.all_present(reports, 2, 0.3), 69, "host 1 of 2 did not answer", "present: node0")
+        peer = multihost_checks.Peers(store, 1, 2, 0)
+        with pytest.raises(PeerError, match="no message from host 0"):
+            peer.wait_for("verdict", 0.2)
     finally:
         other.kill()
         other.join()
@@ -900,7 +988,7 @@ def three_hosts(shim: str, tmp_path_factory: pytest.TempPathFactory) -> Examined
 @pytest.mark.skipif(not shutil.which("tc"), reason="needs tc")
 def test_what_is_wrong_between_three_hosts_is_found_at_once(three_hosts: Examined) -> None:
     found = three_hosts.of("node2")
-    is_failure(found["shared run_dir"], 69, "which host 0 wrote, is not seen here")
+    is_failure(found["shared run_dir"], 69, "written by host 0, is not visible here")
     is_failure(found["clocks"], 69, "node2 +40.0 s")
     is_failure(found["config"], 2, "seed=0 on rank 0 (node0), seed=7 on rank 2 (node2)")
     is_warning(found["all-reduce"], "of 1.25 GB/s (eth0, 10 Gbit/s)")
@@ -924,7 +1012,7 @@ def test_host_0_speaks_for_three_hosts(three_hosts: Examined) -> None:
     """One table, and the same exit code on all; the launcher outside of torchrun hears that it was told."""
     said = three_hosts.said
     assert three_hosts.codes == [69, 69, 69], "\n".join(said)
-    assert "on node2; others alike" not in said[0] and "node0, node1, node2" in said[0]
+    assert "on node2; similar on the others" not in said[0] and "node0, node1, node2" in said[0]
     shown = [f"report {three_hosts.run_dir}/doctor.json" in text.replace("\n", "") for text in said]
     assert shown == [True, False, False]
     assert [path.name for path in three_hosts.run_dir.iterdir()] == ["doctor.json"], "what it wrote to try is gone"

@@ -149,8 +149,8 @@ def test_what_a_model_may_stumble_over_is_named(probes: Path) -> None:
 def test_what_could_not_be_looked_at_is_named(probes: Path) -> None:
     facts = found(probes / "1" / "values")[1]
     assert facts["bias_before_norm"] == [] and facts["batch_norm"] == {"2": 23}
-    assert facts["unseen"] == ["biases before norm layers: the model does not run without values"]
-    assert facts["unseen"] in gradients._stumbles(probes / "1" / "values", 1).values()
+    assert facts["unseen"] == ["biases before norm layers: the model cannot run on the meta device"]
+    assert facts["unseen"] in gradients._pitfalls(probes / "1" / "values", 1).values()
     assert found(probes / "1" / "batch")[1]["unseen"] == []
 
 
@@ -195,7 +195,7 @@ def test_a_study_fails_where_gradients_differ_and_says_why(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(trials, "run", runs_of(probes, "batch"))
     report, code = gradients.study(asked(*WORDS, "model.norm=batch", f"run_dir={tmp_path}"))
-    summary, *_, stumbles = report.tables
+    summary, *_, pitfalls = report.tables
     assert code == 70 and [row[0] for row in summary.rows] == ["fp64", "fp32"]
     assert all(row[3] > 1e-2 and "strategy.sync_bn=true" in row[5] for row in summary.rows)
-    assert any("batch norm" in what for what, _, _ in stumbles.rows)
+    assert any("batch norm" in what for what, _, _ in pitfalls.rows)

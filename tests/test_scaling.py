@@ -18,7 +18,7 @@ from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
 from ddp_train.launcher.local import StopRequests
 from ddp_train.study import scaling, trials
-from ddp_train.study.scaling import Cell, Split, _efficiency, split_of, verdict
+from ddp_train.study.scaling import Cell, StepBreakdown, _efficiency, read_breakdown, verdict
 from ddp_train.study.step_times import StepTimes
 from ddp_train.study.trials import Outcome, Trial
 from ddp_train.study.trials import run as run_trial
@@ -93,12 +93,12 @@ def delayed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("data", "data", "data-bound"),
         ("exchange", "exchange", "communication-bound"),
-        ("rank 1", "waiting", "uneven: the others wait for rank 1"),
+        ("rank 1", "waiting", "imbalanced: the others wait for rank 1"),
         ("host", "host", "host-bound"),
     ],
 )
 def test_a_delay_is_found_where_it_is(delayed: Path, where: str, part: str, said: str) -> None:
-    split = split_of(delayed / where)
+    split = read_breakdown(delayed / where)
     delay = DELAYED[where] * DELAY * (2 / 3 if part == "waiting" else 1)  # two of three ranks wait
     assert getattr(split, part) == pytest.approx(delay, rel=0.35)
     others = {name: getattr(split, name) for name in ("data", "exchange", "waiting", "host") if name != part}
@@ -118,12 +118,12 @@ def test_the_parts_of_a_step_add_up(tmp_path: Path) -> None:
 
 
 def test_a_gpu_that_waits_for_its_host_is_told() -> None:
-    split = Split(0.0, 1.0, 0.0, 0.0, 0.0, 0, 0.0, gpu_waits_for_host=0.9)
+    split = StepBreakdown(0.0, 1.0, 0.0, 0.0, 0.0, 0, 0.0, gpu_waits_for_host=0.9)
     assert verdict(split, 1, None).startswith("launch-bound")
-    assert verdict(Split(0.0, 1.0, 0.01, 0.02, 0.0, 0, 0.0, 0.1), 1, None) == "compute-bound: little is lost"
-    several = Split(data=0.001, compute=0.8, exchange=0.09, waiting=0.085, host=0.02, slowest=0, slowest_share=0.5,
-                    gpu_waits_for_host=None)  # fmt: skip
-    assert verdict(several, 2, 2) == "compute-bound; lost in small parts: exchange 9 %, waiting 9 %, host 2 %"
+    assert verdict(StepBreakdown(0.0, 1.0, 0.01, 0.02, 0.0, 0, 0.0, 0.1), 1, None) == "compute-bound: little overhead"
+    several = StepBreakdown(data=0.001, compute=0.8, exchange=0.09, waiting=0.085, host=0.02, slowest=0,
+                            slowest_share=0.5, gpu_waits_for_host=None)  # fmt: skip
+    assert verdict(several, 2, 2) == "compute-bound; smaller parts: exchange 9 %, waiting 9 %, host 2 %"
 
 
 def test_without_a_run_of_one_process_there_is_no_speed_up() -> None:

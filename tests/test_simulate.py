@@ -17,8 +17,8 @@ from torch import nn
 from ddp_train.data.batch_plan import BatchPlan
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
-from ddp_train.study import costs, mlperf, simulate
-from ddp_train.study.costs import Cluster, Link, Step, predict
+from ddp_train.study import cost_model, mlperf, simulate
+from ddp_train.study.cost_model import Cluster, Link, Step, predict
 from tests.commands import ONE, ROOT, SMALL, metrics, run
 from tests.ranks import on_ranks
 
@@ -38,21 +38,21 @@ def passed_round(size: float, ranks: int, link: Link) -> float:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8, 64])
 def test_a_ring_costs_what_its_messages_cost(ranks: int) -> None:
-    assert costs.ring(1e7, ranks, LINK) == pytest.approx(passed_round(1e7, ranks, LINK))
+    assert cost_model.ring(1e7, ranks, LINK) == pytest.approx(passed_round(1e7, ranks, LINK))
 
 
 def test_many_ranks_far_apart_are_better_off_with_trees() -> None:
     """Small messages: latencies count, and a ring has thousands of them. Large ones on few ranks: both are as fast."""
-    assert costs.trees(1e4, 512, LINK) == pytest.approx(2 * 9 * 5e-6 + 2e4 / 1e9)
-    assert costs.trees(1e4, 512, LINK) < costs.ring(1e4, 512, LINK) / 40
-    assert costs.ring(1e9, 4, LINK) < costs.trees(1e9, 4, LINK)
+    assert cost_model.double_tree(1e4, 512, LINK) == pytest.approx(2 * 9 * 5e-6 + 2e4 / 1e9)
+    assert cost_model.double_tree(1e4, 512, LINK) < cost_model.ring(1e4, 512, LINK) / 40
+    assert cost_model.ring(1e9, 4, LINK) < cost_model.double_tree(1e9, 4, LINK)
 
 
 def test_hosts_exchange_in_as_many_lanes_as_they_have_gpus() -> None:
     cluster = Cluster(4, Link(0.0, 4e9), Link(0.0, 1e9))
     inside, between = 2 * 3 / 4 * 1e9 / 4e9, 2 * 1 / 2 * (1e9 / 4) / 1e9
-    assert costs.all_reduce(1e9, 8, cluster) == pytest.approx(inside + between)
-    assert costs.all_reduce(1e9, 1, cluster) == 0
+    assert cost_model.all_reduce(1e9, 8, cluster) == pytest.approx(inside + between)
+    assert cost_model.all_reduce(1e9, 1, cluster) == 0
 
 
 def ddp_buckets(world: World) -> list[int]:
@@ -75,7 +75,7 @@ def ddp_buckets(world: World) -> list[int]:
 
 def test_the_buckets_are_ddps() -> None:
     (theirs,) = on_ranks(1, ddp_buckets)
-    assert costs.buckets(61 * 2**20) == theirs
+    assert cost_model.buckets(61 * 2**20) == theirs
 
 
 def test_what_the_backward_pass_does_not_hide_is_exposed() -> None:
@@ -93,13 +93,13 @@ def test_what_the_backward_pass_does_not_hide_is_exposed() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 64, 768])
 def test_the_slowest_of_many_is_the_maximum_of_exponential_delays(ranks: int) -> None:
     delays = np.random.default_rng(0).exponential(0.1, size=(4000, ranks))
-    assert 0.1 + costs.slowest(0.1, ranks) == pytest.approx(delays.max(1).mean(), rel=0.02)
+    assert 0.1 + cost_model.expected_wait(0.1, ranks) == pytest.approx(delays.max(1).mean(), rel=0.02)
 
 
 def test_a_gpus_own_work_is_found_again_in_a_step_of_many() -> None:
     step = predict(Step(0.01, mlperf.GRADIENT_BYTES), 64, mlperf.DGX_H100).seconds
     assert step > 0.0102
-    own = costs.alone(step, 64, mlperf.GRADIENT_BYTES, mlperf.DGX_H100, costs.BACKWARD_SHARE)
+    own = cost_model.single_gpu_seconds(step, 64, mlperf.GRADIENT_BYTES, mlperf.DGX_H100, cost_model.BACKWARD_SHARE)
     assert own == pytest.approx(0.01, rel=1e-9)
 
 
@@ -216,14 +216,14 @@ def test_the_study_from_the_command_line(tmp_path: Path) -> None:
     ran = run("mode=study", "study=simulate", "study.dry_plan=false", *given, f"run_dir={tmp_path}")
     assert ran.returncode == 0, ran.stderr
     tables = json.loads((tmp_path / "report.json").read_text())["tables"]
-    assert [table["title"] for table in tables] == ["Predicted", "The model of costs against MLPerf"]
+    assert [table["title"] for table in tables] == ["Predicted", "Cost model compared with MLPerf"]
     seconds = [row[2] for row in tables[0]["rows"]]
     assert seconds[0] == pytest.approx(37.2) and 37.2 < seconds[1] < seconds[2] < 2 * 37.2
     ran = run("mode=study", "study=simulate", "model=mlp", "study.gpus=[0]", "study.step_ms=1")
     assert ran.returncode == 2
     for problem in (
-        "model=mlp: study=simulate starts no run",
+        "model=mlp: study=simulate trains nothing",
         "study.gpus=[0]: must be",
-        "study.from_run=null: give it",
+        "study.from_run=null: give either",
     ):
         assert problem in ran.stderr

@@ -23,13 +23,13 @@ from ddp_train.errors import ConfigError
 from ddp_train.launcher.local import StopRequests
 from ddp_train.resilience import run_lock
 from ddp_train.resilience.failure_report import write_json
-from ddp_train.study import main, results, tables, trials
-from ddp_train.study.facts import conditions, load_at_start, source_digest
+from ddp_train.study import main, results, trials, variants_report
 from ddp_train.study.plots import Axis, Bar, Curve, bars, curves
+from ddp_train.study.provenance import conditions, load_at_start, source_digest
 from ddp_train.study.report import Plot, Report, Table, as_csv, as_json, as_markdown, as_page, cells, show, write
-from ddp_train.study.request import Request, names_of, read_request
+from ddp_train.study.request import Request, read_request, study_names
 from ddp_train.study.results import METRICS, verdict
-from ddp_train.study.trials import Outcome, Trial, at_work
+from ddp_train.study.trials import Outcome, Trial, trial_session
 from ddp_train.study.variants import NEEDS_GPU, Study, merged, plan
 from tests.commands import ENDLESS, ROOT, processes_of, read, run, running, wait_until
 from tests.studies import leave
@@ -135,7 +135,7 @@ def test_a_terminal_has_the_columns_that_fit_and_names_the_others(width: int) ->
     lines = written.getvalue().splitlines()
     assert max(map(len, lines)) <= width
     told = " ".join(" ".join(lines).split())
-    left_out = [name for name in columns if name in told.partition("In the report, or a wider terminal:")[2]]
+    left_out = [name for name in columns if name in told.partition("Columns not shown here (see the report):")[2]]
     assert bool(left_out) == (width < 400) and all(name in told for name in ("variant", "result"))
     assert told.count("1,00") == 9 - len(left_out)
 
@@ -157,7 +157,7 @@ def test_a_verdict_needs_every_run_to_be_better() -> None:
     assert verdict(time, [3.0, 3.1, 3.2], [1.0, 1.0, 3.0]) == "no effect within the noise"
     assert verdict(score, [90.0, 91.0, 92.0], [93.0, 94.0, 95.0]) == "better"
     assert verdict(score, [90.0, 91.0, 92.0], [89.0, 88.0, 87.0]) == "worse"
-    assert verdict(time, [3.0, 3.1], [1.0, 1.0, 1.0]) == "too few runs to tell"
+    assert verdict(time, [3.0, 3.1], [1.0, 1.0, 1.0]) == "too few runs"
     assert verdict(time, [], [1.0]) == ""
 
 
@@ -167,7 +167,7 @@ def test_how_often_chance_alone_looks_like_an_effect(runs: int, others: int) -> 
     ranks = range(runs + others)
     deals = list(itertools.combinations(ranks, runs))
     apart = [d for d in deals if max(d) < min(set(ranks) - set(d)) or min(d) > max(set(ranks) - set(d))]
-    assert results.by_chance(runs, others) == pytest.approx(len(apart) / len(deals))
+    assert results.false_positive_rate(runs, others) == pytest.approx(len(apart) / len(deals))
 
 
 def test_the_first_epoch_counts_only_where_it_is_the_only_one() -> None:
@@ -189,7 +189,7 @@ def whole(name: str) -> tuple[Request, Study]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [name for name in names_of(CONF) if "kind:" not in (CONF / "study" / f"{name}.yaml").read_text()]
+    "name", [name for name in study_names(CONF) if "kind:" not in (CONF / "study" / f"{name}.yaml").read_text()]
 )
 def test_every_study_of_variants_can_be_made_here(name: str) -> None:
     request, study = whole(name)
@@ -201,7 +201,9 @@ def test_every_study_of_variants_can_be_made_here(name: str) -> None:
         if "device=cuda" in variant.overrides or variant.name in study.config.needs_gpu
     ]
     assert gpu == [] or all(variant.reason for variant in gpu)
-    assert all("python launch.py" in command for command in tables.report(request, study, {}, 0.0).commands)
+    assert all(
+        "python launch.py" in command for command in variants_report.build_report(request, study, {}, 0.0).commands
+    )
 
 
 def test_whatever_a_folder_is_called_its_runs_find_it(tmp_path: Path) -> None:
@@ -244,19 +246,19 @@ def test_a_later_word_takes_the_place_of_an_earlier_one() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "mode=study: which one? add study="),
+        ([], "mode=study: needs the name of a study; add study="),
         (["study=strategy"], "study=strategy: must be one of"),
         (["study=tips", "-m"], "-m: mode=study takes no flag but --help; leave it out"),
         (["study=tips", "study.repeat=3"], "study.repeat=3: no such key; did you mean study.repeats?"),
         (["study=tips", "study.repeats=0"], "study.repeats=0: must be at least 1"),
         (["study=tips", "study.only=[none]", "optimizer.lrr=1"], "did you mean optimizer.lr? (study.variants: none)"),
         (["study=tips", "lr"], "lr: not of the form key=value"),
-        (["study=strategies", "strategy=single"], "strategy=single: study=strategies varies strategy; leave it out"),
+        (["study=strategies", "strategy=single"], "strategy=single: study=strategies sets strategy for each variant"),
         (["study=strategies", "study.only=[dpp]"], "study.only=[dpp]: no variant of that name; did you mean dp?"),
         (["study=strategies", "study.only=[ddp]"], "study.only: leaves out the baseline; add single"),
         (["study=strategies", "study.against.dp=one"], "study.against=one: no variant of that name"),
         (["study=strategies", "study.only=[single,'ddp, SyncBN']"],
-         "study.only: leaves out ddp, batch norm, with which ddp, SyncBN is compared; add it"),
+         "study.only: leaves out ddp, batch norm, the baseline of ddp, SyncBN; add it"),
         (["study=strategies", "study.baseline=one"], "study.baseline=one: no variant of that name"),
         (["study=strategies", "study.variants.mine=3"], "study.variants.mine=3: must be a list of overrides"),
         (["study=strategies", "study.variants.mine=[train.epochs=0]"], "must be at least 1 (study.variants: mine)"),
@@ -290,7 +292,7 @@ def test_a_variant_that_does_not_fit_this_machine_keeps_its_row() -> None:
 def test_help_shows_what_there_is_and_the_keys_of_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.study(ROOT / "launch.py", CONF, ["mode=study", "--help"], None) == 0
     out = capsys.readouterr().out
-    assert all(f"study={name} " in out for name in names_of(CONF))
+    assert all(f"study={name} " in out for name in study_names(CONF))
     assert main.study(ROOT / "launch.py", CONF, ["mode=study", "study=scaling", "-h"], None) == 0
     out = capsys.readouterr().out
     assert "study.KEY=VALUE" in out and (CONF / "study/scaling.yaml").read_text().strip() in out
@@ -322,19 +324,19 @@ def test_a_ladder_tells_the_gain_by_all_and_by_each(monkeypatch: pytest.MonkeyPa
     seconds = {"none": 8.0, "recommended": 1.0, "AMP": 4.0, "channels_last": 2.0, "without gc_freeze": 1.0}
     found = {name: [outcome([9.0, value + step / 100]) for step in range(3)] for name, value in seconds.items()}
     found["AMP"][0].summary["figures"] = figures
-    report = tables.report(request, study, found, 0.0)
+    report = variants_report.build_report(request, study, found, 0.0)
     by_name = {table.title: table for table in report.tables}
     ladder = [
-        dict(zip(by_name[tables.PARTS["ladder"]].columns, row, strict=True))
-        for row in by_name[tables.PARTS["ladder"]].rows
+        dict(zip(by_name[variants_report.PARTS["ladder"]].columns, row, strict=True))
+        for row in by_name[variants_report.PARTS["ladder"]].rows
     ]
     assert [row["tip"].partition(" (")[0] for row in ladder] == ["none", "pin_memory", "AMP", "channels_last"]
     assert ladder[1]["result"] == NEEDS_GPU and ladder[1]["s/epoch"] is None
-    assert [ladder[3]["speed-up by all"], ladder[3]["by this"]] == pytest.approx([8.01 / 2.01, 4.01 / 2.01])
+    assert [ladder[3]["total speed-up"], ladder[3]["speed-up of this tip"]] == pytest.approx([8.01 / 2.01, 4.01 / 2.01])
     assert (ladder[2]["verdict"], ladder[0]["verdict"]) == ("faster", None)
     assert (ladder[2]["CPU cores"], ladder[2]["memory GiB"], ladder[3]["CPU cores"]) == (1.5, 0.25, None)
-    assert "power W" not in by_name[tables.PARTS["ladder"]].columns, "what no run knows has no column"
-    left_out = by_name[tables.PARTS["leave_one_out"]].rows[1]
+    assert "power W" not in by_name[variants_report.PARTS["ladder"]].columns, "what no run knows has no column"
+    left_out = by_name[variants_report.PARTS["leave_one_out"]].rows[1]
     assert "no effect within the noise" in left_out
     assert "10.0%" in report.intro, "what chance alone does with three runs of each"
     assert "V100 s/epoch" in by_name["Published: one epoch of MNIST"].columns
@@ -344,7 +346,7 @@ def test_a_variant_is_compared_with_the_one_that_its_study_names() -> None:
     request, study = whole("strategies")
     seconds = {"single": 8.0, "ddp": 4.0, "single, batch norm": 12.0, "ddp, batch norm": 6.0, "ddp, SyncBN": 9.0}
     found = {name: [outcome([9.0, value + step / 100]) for step in range(3)] for name, value in seconds.items()}
-    table = tables.report(request, study, found, 0.0).tables[0]
+    table = variants_report.build_report(request, study, found, 0.0).tables[0]
     rows = {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows if row[0] in seconds}
     names = ("compared with", "verdict")
     assert {name: tuple(row[key] for key in names) for name, row in rows.items()} == {
@@ -364,7 +366,7 @@ def test_the_run_table_has_the_shortest_epoch_first_and_all_that_did_not_run(mon
     study = plan(request)
     names = [variant.name for variant in study.variants if not variant.reason]
     found = {names[0]: [outcome([9.0, 3.0])], names[1]: [outcome([9.0, 2.0])]}
-    rows = tables.report(request, study, found, 0.0).tables[0].rows
+    rows = variants_report.build_report(request, study, found, 0.0).tables[0].rows
     assert [(row[1], row[5], row[7], row[8]) for row in rows] == [
         ("completed", 2.0, "cpu", 1),
         ("completed", 3.0, "cpu", 0),
@@ -376,7 +378,7 @@ def test_the_run_table_has_the_shortest_epoch_first_and_all_that_did_not_run(mon
 def test_growth_has_a_line_for_each_optimizer() -> None:
     request, study = whole("large_batch")
     found = {v.name: [outcome([1.0, 1.0], 0.9), outcome([1.0, 1.0], 0.95)] for v in study.variants}
-    report = tables.report(request, study, found, 0.0)
+    report = variants_report.build_report(request, study, found, 0.0)
     assert all(name in report.plots[0].svg for name in ("sgd", "lars", "lamb", "global batch size", "test accuracy"))
     assert report.tables[0].rows[1][4:6] == [95.0, 0.0], "highest, and the difference in points"
 
@@ -395,7 +397,7 @@ KINDS = {
 @pytest.mark.parametrize("name", KINDS)
 def test_a_study_has_its_run_directory_alone(name: str, tmp_path: Path) -> None:
     held = run_lock.acquire(tmp_path / run_lock.FILE)
-    with pytest.raises(ConfigError, match=rf"run_dir={tmp_path}: another study is in it, process {os.getpid()} on"):
+    with pytest.raises(ConfigError, match=rf"run_dir={tmp_path}: in use by another study, process {os.getpid()} on"):
         main.study(ROOT / "launch.py", CONF, ["mode=study", f"study={name}", *KINDS[name], f"run_dir={tmp_path}"], None)
     held.release()
     assert [path.name for path in tmp_path.iterdir()] == [run_lock.FILE], "nothing was run"
@@ -403,7 +405,7 @@ def test_a_study_has_its_run_directory_alone(name: str, tmp_path: Path) -> None:
 
 def enter(request: Request) -> None:
     """As a study does before its first run."""
-    with request.held, at_work(request):
+    with request.resources, trial_session(request):
         pass
 
 
@@ -419,7 +421,7 @@ def test_a_trial_is_run_once_and_none_after_a_stop(
         return leave(trial, script, [])
 
     def ask(trial: Trial) -> Outcome | None:
-        return trials.made(request, trial, "the trial", lambda outcome: f"{outcome.seconds:.0f} s")
+        return trials.run_or_load(request, trial, "the trial", lambda outcome: f"{outcome.seconds:.0f} s")
 
     monkeypatch.setattr(trials, "run", begin)
     assert (first := ask(one)) and ask(one) == first
@@ -450,7 +452,9 @@ def test_trials_of_other_conditions_are_not_mixed_with_new_ones(name: str, there
     request = read_request(ROOT / "launch.py", CONF, ["mode=study", "study=strategies", f"run_dir={tmp_path}"])
     for known in ({**here, name: there}, None):
         write_json(record, {"words": [], "exit_code": 0, "seconds": 1.0} | ({"conditions": known} if known else {}))
-        with pytest.raises(ConfigError, match=r"holds trials of other conditions, [\w-]+ .*; name another run_dir"):
+        with pytest.raises(
+            ConfigError, match=r"holds trials from other conditions, [\w-]+ was .*; use another run_dir"
+        ):
             enter(request)
     write_json(record, {"words": [], "exit_code": 0, "seconds": 1.0, "conditions": here})
     enter(request)
@@ -463,7 +467,8 @@ def test_what_only_tells_of_runs_is_not_of_their_conditions(tmp_path: Path) -> N
     before = source_digest(tmp_path / "launch.py")
     assert before == source_digest(ROOT / "launch.py")
     for name, counts in (
-        ("ddp_train/study/tables.py", False), ("ddp_train/doctor/host.py", False), ("conf/study/tips.yaml", False),
+        ("ddp_train/study/variants_report.py", False), ("ddp_train/doctor/host_checks.py", False),
+        ("conf/study/tips.yaml", False),
         ("ddp_train/training/loop.py", True), ("ddp_train/study/step_times.py", True), ("conf/config.yaml", True),
         ("launch.py", True),
     ):  # fmt: skip
@@ -520,7 +525,7 @@ def test_a_study_goes_on_where_it_was_left(
     out = capsys.readouterr().out
     order = [line.split("  ")[1] for line in out.splitlines() if line.startswith("trial ")]
     assert order == ["single, repeat 1", "ddp, repeat 1", "ddp, repeat 2", "single, repeat 2"]
-    assert out.count("(was there)") == 2
+    assert out.count("(from an earlier run)") == 2
     with pytest.raises(ConfigError, match=r"holds a trial with other settings \(train.max_steps=3\)"):
         main.study(ROOT / "launch.py", CONF, [*words, "train.max_steps=3"], None)
 
@@ -533,6 +538,6 @@ def test_a_study_that_is_interrupted_leaves_its_report_and_no_process(tmp_path: 
         job.process.send_signal(signal.SIGINT)
         assert job.end() == 130
     assert processes_of(tmp_path / "study") == {}
-    assert "stopped; go on with python launch.py mode=study" in (tmp_path / "study.out").read_text()
+    assert "stopped; continue with python launch.py mode=study" in (tmp_path / "study.out").read_text()
     rows = json.loads((tmp_path / "study/report.json").read_text())["tables"][0]["rows"]
     assert [row[1] for row in rows] == ["not run yet", "not run yet"]

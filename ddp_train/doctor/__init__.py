@@ -1,1 +1,1 @@
-"""A wing: is this machine, are these machines, fit to train? `python launch.py mode=doctor`."""
+"""`mode=doctor`: checks whether hosts, GPUs, network and files are fit for a run."""

@@ -1,1 +1,1 @@
-"""A wing: named variants of one job, measured by the ordinary launcher, and the report on them."""
+"""`mode=study`: runs several variants of one job with the ordinary launcher and reports on them."""

@@ -1,4 +1,4 @@
-"""`study=batch_size`: the largest batch that fits into memory, on every rank, and the fastest one."""
+"""`study=batch_size`: the largest micro-batch that fits into memory on every rank, and the fastest one."""
 
 from __future__ import annotations
 
@@ -8,50 +8,56 @@ import resource
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ddp_train.config.hardware import Hardware, detect_hardware
+from ddp_train.config.hardware import Hardware
 from ddp_train.config.schema import Config, key
-from ddp_train.distributed.environment import visible_devices
 from ddp_train.errors import ConfigError, LaunchError
 from ddp_train.resilience.preemption import UNSAVED
-from ddp_train.study.facts import facts, load_at_start
 from ddp_train.study.plots import Axis, Curve, curves
+from ddp_train.study.provenance import load_at_start, provenance
 from ddp_train.study.report import Plot, Report, Table
-from ddp_train.study.request import Request, command_of, settings_as
-from ddp_train.study.scaling import QUIET, resolved, speed
-from ddp_train.study.trials import Outcome, Trial, at_work, outcome_of, run
+from ddp_train.study.request import Request, bind_settings, resolve_run, shell_command, this_hardware
+from ddp_train.study.results import interval_samples_per_second
+from ddp_train.study.trials import TRAIN_ONLY, Outcome, Trial, recorded_outcome, run, trial_session
 
 OUT_OF_MEMORY = "oom:"
-"""How the reason of such a run begins: a kind of failure.json."""
+"""Prefix of `Outcome.reason` if memory ran out: the kind in failure.json."""
 
 
 @dataclass
 class BatchSizeConfig:
     """conf/study/batch_size.yaml."""
 
-    kind: str = key("batch_size", "what makes this study", choices=("batch_size",))
-    start: int = key(8, "samples of a process in one pass, to begin with", at_least=1)
-    most: int = key(1 << 20, "samples of a process in one pass, at most", at_least=1)
-    resolution: float = key(0.1, "the search ends where the next larger batch is larger by this part", above=0, below=1)
-    steps: int = key(20, "of each run", at_least=10)
+    kind: str = key("batch_size", "the kind of study", choices=("batch_size",))
+    start: int = key(8, "first micro-batch to try, in samples per process", at_least=1)
+    most: int = key(1 << 20, "largest micro-batch to try, in samples per process", at_least=1)
+    resolution: float = key(
+        0.1,
+        "end the search when the smallest batch that fails is at most this fraction larger than the largest that fits",
+        above=0,
+        below=1,
+    )
+    steps: int = key(20, "optimizer steps of each run", at_least=10)
     memory_gb: float | None = key(
-        None, "of each process on the host, in 10^9 bytes; without GPUs it must be given", above=0
+        None, "memory limit of each process on the host, in 10^9 bytes; required without GPUs", above=0
     )
 
 
 @dataclass(frozen=True)
-class Searched:
-    """largest: that fits, 0 if none does; it ended at the limit of memory, or else at what there is to try."""
+class SearchResult:
+    """largest: the largest batch that fits, 0 if none does. limited: a larger batch did not fit."""
 
     largest: int
     limited: bool
 
 
-def largest(fits: Callable[[int], bool | None], start: int, most: int, resolution: float) -> Searched:
-    """Doubles a batch until it does not fit, then halves the interval.
+def search_largest(fits: Callable[[int], bool | None], start: int, most: int, resolution: float) -> SearchResult:
+    """Doubles a batch until it does not fit, then bisects.
 
-    fits: whether a batch does; None: there is no use in going on upwards (the data set is no larger).
+    fits: whether a batch fits; None: it fits, and a larger one is pointless (it holds the whole data set).
     """
-    good, bad, size = 0, 0, min(start, most)
+    good = 0
+    bad = 0
+    size = min(start, most)
     while True:
         answer = fits(size)
         if answer is False:
@@ -59,22 +65,22 @@ def largest(fits: Callable[[int], bool | None], start: int, most: int, resolutio
             break
         good = size
         if answer is None or size == most:
-            return Searched(good, limited=False)
+            return SearchResult(good, limited=False)
         size = min(2 * size, most)
     while bad - good > max(1, math.floor(resolution * good)):
         middle = (good + bad) // 2
         if middle >= 64:
-            middle -= middle % 8  # kernels prefer them
+            middle -= middle % 8  # kernels are faster with multiples of 8
         middle = max(middle, good + 1)
         if fits(middle) is False:
             bad = middle
         else:
             good = middle
-    return Searched(good, limited=True)
+    return SearchResult(good, limited=True)
 
 
-def tells_of_memory(outcome: Outcome) -> bool:
-    """Whether a batch is known to fit, or not to."""
+def is_conclusive(outcome: Outcome) -> bool:
+    """Whether a run shows that its batch fits, or that it does not."""
     return outcome.completed or outcome.reason.startswith(OUT_OF_MEMORY)
 
 
@@ -85,53 +91,53 @@ def epoch_is_one_step(outcome: Outcome) -> bool:
 
 
 def study(request: Request) -> tuple[Report, int]:
-    """Raises ConfigError before anything runs."""
-    config: BatchSizeConfig = settings_as(BatchSizeConfig, request.settings)
-    machine, load = detect_hardware(visible_devices()), load_at_start()
-    asked = _check(request, config, machine)
-    made: dict[int, Outcome] = {}
+    """Runs the search. Returns the report and the exit code. Raises ConfigError before anything runs."""
+    config: BatchSizeConfig = bind_settings(BatchSizeConfig, request.settings)
+    machine, load = this_hardware(), load_at_start()
+    base = _check(request, config, machine)
+    outcomes: dict[int, Outcome] = {}
 
     def fits(size: int) -> bool | None:
-        trial = _trial(request, config, asked, size)
-        outcome = outcome_of(trial)
-        if not (outcome and tells_of_memory(outcome)):  # what failed for another reason may do better now
+        trial = _trial(request, config, base, size)
+        outcome = recorded_outcome(trial)
+        if not (outcome and is_conclusive(outcome)):  # other failures may not repeat
             outcome = run(trial, request.script, request.stop)
         if outcome is None:
             raise _StoppedError
-        made[size] = outcome
-        said = f"{speed(outcome):,.0f} samples/s" if outcome.completed else outcome.reason
-        print(f"{size} samples a process: {said}", flush=True)
+        outcomes[size] = outcome
+        result = f"{interval_samples_per_second(outcome):,.0f} samples/s" if outcome.completed else outcome.reason
+        print(f"{size} samples per process: {result}", flush=True)
         if not outcome.completed:
-            if not tells_of_memory(outcome):
-                raise _BrokenError
+            if not is_conclusive(outcome):
+                raise _OtherFailureError
             return False
         return None if epoch_is_one_step(outcome) else True
 
     found, code = None, 0
-    with at_work(request), limited_memory(config.memory_gb):
+    with trial_session(request), limited_memory(config.memory_gb):
         try:
-            found = largest(fits, config.start, config.most, config.resolution)
+            found = search_largest(fits, config.start, config.most, config.resolution)
         except _StoppedError:
             code = request.stop.exit_code(UNSAVED)
-        except _BrokenError:
+        except _OtherFailureError:
             code = LaunchError.exit_code
     if found and not found.largest:
         code = LaunchError.exit_code
-    return _report(request, config, asked, made, found, load), code
+    return _report(request, config, base, outcomes, found, load), code
 
 
 class _StoppedError(Exception):
-    """Somebody asked the study to stop."""
+    """The study was asked to stop."""
 
 
-class _BrokenError(Exception):
-    """A run failed for another reason than memory: of larger and smaller ones nothing can be said."""
+class _OtherFailureError(Exception):
+    """A run failed for another reason than memory, so it is unknown whether its batch fits."""
 
 
 @contextlib.contextmanager
 def limited_memory(gigabytes: float | None) -> Iterator[None]:
-    """Processes that are started inside may have so much private memory each (RLIMIT_DATA: heaps and stacks, not the
-    code of libraries). A request for more fails as on a machine that has no more. None changes nothing."""
+    """Limits the private memory of each process that is started inside (RLIMIT_DATA: heaps and stacks, not the code of
+    libraries). An allocation beyond it fails as on a machine without more memory. None: no limit."""
     if gigabytes is None:
         yield
         return
@@ -144,68 +150,72 @@ def limited_memory(gigabytes: float | None) -> Iterator[None]:
 
 
 def _check(request: Request, config: BatchSizeConfig, machine: Hardware) -> Config:
-    asked, problems = resolved(request, request.overrides, machine)
-    if asked.device == "cpu" and config.memory_gb is None:
+    base_run = resolve_run(request.conf, request.overrides, machine)
+    base, problems = base_run.config, base_run.problems
+    if base.device == "cpu" and config.memory_gb is None:
         problems.append(
-            "study.memory_gb=null: without GPUs the whole machine would be the limit; give each process's share, as "
-            "study.memory_gb=2"
+            "study.memory_gb=null: without GPUs the limit would be the memory of the whole host; give a limit for each "
+            "process, for example study.memory_gb=2"
         )
-    if asked.strategy.name == "ordered":
-        problems.append("strategy=ordered: passes are virtual shards there; use strategy=ddp")
+    if base.strategy.name == "ordered":
+        problems.append("strategy=ordered: its micro-batches are virtual shards; use strategy=ddp")
     if not problems:
-        problems = resolved(request, _trial(request, config, asked, config.start).overrides, machine)[1]
+        problems = resolve_run(request.conf, _trial(request, config, base, config.start).overrides, machine).problems
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
-    return asked
+    return base
 
 
-def _global_batch(asked: Config, size: int) -> int:
-    return size * int(asked.launch.nproc_per_node) * asked.train.accumulation_steps
+def _global_batch(base: Config, size: int) -> int:
+    return size * int(base.launch.nproc_per_node) * base.train.accumulation_steps
 
 
-def _trial(request: Request, config: BatchSizeConfig, asked: Config, size: int) -> Trial:
-    overrides = [*request.overrides, f"train.global_batch_size={_global_batch(asked, size)}"]
-    overrides += [f"train.max_steps={config.steps}", f"train.log_every_steps={max(1, config.steps // 10)}", *QUIET]
-    within = f"_in_{config.memory_gb:g}_gb" if config.memory_gb else ""  # what does not fit there may fit into more
+def _trial(request: Request, config: BatchSizeConfig, base: Config, size: int) -> Trial:
+    overrides = [*request.overrides, f"train.global_batch_size={_global_batch(base, size)}"]
+    overrides += [f"train.max_steps={config.steps}", f"train.log_every_steps={max(1, config.steps // 10)}", *TRAIN_ONLY]
+    within = f"_in_{config.memory_gb:g}_gb" if config.memory_gb else ""  # a batch may fit with another limit
     return Trial(overrides, request.run_dir / "trials" / f"{size}_samples{within}" / "0")
 
 
 def _report(
     request: Request,
     config: BatchSizeConfig,
-    asked: Config,
-    made: dict[int, Outcome],
-    found: Searched | None,
+    base: Config,
+    outcomes: dict[int, Outcome],
+    found: SearchResult | None,
     load: float,
 ) -> Report:
     rows = []
-    speeds = {size: speed(outcome) for size, outcome in sorted(made.items()) if outcome.completed}
+    speeds = {
+        size: interval_samples_per_second(outcome) for size, outcome in sorted(outcomes.items()) if outcome.completed
+    }
     fastest = max(speeds, key=lambda size: speeds[size], default=None)
-    for size, outcome in sorted(made.items()):
-        said = "fits" if outcome.completed else outcome.reason
+    for size, outcome in sorted(outcomes.items()):
+        verdict = "fits" if outcome.completed else outcome.reason
         if outcome.reason.startswith(OUT_OF_MEMORY):
-            said = "out of memory"
+            verdict = "out of memory"
         marks = ["fastest" if found else "fastest so far"] * (size == fastest)
         marks += ["largest"] * (found is not None and size == found.largest)
-        said = ", ".join([said, *marks])
+        verdict = ", ".join([verdict, *marks])
         rate = speeds.get(size)
-        step = 1e3 * _global_batch(asked, size) / rate if rate else None
-        rows.append([size, _global_batch(asked, size), rate, step, said])
-    columns = ["batch of a process", "global batch", "samples/s", "step, ms", "verdict"]
-    limit = f"{config.memory_gb:g} GB of private memory a process" if config.memory_gb else "the memory of the GPUs"
-    note = f"{config.steps} steps each, in fresh processes; the limit is {limit}, on whichever rank it is met first. "
-    note += "The rate does not follow the batch: optimizer.lr_scaling makes it."
+        step = 1e3 * _global_batch(base, size) / rate if rate else None
+        rows.append([size, _global_batch(base, size), rate, step, verdict])
+    columns = ["micro-batch", "global batch", "samples/s", "step, ms", "verdict"]
+    limit = f"{config.memory_gb:g} GB of private memory per process" if config.memory_gb else "the memory of the GPUs"
+    note = f"{config.steps} steps each, in new processes. micro-batch: samples per process and pass. The limit is "
+    note += f"{limit}; one rank that exceeds it ends a run. The learning rate stays the same for all batches unless "
+    note += "optimizer.lr_scaling is set."
     if not found:
-        note += " The search did not come to its end: the same command goes on."
+        note += " The search is not complete: run the same command again to continue it."
     elif not found.limited:
-        note += " The search ended before memory did: at study.most, or at the size of the data set."
-    overrides = _trial(request, config, asked, fastest or config.start).overrides
+        note += " The search ended before memory ran out: at study.most, or at the size of the data set."
+    overrides = _trial(request, config, base, fastest or config.start).overrides
     plot = curves([Curve("samples/s", list(speeds), list(speeds.values()))],
-                  Axis("batch of a process", log=True), Axis("samples/s")) if speeds else ""  # fmt: skip
+                  Axis("micro-batch", log=True), Axis("samples/s")) if speeds else ""  # fmt: skip
     return Report(
         "Batch size",
-        "The largest batch that fits, by doubling and then halving the interval, and the fastest of those tried.",
+        "The largest batch that fits, found by doubling and bisection, and the fastest of those tried.",
         [Table("Batches", columns, rows, note), Plot("Speed", plot)],
-        facts(load),
-        [request.command, command_of(overrides)],
+        provenance(load),
+        [request.command, shell_command(overrides)],
     )

@@ -1,8 +1,8 @@
-"""What one rank of a very large run does on its host, measured without the others: planning, sampling, bookkeeping.
+"""Measures the work of one rank of a very large run on its host, without the others: planning, sampling, bookkeeping.
 
-`python -m ddp_train.study.dry_plan RANKS` builds the plan of rank 0 of so many, in a process group that only pretends
-to communicate (torch's `fake` backend: collectives return at once, with the memory that they would take), and prints
-the costs as JSON. What is measured is the host's part that may grow with the number of ranks, not the exchange.
+`python -m ddp_train.study.dry_plan RANKS` builds the plan of rank 0 of RANKS in a process group without communication
+(torch's `fake` backend: collectives return at once and allocate the memory that they would need), and prints the costs
+as JSON. It measures work on the host that may grow with the number of ranks, not the communication.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from ddp_train.task import RunningLoss
 SAMPLES, TEST_SAMPLES = 1_281_167, 50_000
 """ImageNet's."""
 BATCH = 32
-"""Samples of a rank in a step."""
+"""Samples per rank and step."""
 CHANNELS = 1_000
-"""Of batch norm: a mean and a variance each. ResNet-50 has 26,560, whose statistics are 1.7 GB from 4,096 ranks."""
+"""Channels of batch norm, each with a mean and a variance. ResNet-50 has 26,560: 1.7 GB from 4,096 ranks."""
 STEPS = 8
-"""Within one epoch, whose order is there already."""
+"""Fewer than an epoch has, whose order is cached."""
 REPEATS = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """Of one rank."""
+    """The cost of one operation on one rank."""
 
     what: str
     seconds: float
     bytes: int
-    """Held by the result."""
+    """Size of the result."""
 
 
 def measure(ranks: int) -> list[Cost]:
-    """The costs of rank 0 of so many. In a process without a process group."""
+    """The costs of rank 0 in a world of `ranks`. Must be called in a process without a process group."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     world = World(0, ranks, 0, min(ranks, 8))
@@ -63,7 +63,7 @@ def measure(ranks: int) -> list[Cost]:
 
 
 def _cost(what: str, work: Callable[[], Any], per: int = 1) -> Cost:
-    """The least of some repetitions: whatever else the machine does makes it longer."""
+    """The minimum of REPEATS runs, since other work on the machine only adds time. per: operations in one run."""
     seconds, result = [], None
     for _ in range(REPEATS):
         began = time.perf_counter()
@@ -91,7 +91,7 @@ def _mean_loss(plan: BatchPlan) -> float:
 
 
 def _gathered(module: nn.Module) -> torch.Tensor:
-    """What `hooks.Save` has on every rank while it saves."""
+    """The averaged buffers that `hooks.Save` holds on every rank while it saves."""
     with averaged_buffers(module) as buffers:
         return buffers
 

@@ -1,6 +1,6 @@
-"""The gradients of a run's first optimizer step, as the optimizer would see them, and what its model may stumble over.
+"""Records the gradients of a run's first step, as the optimizer gets them, and possible problems of its model.
 
-Attends a run of one step: everything before the optimizer is the run's own, its shares, its strategy and its precision.
+Used in a run of one step: micro-batches, strategy and precision are those of the run.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ FOLDER, GRADIENTS, FACTS = "probe", "gradients.safetensors", "model.json"
 
 
 class GradientProbe:
-    """Inside, the first optimizer step leaves its gradients in RUN_DIR/probe, written by one process.
+    """Inside, the first optimizer step writes its gradients to RUN_DIR/probe, from rank 0.
 
-    Dropout is off: its draws are keyed by process.
+    Switches dropout off: its random numbers depend on the process.
     """
 
     def __init__(self, job: Job, run_dir: Path, world: World) -> None:
@@ -56,10 +56,10 @@ class GradientProbe:
 
     def _look(self, model: nn.Module, given: tuple[Any, ...]) -> None:
         """Called before the first forward pass."""
-        self._forget()  # itself: the lint runs a copy of the model, hooks and all
+        self._forget()  # removes its own hook: the lint runs a copy of the model with all hooks
         biases = biases_before_norm(model, given[0])
         if biases is None:
-            self.facts["unseen"].append("biases before norm layers: the model does not run without values")
+            self.facts["unseen"].append("biases before norm layers: the model cannot run on the meta device")
         self.facts["bias_before_norm"] = biases or []
         norms = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)]
         self.handles = [
@@ -91,7 +91,7 @@ class GradientProbe:
             (self.folder / FACTS).write_text(json.dumps(self.facts) + "\n")
 
     def _differing(self, found: dict[str, Tensor]) -> list[str]:
-        """Parameters whose gradient is not the same on all processes, to the last bit. On all of them: a collective."""
+        """Parameters whose gradients are not bit for bit equal on all ranks. A collective: every rank must call it."""
         named = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
         device = named[0][1].device
         sums = [

@@ -12,35 +12,40 @@ from ddp_train.config.external_checks import unwritable
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, LaunchError
 from ddp_train.resilience.preemption import UNSAVED
-from ddp_train.study import tables
-from ddp_train.study.facts import load_at_start
+from ddp_train.study import variants_report
+from ddp_train.study.provenance import load_at_start
 from ddp_train.study.report import Report, show, write
-from ddp_train.study.request import Request, names_of, read_request
-from ddp_train.study.results import METRICS, middle
-from ddp_train.study.trials import Trial, at_work, completed, run
+from ddp_train.study.request import Request, read_request, study_names
+from ddp_train.study.results import METRICS, median
+from ddp_train.study.trials import Trial, completed_outcome, run, trial_session
 from ddp_train.study.variants import Study, Variant, merged, plan, trials_folder
 
 
 class Kind(Protocol):
-    """A module that makes studies of its kind: `kind: NAME` in conf/study/*.yaml is ddp_train/study/NAME.py."""
+    """The interface of a module for one kind of study: `kind: NAME` in conf/study/*.yaml is ddp_train/study/NAME.py."""
 
     def study(self, request: Request) -> tuple[Report, int]:
-        """Raises ConfigError before anything runs. Holds the run directory (`trials.at_work`, `trials.hold`). Returns
-        the report and the exit code."""
+        """Returns the report and the exit code. Locks the run directory (`trials.trial_session`, `lock_run_dir`).
+
+        Raises ConfigError before anything runs.
+        """
         ...
 
 
 def study(script: Path, conf: Path, overrides: list[str], world: World | None) -> int:
-    """Makes the study that the words ask for. Returns the exit code. Raises ConfigError before anything runs."""
+    """Runs the study that the overrides name, writes and prints its report. Returns the exit code.
+
+    Raises ConfigError before anything runs.
+    """
     if world:
-        raise ConfigError(["mode=study: starts its own processes; use python launch.py, not torchrun"])
+        raise ConfigError(["mode=study: a study starts its own processes; run it with python launch.py, not torchrun"])
     if {"-h", "--help"} & set(overrides):
         print(help_text(conf, overrides))
         return 0
     request = read_request(script, conf, overrides)
     kind = str(request.settings.get("kind", "variants"))
     make = _study_variants if kind == "variants" else importlib.import_module(f"ddp_train.study.{kind}").study
-    with request.held:
+    with request.resources:
         report, code = make(request)
         try:
             page = write(report, request.run_dir)
@@ -52,43 +57,43 @@ def study(script: Path, conf: Path, overrides: list[str], world: World | None) -
 
 
 def help_text(conf: Path, overrides: list[str]) -> str:
-    """The file of the study that is named, whose comments say what its keys mean; else what each study is."""
-    files = {name: (conf / "study" / f"{name}.yaml").read_text().strip() for name in names_of(conf)}
+    """The commented file of the study that is named; without a name, one line for each study."""
+    files = {name: (conf / "study" / f"{name}.yaml").read_text().strip() for name in study_names(conf)}
     for name, text in files.items():
         if f"study={name}" in overrides:
-            return f"study={name} is conf/study/{name}.yaml; each KEY in it is study.KEY=VALUE here.\n\n{text}"
+            return f"conf/study/{name}.yaml; change a KEY of it with study.KEY=VALUE\n\n{text}"
     lines = [f"study={name:<12} {text.splitlines()[0].lstrip('# ')}" for name, text in files.items()]
-    return "\n".join([*lines, "", "mode=study study=NAME --help shows the keys of one."])
+    return "\n".join([*lines, "", "mode=study study=NAME --help shows the keys of one study."])
 
 
 def _study_variants(request: Request) -> tuple[Report, int]:
-    """Runs every trial that is still to be run."""
-    asked, load = plan(request), load_at_start()
-    outcomes: tables.Outcomes = {}
-    with at_work(request):
-        _run_all(request, asked, outcomes)
-    code = 0 if _enough(asked, outcomes) else LaunchError.exit_code
+    """A study of named variants: runs every trial that is not completed yet."""
+    planned, load = plan(request), load_at_start()
+    outcomes: variants_report.Outcomes = {}
+    with trial_session(request):
+        _run_all(request, planned, outcomes)
+    code = 0 if _has_comparison(planned, outcomes) else LaunchError.exit_code
     code = request.stop.exit_code(UNSAVED) if request.stop.received else code
-    return tables.report(request, asked, outcomes, load), code
+    return variants_report.build_report(request, planned, outcomes, load), code
 
 
-def trial_of(request: Request, asked: Study, variant: Variant, repeat: int) -> Trial:
+def trial_of(request: Request, planned: Study, variant: Variant, repeat: int) -> Trial:
     """One run of a variant."""
-    seed = [f"seed={asked.first.seed + repeat}"] if asked.config.vary_seed else []
+    seed = [f"seed={planned.first.seed + repeat}"] if planned.config.vary_seed else []
     return Trial(merged(variant.overrides, seed), trials_folder(request.run_dir, variant) / str(repeat))
 
 
-def _run_all(request: Request, asked: Study, outcomes: tables.Outcomes) -> None:
-    """In rounds whose order alternates. A variant that failed is not tried again; what was completed before is kept."""
-    runnable = [variant for variant in asked.variants if not variant.reason]
-    console, metric = Console(highlight=False), METRICS[asked.config.metric]
+def _run_all(request: Request, planned: Study, outcomes: variants_report.Outcomes) -> None:
+    """Runs the trials in rounds of alternating order. Keeps completed ones; does not repeat a variant that failed."""
+    runnable = [variant for variant in planned.variants if not variant.reason]
+    console, metric = Console(highlight=False), METRICS[planned.config.metric]
     kept = {
-        (variant.name, repeat): completed(trial_of(request, asked, variant, repeat))
+        (variant.name, repeat): completed_outcome(trial_of(request, planned, variant, repeat))
         for variant in runnable
-        for repeat in range(asked.config.repeats)
-    }  # all of them first: trials of other settings are told before anything runs
-    number, total = 0, len(runnable) * asked.config.repeats
-    for repeat in range(asked.config.repeats):
+        for repeat in range(planned.config.repeats)
+    }  # all of them first: trials with other settings are an error before anything runs
+    number, total = 0, len(runnable) * planned.config.repeats
+    for repeat in range(planned.config.repeats):
         for variant in runnable if repeat % 2 == 0 else reversed(runnable):
             number += 1
             found = outcomes.setdefault(variant.name, [])
@@ -97,18 +102,18 @@ def _run_all(request: Request, asked: Study, outcomes: tables.Outcomes) -> None:
             name = f"trial {number}/{total}  {variant.name}, repeat {repeat + 1}"
             console.print(name, end="  ", markup=False, soft_wrap=True)
             before = kept[variant.name, repeat]
-            outcome = before or run(trial_of(request, asked, variant, repeat), request.script, request.stop)
+            outcome = before or run(trial_of(request, planned, variant, repeat), request.script, request.stop)
             if outcome is None:
-                console.print(f"stopped; go on with {request.command}", markup=False, soft_wrap=True)
+                console.print(f"stopped; continue with {request.command}", markup=False, soft_wrap=True)
                 return
             found.append(outcome)
-            value = middle(metric.of([outcome]))
-            said = outcome.reason or (f"{value:,.4g} {metric.label}" if value is not None else "completed")
-            took = "was there" if outcome is before else f"took {outcome.seconds:.0f} s"
-            console.print(f"{said}  ({took})", markup=False, soft_wrap=True)
+            value = median(metric.values([outcome]))
+            result = outcome.reason or (f"{value:,.4g} {metric.label}" if value is not None else "completed")
+            took = "from an earlier run" if outcome is before else f"took {outcome.seconds:.0f} s"
+            console.print(f"{result}  ({took})", markup=False, soft_wrap=True)
 
 
-def _enough(asked: Study, outcomes: tables.Outcomes) -> bool:
-    """Whether the baseline and, if there is one, another variant have a result."""
+def _has_comparison(planned: Study, outcomes: variants_report.Outcomes) -> bool:
+    """Whether the baseline has a result, and another variant if there is one."""
     done = {name for name, found in outcomes.items() if any(outcome.completed for outcome in found)}
-    return asked.baseline in done and len(done) >= min(2, len(asked.variants))
+    return planned.baseline in done and len(done) >= min(2, len(planned.variants))

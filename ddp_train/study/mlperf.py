@@ -1,18 +1,18 @@
-"""Published points that predictions are held against: ResNet-50 of MLPerf Training 3.0 on 8 to 768 H100.
+"""Published measurements to validate the cost model: ResNet-50 of MLPerf Training 3.0 on 8 to 768 H100.
 
 Each is read from the submitter's own log, NVIDIA/results/dgxh100*_ngc23.04_mxnet/resnet/result_0.txt in
 https://github.com/mlcommons/training_results_v3.0 (commit 9f08e30): global_batch_size, and samples per second over
-epochs after the first. With 64 hosts an epoch's own figure is not waited for, so its seconds are those from the first
+epochs after the first. With 64 hosts the log has no throughput of an epoch, so the seconds are those from the first
 epoch of a block to the evaluation after it (5,124,668 samples in 2.461, 2.460 and 2.453 s); with 1, 8 and 96 hosts it
-is the median of the log's throughputs. The batch of a GPU differs between them, and so does the time of its own step:
-that is taken as a line through the two smallest, and the two largest are the test.
+is the median of the log's throughputs. The batch per GPU differs between the points, and so does the step time of one
+GPU: a line through the two smallest points gives it, and the two largest points are the test.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ddp_train.study.costs import BACKWARD_SHARE, Cluster, Link, Step, alone, predict
+from ddp_train.study.cost_model import BACKWARD_SHARE, Cluster, Link, Step, predict, single_gpu_seconds
 
 SOURCE = "MLPerf Training 3.0, NVIDIA DGX H100, ResNet-50 v1.5, https://github.com/mlcommons/training_results_v3.0"
 PARAMETERS = 25_557_032
@@ -29,7 +29,7 @@ class Published:
 
     @property
     def batch(self) -> float:
-        """Samples of one GPU."""
+        """Samples per GPU."""
         return self.global_batch_size / self.gpus
 
     @property
@@ -56,7 +56,7 @@ DGX_H100 = Cluster(
 
 @dataclass(frozen=True)
 class Check:
-    """A published point beside what the model says. `error` is 0 by construction for those that it was fitted to."""
+    """A published point and its prediction. `error` is 0 by construction for the points of the fit."""
 
     point: Published
     predicted: float
@@ -64,14 +64,14 @@ class Check:
 
     @property
     def error(self) -> float:
-        """Of the predicted seconds, relative: above 0 the model is too pessimistic."""
+        """Relative error of the predicted seconds; above 0 the model is too pessimistic."""
         return self.predicted / self.point.step_seconds - 1
 
 
 def checks(cluster: Cluster = DGX_H100, backward_share: float = BACKWARD_SHARE) -> list[Check]:
-    """All points; two of them fit a GPU's own step (seconds that do not depend on its batch, and seconds a sample)."""
+    """All points. The first two fit the step of one GPU: fixed seconds, and seconds per sample."""
     few, more = POINTS[:2]
-    own = [alone(p.step_seconds, p.gpus, GRADIENT_BYTES, cluster, backward_share) for p in (few, more)]
+    own = [single_gpu_seconds(p.step_seconds, p.gpus, GRADIENT_BYTES, cluster, backward_share) for p in (few, more)]
     per_sample = (own[0] - own[1]) / (few.batch - more.batch)
     fixed = own[0] - per_sample * few.batch
     found = []

@@ -1,7 +1,7 @@
-"""Plots as SVG: no file, no network, colours that can be read on a dark page and on a light one.
+"""Plots as SVG text, with colours that can be read on dark and light pages.
 
-Text and axes have the colour of the text around them (`currentColor`). Without matplotlib every function returns "",
-and the report says what is missing.
+Text and axes take the colour of the surrounding text (`currentColor`). Without matplotlib every function returns "",
+and the report names the missing plots.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Any
 
 NEEDS = "matplotlib"
 COLOURS = ("#3b8ede", "#e08214", "#2fa36b", "#cf4f9b", "#8f7be0", "#b0713a", "#20a5b5", "#a3a026", "#d9534f", "#8a8f98")
-"""Contrast of 2.6 and more against white and against #14171c."""
+"""Contrast of at least 2.6 against white and against #14171c."""
 INK = "#010203"
-"""Stands for the colour of the text until the SVG is written: no data have it."""
+"""Placeholder for the text colour, replaced by currentColor in the SVG; no data has this colour."""
 MANY_DECADES = 500
-"""Largest value over smallest: more than that, and labels at 1, 2, 5, 10 ... run into each other."""
+"""Ratio of largest to smallest value from which labels at 1, 2, 5, 10 ... would overlap."""
 WIDTH_INCHES = 5.2
-"""At 9 points of text: a figure as wide as a phone has letters of 8 pixels."""
+"""With 9 point text, a figure as wide as a phone has letters of 8 pixels."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A line through (x, y), and a band from `low` to `high` around it where there are both."""
+    """A line through (x, y), with a band from `low` to `high` if both are given."""
 
     name: str
     x: Sequence[float]
@@ -38,19 +38,19 @@ class Curve:
 
 @dataclass(frozen=True)
 class Bar:
-    """A value, and a whisker from `low` to `high` where there are both. None: no value, only its name and `text`."""
+    """A value, with a whisker from `low` to `high` if both are given. value None: only the name and `text`."""
 
     name: str
     value: float | None
     low: float | None = None
     high: float | None = None
     text: str = ""
-    """Beside the bar, in place of its value."""
+    """Shown next to the bar instead of its value."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """What an axis shows, its unit included."""
+    """Label (with unit), scale and ticks of an axis."""
 
     label: str
     log: bool = False
@@ -58,7 +58,7 @@ class Axis:
 
 
 def curves(curves: Sequence[Curve], x: Axis, y: Axis) -> str:
-    """Lines over a common axis, with a legend; points are marked where there are few."""
+    """A line plot with a legend; with few points they are marked."""
 
     def paint(axes: Any) -> None:
         from matplotlib.ticker import LogLocator
@@ -91,7 +91,7 @@ def curves(curves: Sequence[Curve], x: Axis, y: Axis) -> str:
 
 
 def bars(bars: Sequence[Bar], x: Axis, baseline: float | None = None) -> str:
-    """Horizontal bars, the first on top. baseline: a value that all are compared with, marked by a line."""
+    """Horizontal bars, the first on top. baseline: a value marked by a dotted line."""
 
     def paint(axes: Any) -> None:
         reach = max((bar.high or bar.value or 0.0 for bar in bars), default=0.0) or 1.0
@@ -120,12 +120,12 @@ def bars(bars: Sequence[Bar], x: Axis, baseline: float | None = None) -> str:
 
 
 def available() -> bool:
-    """Whether there is something to draw with."""
+    """Whether matplotlib is installed."""
     return importlib.util.find_spec(NEEDS) is not None
 
 
 def _draw(height_inches: float, paint: Callable[[Any], None]) -> str:
-    """What `paint` puts on a pair of axes, as a bare <svg> element as wide as its frame: same input, same bytes."""
+    """An <svg> element, as wide as its frame, with what `paint` draws on a pair of axes. Same input, same bytes."""
     if not available():
         return ""
     import matplotlib
@@ -147,5 +147,5 @@ def _draw(height_inches: float, paint: Callable[[Any], None]) -> str:
     text = file.getvalue()
     text = text[text.index("<svg") :].replace(INK, "currentColor")
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = re.sub(r' id="[\w.]+_\d+"(?=>)', "", text)  # of groups (figure_1, text_3): nothing refers to them
+    text = re.sub(r' id="[\w.]+_\d+"(?=>)', "", text)  # ids of groups (figure_1, text_3), which nothing refers to
     return re.sub(r' width="[\d.]+pt"', ' width="100%"', re.sub(r' height="[\d.]+pt"', "", text, count=1), count=1)

@@ -1,7 +1,7 @@
-"""A report: tables and plots, the machine, the commands; as a page, as Markdown, CSV and JSON, and in the terminal.
+"""Reports of tables, plots, provenance and commands, written as HTML, Markdown, CSV and JSON, and to the terminal.
 
-A page is one file that loads nothing; it follows the dark or light scheme of its reader. Whatever text a run brings
-along (error messages, names) is escaped.
+The page is one file without external resources, in the dark or light scheme of its reader. All text that comes from
+runs (error messages, names) is escaped.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from ddp_train.study.plots import NEEDS
 HTML, MARKDOWN, CSV, JSON = "report.html", "report.md", "report.csv", "report.json"
 NOTHING = "-"
 TEXT_WIDTH = 14
-"""Letters in a line of a column of words, at least, on a narrow terminal."""
+"""Minimum width of a column of text on a narrow terminal, in characters."""
 DIGITS = 4
-"""Of the number in the middle of a column, a leading 0 included; the others have as many decimals."""
+"""Digits of the median of a column, a leading 0 included; the other numbers have as many decimals."""
 
 
 @dataclass
 class Table:
-    """Columns have their unit in their name. A cell is a number, text, true or false, or None, shown as "-"."""
+    """Column names include the unit. A cell is a number, text, a bool, or None, which is shown as "-"."""
 
     title: str
     columns: list[str]
@@ -46,7 +46,7 @@ class Table:
 
 @dataclass
 class Plot:
-    """`svg` is a whole <svg> element, or "" where it could not be drawn."""
+    """`svg` is an <svg> element, or "" if it could not be drawn."""
 
     title: str
     svg: str
@@ -55,7 +55,7 @@ class Plot:
 
 @dataclass
 class Report:
-    """facts: hardware, versions and whatever else a reader must know. commands: what makes each row again."""
+    """facts: hardware, versions and other provenance. commands: how to reproduce the rows."""
 
     title: str
     intro: str
@@ -69,19 +69,20 @@ class Report:
 
     @property
     def plots(self) -> list[Plot]:
-        """Those that could be drawn."""
+        """The plots that could be drawn."""
         return [section for section in self.sections if isinstance(section, Plot) and section.svg]
 
     @property
-    def told(self) -> dict[str, str]:
-        """The facts, and what is missing from this report."""
-        missing = [s.title for s in self.sections if isinstance(s, Plot) and not s.svg]
-        lost = {"Left out": f"{', '.join(missing)}: needs {NEEDS}; pip install {NEEDS}"} if missing else {}
-        return self.facts | lost
+    def all_facts(self) -> dict[str, str]:
+        """The facts, and the names of plots that could not be drawn."""
+        missing = [section.title for section in self.sections if isinstance(section, Plot) and not section.svg]
+        if not missing:
+            return self.facts
+        return self.facts | {"Missing plots": f"{', '.join(missing)}: needs {NEEDS}; pip install {NEEDS}"}
 
 
 def write(report: Report, directory: Path) -> Path:
-    """Writes report.html, report.md, report.csv and report.json, each whole or not at all. Returns the page's path.
+    """Writes report.html, report.md, report.csv and report.json, each atomically. Returns the path of report.html.
 
     Raises OSError if the directory cannot be written.
     """
@@ -99,28 +100,28 @@ def write(report: Report, directory: Path) -> Path:
 
 
 def show(report: Report, console: Console | None = None) -> None:
-    """The tables. In a terminal that is too narrow only the columns that fit; the report has all."""
+    """Prints the tables. On a narrow terminal only the columns that fit."""
     console = console or Console()
     for table in report.tables:
         count = len(table.columns)
-        drawn = _drawn(table, count)
+        drawn = _rich_table(table, count)
         while console.is_terminal and count > 2 and _width(drawn, console) > console.width:
             count -= 1
-            drawn = _drawn(table, count)
-        console.print(drawn, crop=False)  # in a file lines are as long as they are
+            drawn = _rich_table(table, count)
+        console.print(drawn, crop=False)  # lines in a file may have any length
         if table.note:
             console.print(Text(table.note, "dim"))
         if left_out := table.columns[count:]:
-            console.print(Text(f"In the report, or a wider terminal: {', '.join(left_out)}.", "dim"))
+            console.print(Text(f"Columns not shown here (see the report): {', '.join(left_out)}.", "dim"))
 
 
 def _width(drawn: RichTable, console: Console) -> int:
-    """Of its longest line: what cannot be folded makes it wider than the console."""
+    """Width of the longest line, which is wider than the console if a column cannot be folded."""
     return max(map(Segment.get_line_length, Segment.split_lines(console.render(drawn))))
 
 
-def _drawn(table: Table, count: int) -> RichTable:
-    """The first columns of a table."""
+def _rich_table(table: Table, count: int) -> RichTable:
+    """The first `count` columns of a table."""
     drawn = RichTable(title=Text(table.title, "bold"), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     rows, numeric = cells(table), _numeric(table)
     for place, (name, right) in enumerate(zip(table.columns[:count], numeric, strict=False)):
@@ -137,7 +138,7 @@ def _drawn(table: Table, count: int) -> RichTable:
 
 
 def cells(table: Table) -> list[list[str]]:
-    """What stands in each cell: the numbers of a column with the same decimals, as many as its median needs."""
+    """The text of each cell: all numbers of a column have the same decimals, as many as its median needs."""
     shown = [_column([row[place] for row in table.rows]) for place in range(len(table.columns))]
     return [list(row) for row in zip(*shown, strict=True)]
 
@@ -162,12 +163,14 @@ def _cell(value: Any, spec: str) -> str:
         rounded = format(value, spec)
         if value == 0:
             return "0"
-        return rounded if rounded.strip("-0.,") else f"{value:.1e}"  # too small for its column, and not nothing
+        return (
+            rounded if rounded.strip("-0.,") else f"{value:.1e}"
+        )  # too small for the decimals of its column, but not 0
     return str(value)
 
 
 def _numeric(table: Table) -> list[bool]:
-    """For each column whether it holds numbers: those are set to the right."""
+    """For each column whether it holds numbers, which are aligned to the right."""
     columns = [[row[place] for row in table.rows] for place in range(len(table.columns))]
     return [
         any(isinstance(value, int | float) for value in column)
@@ -180,49 +183,56 @@ def _numeric(table: Table) -> list[bool]:
 
 
 def as_json(report: Report) -> str:
-    """The numbers as they are; NaN, which JSON does not know, as null."""
+    """Unrounded numbers; NaN and infinity, which JSON does not have, are null."""
     content = {
         "title": report.title,
         "intro": report.intro,
-        "tables": [vars(table) | {"rows": [[_known(v) for v in row] for row in table.rows]} for table in report.tables],
+        "tables": [
+            vars(table) | {"rows": [[_finite_or_none(v) for v in row] for row in table.rows]} for table in report.tables
+        ],
         "plots": [{"title": plot.title, "caption": plot.caption} for plot in report.plots],
-        "facts": report.told,
+        "facts": report.all_facts,
         "commands": report.commands,
     }
     return json.dumps(content, indent=1, allow_nan=False, default=str) + "\n"
 
 
-def _known(value: Any) -> Any:
+def _finite_or_none(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def as_csv(report: Report) -> str:
-    """One header for all tables: the title of the table, then every column that any of them has."""
+    """All tables under one header: the title of the table, then every column that any table has."""
     columns = list(dict.fromkeys(name for table in report.tables for name in table.columns))
     file = io.StringIO()
     writer = csv.DictWriter(file, ["table", *columns])
     writer.writeheader()
     for table in report.tables:
         for row in table.rows:
-            values = {name: _plain(value) for name, value in zip(table.columns, row, strict=True)}
+            values = {name: _csv_value(value) for name, value in zip(table.columns, row, strict=True)}
             writer.writerow({"table": table.title} | values)
     return file.getvalue()
 
 
-def _plain(value: Any) -> Any:
-    """For a spreadsheet, which takes text that begins so for a formula."""
-    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@")) else _known(value)
+def _csv_value(value: Any) -> Any:
+    """Text that a spreadsheet would take for a formula gets a leading apostrophe."""
+    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@")) else _finite_or_none(value)
 
 
 def as_markdown(report: Report) -> str:
     """The tables, without the plots."""
-    lines = [f"# {_marked(report.title)}", "", *[_marked(line) for line in report.intro.splitlines()], ""]
+    lines = [
+        f"# {_escape_markdown(report.title)}",
+        "",
+        *[_escape_markdown(line) for line in report.intro.splitlines()],
+        "",
+    ]
     for table in report.tables:
-        lines += [f"## {_marked(table.title)}", "", _markdown_row(map(_marked, table.columns))]
+        lines += [f"## {_escape_markdown(table.title)}", "", _markdown_row(map(_escape_markdown, table.columns))]
         lines += [_markdown_row("---:" if right else "---" for right in _numeric(table))]
-        lines += [_markdown_row(map(_marked, row)) for row in cells(table)]
-        lines += ["", *([_marked(table.note), ""] if table.note else [])]
-    lines += [f"- {_marked(name)}: {_marked(value)}" for name, value in report.told.items()]
+        lines += [_markdown_row(map(_escape_markdown, row)) for row in cells(table)]
+        lines += ["", *([_escape_markdown(table.note), ""] if table.note else [])]
+    lines += [f"- {_escape_markdown(name)}: {_escape_markdown(value)}" for name, value in report.all_facts.items()]
     if report.commands:
         lines += ["", *(f"    {' '.join(command.split())}" for command in report.commands)]
     return "\n".join(lines) + "\n"
@@ -232,15 +242,15 @@ def _markdown_row(items: Any) -> str:
     return f"| {' | '.join(items)} |"
 
 
-def _marked(text: str) -> str:
-    """Text that Markdown shows as it is, on one line."""
+def _escape_markdown(text: str) -> str:
+    """Text on one line, with the characters escaped that have a meaning in Markdown."""
     flat = " ".join(text.split())
     flat = re.sub(r"([\\|<>*`\[\]])", r"\\\1", flat)
-    return re.sub(r"(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\_", flat)  # inside of words it marks nothing
+    return re.sub(r"(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\_", flat)  # inside words it has no meaning
 
 
 def as_page(report: Report) -> str:
-    """One page of HTML that loads nothing: tables first, then plots, the machine and the commands."""
+    """One HTML page without external resources: tables, plots, provenance, commands."""
     parts = [f"<h1>{html.escape(report.title)}</h1>"]
     parts += [
         f"<p>{html.escape(paragraph)}</p>" for paragraph in re.split(r"\n\s*\n", report.intro.strip()) if paragraph
@@ -248,8 +258,8 @@ def as_page(report: Report) -> str:
     parts += [_html_table(table) for table in report.tables]
     figures = [_html_figure(plot) for plot in report.plots]
     parts += ['<div class="plots">', *figures, "</div>"] if figures else []
-    facts = "".join(f"<dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd>" for k, v in report.told.items())
-    parts += [f"<h2>Where this was measured</h2><dl>{facts}</dl>"] if facts else []
+    facts = "".join(f"<dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd>" for k, v in report.all_facts.items())
+    parts += [f"<h2>Hardware and versions</h2><dl>{facts}</dl>"] if facts else []
     commands = html.escape("\n".join(report.commands))
     parts += [f"<h2>Commands</h2><pre tabindex=0>{commands}</pre>"] if commands else []
     return _PAGE.format(title=html.escape(report.title), style=_STYLE, body="\n".join(parts))
@@ -271,7 +281,7 @@ def _html_table(table: Table) -> str:
 
 
 def _heading(name: str) -> str:
-    """A column's name, whose unit stays beside its last word, and which is not broken at a hyphen."""
+    """A column's name with no line break before its unit or at a hyphen."""
     return html.escape(re.sub(r" (?=\S{1,2}$)", "\N{NO-BREAK SPACE}", name).replace("-", "\N{NON-BREAKING HYPHEN}"))
 
 

@@ -1,4 +1,4 @@
-"""What `mode=study` asks for: the study's file, what the command line changes in it, and the words for its runs."""
+"""A request for a study: its file, the changes of the command line to it, and the overrides for its runs."""
 
 from __future__ import annotations
 
@@ -11,83 +11,92 @@ from typing import Any
 
 import yaml
 
+from ddp_train.config.auto import resolve
 from ddp_train.config.bind import bind_fields
-from ddp_train.config.overrides import read_overrides
-from ddp_train.config.validate import section_rules
-from ddp_train.distributed.environment import new_run_id
+from ddp_train.config.hardware import Hardware, detect_hardware
+from ddp_train.config.overrides import read_config, read_overrides
+from ddp_train.config.schema import Config
+from ddp_train.config.validate import check, check_rules, section_rules
+from ddp_train.distributed.environment import new_run_id, visible_devices
 from ddp_train.errors import ConfigError
 from ddp_train.launcher.local import StopRequests
 from ddp_train.text import did_you_mean
 
-OURS = ("mode", "study", "run_dir", "name")
-"""Words about the study itself; all others go to its runs."""
+STUDY_KEYS = ("mode", "study", "run_dir", "name")
+"""Keys on the command line that concern the study itself; all others are overrides for its runs."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """A study to be made: its settings are those of its file, with the command line's `study.KEY=VALUE` in them."""
+    """A study to run. settings: its file with the `study.KEY=VALUE` of the command line applied."""
 
     name: str
     settings: dict[str, Any]
     overrides: list[str]
-    """Overrides for every run."""
+    """For every run."""
     run_dir: Path
     script: Path
     conf: Path
-    asked: list[str]
+    argv: list[str]
     """The whole command line."""
     stop: StopRequests = field(default_factory=StopRequests)
-    held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-    """What is given back when the study is over: the lock of `run_dir`."""
+    resources: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    """Released at the end of the study: the lock of `run_dir`."""
 
     @property
     def command(self) -> str:
-        """What makes this report again, or goes on with it."""
-        given = [word for word in self.asked if not word.startswith("run_dir=")]
-        return command_of([*given, f"run_dir={self.run_dir}"])
+        """The command that repeats this study, or continues it."""
+        given = [override for override in self.argv if not override.startswith("run_dir=")]
+        return shell_command([*given, f"run_dir={self.run_dir}"])
 
 
-def command_of(overrides: list[str]) -> str:
-    """A command line to be pasted into a shell."""
+def shell_command(overrides: list[str]) -> str:
+    """A command line, quoted for a shell."""
     return shlex.join(["python", "launch.py", *overrides])
 
 
-def key_of(word: str) -> str:
+def key_of(override: str) -> str:
     """The key or group of an override."""
-    return word.lstrip("+~").partition("=")[0]
+    return override.lstrip("+~").partition("=")[0]
 
 
 def read_request(script: Path, conf: Path, overrides: list[str]) -> Request:
-    """Raises ConfigError for what can be seen without composing a run."""
-    names = names_of(conf)
-    flags = [f"{word}: mode=study takes no flag but --help; leave it out" for word in overrides if word.startswith("-")]
-    given: dict[str, str] = {key_of(word): word.partition("=")[2] for word in overrides if not word.startswith("-")}
+    """Parses the command line. Raises ConfigError for every mistake that shows without composing a run."""
+    names = study_names(conf)
+    flags = [
+        f"{override}: mode=study takes no flag but --help; leave it out"
+        for override in overrides
+        if override.startswith("-")
+    ]
+    given: dict[str, str] = {
+        key_of(override): override.partition("=")[2] for override in overrides if not override.startswith("-")
+    }
     name = given.get("study", "")
     if not name:
-        flags.append(f"mode=study: which one? add study={names[0]}, or one of {', '.join(names[1:])}")
+        flags.append(f"mode=study: needs the name of a study; add study={names[0]}, or one of {', '.join(names[1:])}")
     elif name not in names:
         flags.append(f"study={name}: must be one of {', '.join(names)}{did_you_mean(name, names)}")
     if flags:
         raise ConfigError(flags)
     settings = yaml.safe_load((conf / "study" / f"{name}.yaml").read_text())
-    changes = [word for word in overrides if key_of(word).startswith("study.")]
-    problems = [problem for word in changes for problem in _change(settings, word)]
-    for_runs = [word for word in overrides if key_of(word) not in OURS and word not in changes]
+    changes = [override for override in overrides if key_of(override).startswith("study.")]
+    problems = [problem for override in changes for problem in _apply_override(settings, override)]
+    for_runs = [override for override in overrides if key_of(override) not in STUDY_KEYS and override not in changes]
     problems += read_overrides(conf, for_runs).problems
-    settings = _filled(settings, settings, problems)
+    settings = _interpolated(settings, settings, problems)
     if problems:
         raise ConfigError(problems)
     folder = given.get("run_dir") or f"runs/{given.get('name', 'study')}/{name}_{new_run_id(None)}"
     return Request(name, settings, for_runs, Path(folder), script, conf, overrides)
 
 
-def names_of(conf: Path) -> list[str]:
-    """The studies that there are."""
+def study_names(conf: Path) -> list[str]:
+    """The names of the files in conf/study."""
     return sorted(path.stem for path in (conf / "study").glob("*.yaml"))
 
 
-def settings_as(schema: type, settings: dict[str, Any]) -> Any:
-    """The settings bound to a dataclass whose fields are made by `config.schema.key`. Raises ConfigError."""
+def bind_settings(schema: type, settings: dict[str, Any]) -> Any:
+    """Binds the settings to a dataclass whose fields are made by `config.schema.key`. Raises ConfigError."""
     problems: list[str] = []
     bound = bind_fields(schema, "study.", settings, problems)
     problems = problems or section_rules(bound, "study.")
@@ -96,34 +105,65 @@ def settings_as(schema: type, settings: dict[str, Any]) -> Any:
     return bound
 
 
-def _change(settings: dict[str, Any], word: str) -> list[str]:
-    """Puts the value of `study.KEY.KEY=VALUE` where it belongs. Returns what is wrong with it."""
+@dataclass(frozen=True)
+class ResolvedRun:
+    """The config of a run, resolved for this machine if it is valid. Its problems: invalid keys or values, and what
+    makes a valid config unsuited to this machine."""
+
+    config: Config
+    invalid: list[str]
+    unsuited: list[str]
+
+    @property
+    def problems(self) -> list[str]:
+        return self.invalid + self.unsuited
+
+
+def resolve_run(conf: Path, overrides: list[str], hardware: Hardware) -> ResolvedRun:
+    """Composes, resolves and checks the config of a run."""
+    config, invalid = read_config(conf, read_overrides(conf, overrides))
+    invalid = invalid or check_rules(config)
+    if invalid:
+        return ResolvedRun(config, invalid, [])
+    resolved = resolve(config, hardware, None)
+    return ResolvedRun(resolved, [], check(config, resolved, hardware, None))
+
+
+def this_hardware() -> Hardware:
+    """The cores and visible GPUs of this host."""
+    return detect_hardware(visible_devices())
+
+
+def _apply_override(settings: dict[str, Any], override: str) -> list[str]:
+    """Applies `study.KEY.KEY=VALUE` to the settings. Returns the problems."""
     try:
-        value = yaml.safe_load(word.partition("=")[2])
+        value = yaml.safe_load(override.partition("=")[2])
     except yaml.YAMLError:
-        return [f"{word}: not a value in YAML; for example '{key_of(word)}=[optimizer.lr=1,seed=2]'"]
-    *path, last = key_of(word).split(".")[1:]
+        return [
+            f"{override}: the value is not valid YAML; quote it, as in '{key_of(override)}=[optimizer.lr=1,seed=2]'"
+        ]
+    *path, last = key_of(override).split(".")[1:]
     place = settings
     for part in path:
         place = place.setdefault(part, {})
         if not isinstance(place, dict):
-            return [f"{word}: study.{part} holds no keys of its own"]
+            return [f"{override}: study.{part} is a value without keys of its own; use study.{part}=VALUE"]
     place[last] = value
     return []
 
 
-def _filled(value: Any, settings: dict[str, Any], problems: list[str]) -> Any:
-    """`${study.KEY}` replaced by that setting, in all texts."""
+def _interpolated(value: Any, settings: dict[str, Any], problems: list[str]) -> Any:
+    """Replaces `${study.KEY}` by that setting in all strings."""
     if isinstance(value, dict):
-        return {name: _filled(item, settings, problems) for name, item in value.items()}
+        return {name: _interpolated(item, settings, problems) for name, item in value.items()}
     if isinstance(value, list):
-        return [_filled(item, settings, problems) for item in value]
+        return [_interpolated(item, settings, problems) for item in value]
     if not isinstance(value, str):
         return value
 
     def found(match: re.Match[str]) -> str:
         if match[1] not in settings:
-            problems.append(f"{match[0]}: the study has no such key")
+            problems.append(f"{match[0]}: the study has no key of that name")
         return str(settings.get(match[1]))
 
     return re.sub(r"\$\{study\.(\w+)\}", found, value)

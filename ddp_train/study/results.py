@@ -1,4 +1,4 @@
-"""Numbers from run directories: of a run, over the repeats of a variant, and whether two variants differ."""
+"""Statistics of runs: metrics of one run, medians over repeats, and whether two variants differ."""
 
 from __future__ import annotations
 
@@ -15,51 +15,57 @@ from safetensors.numpy import load_file
 from ddp_train.study.trials import Outcome
 
 LEAST_RUNS = 3
-"""Of each of two variants, before anything is said about their difference."""
+"""Fewest runs of each of two variants for a verdict about their difference."""
 
 
 @dataclass(frozen=True)
 class Metric:
-    """What variants are compared by. read: from an outcome; factor: from what it is to what a reader is shown."""
+    """A metric to compare variants by. read: its value for one run, None if the run has none."""
 
     label: str
     read: Callable[[Outcome], float | None]
     lower_is_better: bool = True
     is_time: bool = False
-    """Ratios of it are speed-ups; of the others, differences are told."""
+    """Times are compared by ratio (speed-up), other metrics by difference."""
 
-    def of(self, outcomes: Sequence[Outcome]) -> list[float]:
-        """The values of the runs that have one."""
+    def values(self, outcomes: Sequence[Outcome]) -> list[float]:
+        """The values of the completed runs that have one."""
         found = (self.read(outcome) for outcome in outcomes if outcome.completed)
         return [value for value in found if value is not None and math.isfinite(value)]
 
     def gain(self, before: float, after: float) -> float:
-        """How many times as fast, or by how much better it is than before."""
+        """The speed-up, or by how much `after` is better than `before`."""
         if self.is_time:
             return before / after if self.lower_is_better else after / before
         return before - after if self.lower_is_better else after - before
 
 
 def epoch_seconds(outcome: Outcome) -> float | None:
-    """The median epoch, without the first where there are several: it has warm-up, compilation and recording in it."""
+    """Median time of an epoch, without the first if there are several: it includes warm-up, compilation, capture."""
     seconds = outcome.summary.get("epoch_seconds") or []
     return statistics.median(seconds[1:] or seconds) if seconds else None
 
 
 def first_epoch(outcome: Outcome) -> float | None:
-    """The first epoch of several."""
+    """Time of the first epoch if there are several."""
     seconds = outcome.summary.get("epoch_seconds") or []
     return seconds[0] if len(seconds) > 1 else None
 
 
 def samples_per_second(outcome: Outcome) -> float | None:
-    """By the median epoch as `epoch_seconds` has it."""
+    """From the median epoch of `epoch_seconds`."""
     seconds, epochs = epoch_seconds(outcome), len(outcome.summary.get("epoch_seconds") or [])
     return outcome.summary["samples_seen"] / epochs / seconds if seconds else None
 
 
+def interval_samples_per_second(outcome: Outcome) -> float:
+    """Samples per second: the median over the logging intervals, without the first two (warm-up)."""
+    lines = [line["samples_per_second"] for line in outcome.metrics if line["kind"] == "train"]
+    return statistics.median(lines[2:] or lines)
+
+
 def accuracy(outcome: Outcome) -> float | None:
-    """In percent."""
+    """Test accuracy in percent."""
     found = (outcome.summary.get("test") or {}).get("accuracy")
     return None if found is None else 100 * found
 
@@ -77,39 +83,40 @@ METRICS: dict[str, Metric] = {
 }
 
 
-def middle(values: Sequence[float]) -> float | None:
-    """The median, or None of nothing."""
+def median(values: Sequence[float]) -> float | None:
+    """The median; None for no values."""
     return statistics.median(values) if values else None
 
 
-def by_chance(runs: int, others: int) -> float:
-    """How often two samples of one distribution lie wholly apart, one way or the other: 2 / C(n + m, n)."""
+def false_positive_rate(runs: int, others: int) -> float:
+    """Probability that all values of one of two samples from the same distribution exceed all of the other:
+    2 / C(n + m, n)."""
     return 2 / math.comb(runs + others, runs)
 
 
 def verdict(metric: Metric, base: Sequence[float], mine: Sequence[float]) -> str:
-    """Whether two variants differ: only if every run of one is better than every run of the other."""
+    """Two variants differ only if every run of one is better than every run of the other."""
     if not base or not mine:
         return ""
     if min(len(base), len(mine)) < LEAST_RUNS:
-        return "too few runs to tell"
-    overrides = ("faster", "slower") if metric.is_time else ("better", "worse")
+        return "too few runs"
+    better, worse = ("faster", "slower") if metric.is_time else ("better", "worse")
     if max(mine) < min(base):
-        return overrides[0 if metric.lower_is_better else 1]
+        return better if metric.lower_is_better else worse
     if min(mine) > max(base):
-        return overrides[1 if metric.lower_is_better else 0]
+        return worse if metric.lower_is_better else better
     return "no effect within the noise"
 
 
 def losses(outcome: Outcome) -> dict[int, float]:
-    """The training loss by optimizer step, as metrics.jsonl has it."""
+    """The training loss by optimizer step, from metrics.jsonl."""
     return {
         line["step"]: line["loss"] for line in outcome.metrics if line["kind"] == "train" and line["loss"] is not None
     }
 
 
 def largest_difference(one: dict[int, float], other: dict[int, float]) -> float | None:
-    """Of two curves, at the steps that both have."""
+    """Largest absolute difference of two curves at the steps that both have; None without such steps."""
     return max((abs(one[step] - other[step]) for step in one.keys() & other.keys()), default=None)
 
 
@@ -120,7 +127,7 @@ def weights(run_dir: Path) -> dict[str, Any] | None:
 
 
 def largest_weight_difference(one: Path, other: Path) -> float | None:
-    """Between the weights that two runs ended with; None where they have other shapes, or are gone."""
+    """Largest absolute difference of the final weights; None if shapes differ or a checkpoint is missing."""
     mine, theirs = weights(one), weights(other)
     if not mine or not theirs or {n: w.shape for n, w in mine.items()} != {n: w.shape for n, w in theirs.items()}:
         return None

@@ -1,4 +1,4 @@
-"""`study=scaling`: 1, 2, 4 ... processes, weak and strong: efficiency, where a step's time goes, a verdict in words."""
+"""`study=scaling`: weak and strong scaling over 1, 2, 4 ... processes: efficiency, step breakdown, bottleneck."""
 
 from __future__ import annotations
 
@@ -11,59 +11,56 @@ from typing import Any, Union
 
 import numpy as np
 
-from ddp_train.config.auto import resolve
-from ddp_train.config.hardware import Hardware, detect_hardware
-from ddp_train.config.overrides import read_config, read_overrides
-from ddp_train.config.schema import Config, key
-from ddp_train.config.validate import check, check_rules
-from ddp_train.distributed.environment import visible_devices
+from ddp_train.config.hardware import Hardware
+from ddp_train.config.schema import key
 from ddp_train.errors import ConfigError, LaunchError
 from ddp_train.resilience.preemption import UNSAVED
-from ddp_train.study.facts import facts, load_at_start
 from ddp_train.study.plots import Axis, Curve, curves
+from ddp_train.study.provenance import load_at_start, provenance
 from ddp_train.study.report import Plot, Report, Table
-from ddp_train.study.request import Request, command_of, key_of, settings_as
-from ddp_train.study.trials import Outcome, Trial, at_work, made
+from ddp_train.study.request import Request, bind_settings, key_of, resolve_run, shell_command, this_hardware
+from ddp_train.study.results import interval_samples_per_second
+from ddp_train.study.trials import TRAIN_ONLY, Outcome, Trial, run_or_load, trial_session
 from ddp_train.text import counted
 
 PARTS = ("data", "compute", "exposed", "host")
-"""As `step_times` writes them."""
-MUCH = 0.1
-"""Of a step: what takes more is told."""
+"""Names of the parts in the files of `step_times`."""
+SIGNIFICANT_SHARE = 0.1
+"""Fraction of a step from which a part is reported as a bottleneck."""
 THREADS = "launch.threads_per_process"
 STEP_TIMES = "ddp_train.study.step_times.StepTimes"
-NEVER = 1_000_000_000
-QUIET = (f"train.evaluate_every_epochs={NEVER}", f"checkpoint.every_steps={NEVER}", f"train.epochs={NEVER}")
-"""Nothing happens beside training."""
 
 
 @dataclass
 class ScalingConfig:
     """conf/study/scaling.yaml."""
 
-    kind: str = key("scaling", "what makes this study", choices=("scaling",))
+    kind: str = key("scaling", "the kind of study", choices=("scaling",))
     processes: Union[int, str] = key(
-        "auto", "the most; auto: one per GPU, one per core without", at_least=1, overrides=("auto",)
+        "auto",
+        "largest number of processes; auto: one per GPU, or one per core without GPUs",
+        at_least=1,
+        overrides=("auto",),
     )
-    steps: int = key(60, "of each run", at_least=20)
-    repeats: int = key(1, "runs of each kind", at_least=1)
+    steps: int = key(60, "optimizer steps of each run", at_least=20)
+    repeats: int = key(1, "runs of each number of processes and batch", at_least=1)
 
 
 @dataclass(frozen=True)
-class Split:
-    """Seconds of a step, by where they went: means over ranks and over the middle half of the steps."""
+class StepBreakdown:
+    """Seconds of a step by part: means over ranks and over the middle half of the steps."""
 
     data: float
     compute: float
     exchange: float
-    """What the rank that came last waited for: the exchange that the backward pass did not hide."""
+    """Gradient exchange that does not overlap with the backward pass: the wait of the last rank."""
     waiting: float
-    """For slower ranks, before the exchange."""
+    """For slower ranks, before the exchange begins."""
     host: float
     slowest: int
-    """The rank that came last most often."""
+    """The rank that was last most often."""
     slowest_share: float
-    """Of the steps, in which it did."""
+    """Fraction of the steps in which it was last."""
     gpu_waits_for_host: float | None
 
     @property
@@ -71,13 +68,13 @@ class Split:
         return self.data + self.compute + self.exchange + self.waiting + self.host
 
 
-def split_of(run_dir: Path) -> Split:
-    """What the ranks of a run with `hooks=[ddp_train.study.step_times.StepTimes]` wrote down."""
+def read_breakdown(run_dir: Path) -> StepBreakdown:
+    """The breakdown from the files of all ranks of a run with `hooks=[ddp_train.study.step_times.StepTimes]`."""
     files = sorted(run_dir.glob("probe/step_times_rank_*.json"), key=lambda path: int(path.stem.rpartition("_")[2]))
     ranks = [json.loads(path.read_text()) for path in files]
     seconds = np.array([[[step[part] for part in PARTS] for step in rank["steps"]] for rank in ranks])
-    seconds = seconds[:, seconds.shape[1] // 4 :]  # warm-up: kernels are chosen, buckets laid out, memory taken
-    # One process's step is as long as another's, since they wait for each other: the steps are sorted as a whole.
+    seconds = seconds[:, seconds.shape[1] // 4 :]  # warm-up: choice of kernels, layout of buckets, allocation
+    # All ranks have steps of the same length, since they wait for each other: sort by the mean over ranks.
     order = seconds.sum(2).mean(0).argsort()
     cut = len(order) // 4
     kept = seconds[:, order[cut : len(order) - cut]]
@@ -86,7 +83,7 @@ def split_of(run_dir: Path) -> Split:
     data, compute, _, host = kept.mean((0, 1))
     last = np.bincount(exposed.argmin(0), minlength=len(ranks))
     shares = [rank["gpu_waits_for_host"] for rank in ranks if rank["gpu_waits_for_host"] is not None]
-    return Split(
+    return StepBreakdown(
         data=float(data),
         compute=float(compute),
         exchange=float(exchange.mean()),
@@ -98,34 +95,38 @@ def split_of(run_dir: Path) -> Split:
     )
 
 
-def verdict(split: Split, processes: int, cores: int | None) -> str:
-    """What holds a run back, and the keys that may help. cores: of a host without GPUs."""
+def verdict(split: StepBreakdown, processes: int, cores: int | None) -> str:
+    """The bottlenecks of a run, and the keys that may help. cores: of a host without GPUs, else None."""
     share = {part: getattr(split, part) / split.step for part in ("data", "exchange", "waiting", "host")}
-    overrides = {
-        "data": "data-bound: raise tuning.num_workers, or hold the data on the device (data.placement=device)",
-        "exchange": "communication-bound: more samples a process (train.global_batch_size, train.accumulation_steps), "
-        "or fewer bytes (strategy.comm_hook=bf16)",
-        "waiting": _uneven(split, processes, cores),
-        "host": "host-bound: log less often (train.log_every_steps); look for work between the steps",
+    advice = {
+        "data": "data-bound: raise tuning.num_workers, or keep the data on the device (data.placement=device)",
+        "exchange": "communication-bound: use more samples per process (train.global_batch_size, "
+        "train.accumulation_steps), or send fewer bytes (strategy.comm_hook=bf16)",
+        "waiting": _imbalance(split, processes, cores),
+        "host": "host-bound: log less often (train.log_every_steps), or find the work between the steps",
     }
-    found = [f"{overrides[part]} ({100 * share[part]:.0f} % of a step)" for part in sorted(share, key=lambda p:
-    -share[p]) if share[part] > MUCH]  # fmt: skip
+    by_share = sorted(share, key=lambda part: -share[part])
+    found = [
+        f"{advice[part]} ({100 * share[part]:.0f} % of a step)" for part in by_share if share[part] > SIGNIFICANT_SHARE
+    ]
     if split.gpu_waits_for_host is not None and split.gpu_waits_for_host > 0.5:
         found.append(
-            "launch-bound: the GPU waits for its host's launches; tuning.cuda_graph=true or tuning.compile=true"
+            "launch-bound: the GPU waits for kernel launches; try tuning.cuda_graph=true or tuning.compile=true"
         )
-    if not found and sum(share.values()) > MUCH:
-        parts = sorted((part for part in share if share[part] >= 0.01), key=lambda part: -share[part])
-        return "compute-bound; lost in small parts: " + ", ".join(f"{part} {100 * share[part]:.0f} %" for part in parts)
-    return "; ".join(found) or "compute-bound: little is lost"
+    if not found and sum(share.values()) > SIGNIFICANT_SHARE:
+        parts = [f"{part} {100 * share[part]:.0f} %" for part in by_share if share[part] >= 0.01]
+        return f"compute-bound; smaller parts: {', '.join(parts)}"
+    return "; ".join(found) or "compute-bound: little overhead"
 
 
-def _uneven(split: Split, processes: int, cores: int | None) -> str:
+def _imbalance(split: StepBreakdown, processes: int, cores: int | None) -> str:
     if cores is not None and processes > cores:
-        return f"uneven: {processes} processes share {counted(cores, 'core')}, and wait for each other"
+        return f"imbalanced: {processes} processes share {counted(cores, 'core')} and wait for each other"
     if split.slowest_share > max(0.6, 1.5 / processes):
-        return f"uneven: the others wait for rank {split.slowest}; look at its GPU, its data and what else runs there"
-    return "uneven: now one rank is late, now another; look for other work on this machine"
+        return (
+            f"imbalanced: the others wait for rank {split.slowest}; check its GPU, its data and other processes there"
+        )
+    return "imbalanced: different ranks are late; check for other work on this machine"
 
 
 # --- the study --------------------------------------------------------------------------------------------------------
@@ -137,18 +138,18 @@ class Cell:
 
     processes: int
     batch: int
-    ways: tuple[str, ...]
-    """weak, strong or both: where they meet."""
+    modes: tuple[str, ...]
+    """weak, strong, or both if they coincide."""
 
 
 def study(request: Request) -> tuple[Report, int]:
-    """Raises ConfigError before anything runs."""
-    config: ScalingConfig = settings_as(ScalingConfig, request.settings)
-    machine, load = detect_hardware(visible_devices()), load_at_start()
+    """Runs all cells. Returns the report and the exit code. Raises ConfigError before anything runs."""
+    config: ScalingConfig = bind_settings(ScalingConfig, request.settings)
+    machine, load = this_hardware(), load_at_start()
     cells = _cells(request, config, machine)
     done: dict[Cell, list[Outcome]] = {}
     splits: dict[Cell, Outcome] = {}
-    with at_work(request):
+    with trial_session(request):
         for repeat in range(config.repeats):
             for cell in cells if repeat % 2 == 0 else reversed(cells):
                 outcome = _made(request, _trial(request, config, machine, cell, str(repeat)))
@@ -166,32 +167,32 @@ def study(request: Request) -> tuple[Report, int]:
 
 def _made(request: Request, trial: Trial) -> Outcome | None:
     name = f"trial {trial.run_dir.parent.name}/{trial.run_dir.name}"
-    return made(request, trial, name, lambda outcome: f"{speed(outcome):,.0f} samples/s")
+    return run_or_load(request, trial, name, lambda outcome: f"{interval_samples_per_second(outcome):,.0f} samples/s")
 
 
-def _most(config: ScalingConfig, machine: Hardware) -> int:
+def _max_processes(config: ScalingConfig, machine: Hardware) -> int:
     return int(config.processes) if config.processes != "auto" else machine.gpus or machine.cpus
 
 
 def _trial(request: Request, config: ScalingConfig, machine: Hardware, cell: Cell, name: str) -> Trial:
-    """Without GPUs each process has as many threads in every run, else a single one would have the whole machine."""
+    """Without GPUs each process has the same number of threads in every run, else one process would use all cores."""
     overrides = [*request.overrides, f"launch.nproc_per_node={cell.processes}", f"train.global_batch_size={cell.batch}"]
-    overrides += [f"train.max_steps={config.steps}", f"train.log_every_steps={max(1, config.steps // 10)}", *QUIET]
-    if not machine.gpus and not any(key_of(word) == THREADS for word in overrides):
-        overrides.append(f"{THREADS}={max(1, machine.cpus // _most(config, machine))}")
+    overrides += [f"train.max_steps={config.steps}", f"train.log_every_steps={max(1, config.steps // 10)}", *TRAIN_ONLY]
+    if not machine.gpus and not any(key_of(override) == THREADS for override in overrides):
+        overrides.append(f"{THREADS}={max(1, machine.cpus // _max_processes(config, machine))}")
     if name == "split":
         overrides += [f"hooks=[{STEP_TIMES}]"]
     return Trial(overrides, request.run_dir / "trials" / f"{cell.processes}_x_{cell.batch // cell.processes}" / name)
 
 
 def _cells(request: Request, config: ScalingConfig, machine: Hardware) -> list[Cell]:
-    """Raises ConfigError if one of them cannot run, with all that is wrong."""
-    asked = resolved(request, request.overrides, machine)[0]
-    most = _most(config, machine)
+    """The runs to make. Raises ConfigError with all problems if one of them cannot run."""
+    base = resolve_run(request.conf, request.overrides, machine).config
+    most = _max_processes(config, machine)
     numbers = [2**power for power in range(most.bit_length()) if 2**power < most] + [most]
-    batch, problems = asked.train.global_batch_size, []
-    if not asked.strategy.has_process_group:
-        problems.append(f"strategy={asked.strategy.name}: runs in one process; study=scaling needs strategy=ddp")
+    batch, problems = base.train.global_batch_size, []
+    if not base.strategy.has_process_group:
+        problems.append(f"strategy={base.strategy.name}: runs in one process; study=scaling needs strategy=ddp")
     if batch % most:
         problems.append(f"train.global_batch_size={batch}: cannot be split over {most} processes; use "
                         f"train.global_batch_size={-(-batch // most) * most}")  # fmt: skip
@@ -199,29 +200,14 @@ def _cells(request: Request, config: ScalingConfig, machine: Hardware) -> list[C
     for number in numbers:
         cells.setdefault((number, batch // most * number), []).append("weak")
         cells.setdefault((number, batch), []).append("strong")
-    found = [Cell(number, size, tuple(ways)) for (number, size), ways in cells.items()]
+    found = [Cell(number, size, tuple(modes)) for (number, size), modes in cells.items()]
     for cell in found if not problems else []:
         for name in ("0", "split"):
-            problems += resolved(request, _trial(request, config, machine, cell, name).overrides, machine)[1]
+            trial = _trial(request, config, machine, cell, name)
+            problems += resolve_run(request.conf, trial.overrides, machine).problems
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return found
-
-
-def resolved(request: Request, overrides: Sequence[str], machine: Hardware) -> tuple[Config, list[str]]:
-    """The config of a run as this machine would run it, and all that is wrong with it."""
-    config, problems = read_config(request.conf, read_overrides(request.conf, list(overrides)))
-    problems = problems or check_rules(config)
-    if problems:
-        return config, problems
-    found = resolve(config, machine, None)
-    return found, check(config, found, machine, None)
-
-
-def speed(outcome: Outcome) -> float:
-    """Samples a second: the median of the logging intervals, without the first two, in which all is warmed up."""
-    lines = [line["samples_per_second"] for line in outcome.metrics if line["kind"] == "train"]
-    return statistics.median(lines[2:] or lines)
 
 
 def _report(
@@ -234,7 +220,7 @@ def _report(
     load: float,
 ) -> Report:
     speeds = {
-        cell: statistics.median(speed(outcome) for outcome in found if outcome.completed)
+        cell: statistics.median(interval_samples_per_second(outcome) for outcome in found if outcome.completed)
         for cell, found in done.items()
         if any(outcome.completed for outcome in found)
     }
@@ -245,24 +231,24 @@ def _report(
     overrides = _trial(request, config, machine, cells[-1], "split").overrides
     return Report(
         "Scaling",
-        f"{config.steps} steps on 1 to {cells[-1].processes} processes. Weak: as many samples for each process; "
-        "strong: the same global batch on all. At 100 % every process is as fast as one alone.",
+        f"{config.steps} steps on 1 to {cells[-1].processes} processes. Weak scaling: the same batch for each process; "
+        "strong scaling: the same global batch. At 100 % efficiency each process is as fast as a single one.",
         sections,
-        facts(load),
-        [request.command, command_of(overrides)],
+        provenance(load),
+        [request.command, shell_command(overrides)],
     )
 
 
 def _efficiency(way: str, cells: Sequence[Cell], speeds: dict[Cell, float], done: dict[Cell, list[Outcome]]) -> Table:
     rows: list[list[Any]] = []
-    single = next((speeds.get(cell) for cell in cells if way in cell.ways and cell.processes == 1), None)
-    for cell in (cell for cell in cells if way in cell.ways):
+    single = next((speeds.get(cell) for cell in cells if way in cell.modes and cell.processes == 1), None)
+    for cell in (cell for cell in cells if way in cell.modes):
         found = speeds.get(cell)
         gain = found / single if found and single else None
         failed = next((outcome.reason for outcome in done.get(cell, []) if not outcome.completed), "")
         percent = 100 * gain / cell.processes if gain else None
         rows.append([cell.processes, cell.batch, cell.batch // cell.processes, found, gain, percent, failed])
-    columns = ["processes", "global batch", "batch of a process", "samples/s", "speed-up", "efficiency, %", "failed"]
+    columns = ["processes", "global batch", "batch per process", "samples/s", "speed-up", "efficiency, %", "failed"]
     if not any(row[-1] for row in rows):
         columns, rows = columns[:-1], [row[:-1] for row in rows]
     return Table(f"{way.capitalize()} scaling", columns, rows)
@@ -273,28 +259,29 @@ def _splits(cells: Sequence[Cell], splits: dict[Cell, Outcome], cores: int | Non
     for cell in cells:
         outcome = splits.get(cell)
         if outcome and outcome.completed:
-            split = split_of(outcome.run_dir)
+            split = read_breakdown(outcome.run_dir)
             parts = (split.step, split.compute, split.exchange, split.waiting, split.data, split.host)
-            said = verdict(split, cell.processes, cores)
+            result = verdict(split, cell.processes, cores)
         else:
-            parts, said = (None,) * 6, outcome.reason if outcome else "not run"
+            parts, result = (None,) * 6, outcome.reason if outcome else "not run"
         numbers = [1e3 * part if part is not None else None for part in parts]
-        rows.append([cell.processes, cell.batch // cell.processes, *numbers, said])
-    columns = ["processes", "batch of a process", "step, ms", "compute, ms", "exchange, ms"]
+        rows.append([cell.processes, cell.batch // cell.processes, *numbers, result])
+    columns = ["processes", "batch per process", "step, ms", "compute, ms", "exchange, ms"]
     columns += ["waiting, ms", "data, ms", "host, ms", "verdict"]
     note = (
-        f"Separate runs with hooks=[{STEP_TIMES}]: without CUDA graphs, which have no parts, so they may be slower. "
-        "Means over ranks and over the middle half of the steps, the first quarter left out. compute: forward and "
-        "backward pass and optimizer; what the forward pass exchanges (buffers, batch norm over all processes) counts "
-        "as compute. exchange: what the backward pass does not hide; waiting: for a slower rank, before it."
+        f"From separate runs with hooks=[{STEP_TIMES}], without CUDA graphs, whose steps cannot be split, so they may be
+         " "slower. Means over ranks and over the middle half of the steps; the first quarter is left out. compute: "
+        "forward pass, backward pass and optimizer, including communication in the forward pass (buffers, batch norm "
+        "over all processes). exchange: gradient exchange that does not overlap with the backward pass. waiting: for a "
+        "slower rank, before the exchange. host: from the end of a step to the request for the next batch."
     )
-    return Table("Where a step's time goes", columns, rows, note)
+    return Table("Step breakdown", columns, rows, note)
 
 
 def _plot(cells: Sequence[Cell], speeds: dict[Cell, float]) -> Plot:
     lines = []
     for way in ("weak", "strong"):
-        known = [cell for cell in cells if way in cell.ways and cell in speeds]
+        known = [cell for cell in cells if way in cell.modes and cell in speeds]
         if known and known[0].processes == 1:
             values = [100 * speeds[cell] / speeds[known[0]] / cell.processes for cell in known]
             lines.append(Curve(way, [cell.processes for cell in known], values))

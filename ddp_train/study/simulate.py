@@ -1,4 +1,4 @@
-"""`study=simulate`: how a measured step would scale, to any number of GPUs; and what 4,096 ranks cost each host."""
+"""`study=simulate`: predicts how a measured step scales to any number of GPUs; measures the host work of a rank."""
 
 from __future__ import annotations
 
@@ -19,40 +19,40 @@ from ddp_train.distributed.environment import environment
 from ddp_train.errors import ConfigError
 from ddp_train.linux import end_with_parent
 from ddp_train.study import mlperf
-from ddp_train.study.costs import BACKWARD_SHARE, Cluster, Link, Prediction, Step, predict
-from ddp_train.study.facts import facts
+from ddp_train.study.cost_model import BACKWARD_SHARE, Cluster, Link, Prediction, Step, predict
 from ddp_train.study.plots import Axis, Curve, curves
+from ddp_train.study.provenance import provenance
 from ddp_train.study.report import Plot, Report, Table
-from ddp_train.study.request import Request, settings_as
-from ddp_train.study.trials import hold
+from ddp_train.study.request import Request, bind_settings
+from ddp_train.study.trials import lock_run_dir
 
 DRY_PLAN = "ddp_train.study.dry_plan"
 RANKS = (1, 64, 4096)
 LOG_EVERY_STEPS = 50
-"""train.log_every_steps, in the dry plan."""
+"""Logging interval in the dry plan."""
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-"""Of batch norm: buffers, which stand among the weights of a checkpoint and have no gradient."""
+"""Buffers of batch norm, which are stored with the weights of a checkpoint but have no gradient."""
 
 
 @dataclass
 class SimulateConfig:
-    """conf/study/simulate.yaml. Times in microseconds, speeds in GB/s, as vendors and nccl-tests tell them."""
+    """conf/study/simulate.yaml. Latencies in microseconds and bandwidths in GB/s, as in data sheets and nccl-tests."""
 
-    kind: str = key("simulate", "what makes this study", choices=("simulate",))
-    from_run: str | None = key(None, "run directory of one process, whose step is measured from its metrics")
-    step_ms: float | None = key(None, "in place of from_run: a step of one GPU", above=0)
-    deviation_ms: float = key(0.0, "beside step_ms: standard deviation from step to step", at_least=0)
-    gradient_mb: float | None = key(None, "beside step_ms: the gradients of a step, in 10^6 bytes", above=0)
-    backward_share: float = key(BACKWARD_SHARE, "of a step", above=0, below=1)
-    bucket_cap_mb: float = key(25.0, "strategy.bucket_cap_mb", above=0)
+    kind: str = key("simulate", "the kind of study", choices=("simulate",))
+    from_run: str | None = key(None, "run directory of a run with one process, whose metrics give the step time")
+    step_ms: float | None = key(None, "instead of from_run: step time of one GPU, in ms", above=0)
+    deviation_ms: float = key(0.0, "with step_ms: standard deviation of the step time, in ms", at_least=0)
+    gradient_mb: float | None = key(None, "with step_ms: size of the gradients, in 10^6 bytes", above=0)
+    backward_share: float = key(BACKWARD_SHARE, "fraction of a step that the backward pass takes", above=0, below=1)
+    bucket_cap_mb: float = key(25.0, "size of DDP's buckets, in MiB, as strategy.bucket_cap_mb", above=0)
     gpus: list[int] = key([1, 2, 4, 8, 16, 64, 256, 1024, 4096], "numbers of GPUs to predict")
-    gpus_per_host: int = key(8, "as it says", at_least=1)
+    gpus_per_host: int = key(8, "GPUs in each host", at_least=1)
     inside_gb_per_second: float = key(332.0, "bus bandwidth of an all-reduce inside a host", above=0)
     inside_microseconds: float = key(3.4, "latency of a message inside a host", at_least=0)
-    between_gb_per_second: float = key(50.0, "of the network, for each GPU", above=0)
+    between_gb_per_second: float = key(50.0, "network bandwidth between hosts for each GPU", above=0)
     between_microseconds: float = key(14.0, "latency of a message between hosts", at_least=0)
-    call_microseconds: float = key(8.4, "of a collective, whatever its size", at_least=0)
-    dry_plan: bool = key(True, "measure what rank 0 of 1, 64 and 4,096 ranks does on its host")
+    call_microseconds: float = key(8.4, "fixed cost of a collective", at_least=0)
+    dry_plan: bool = key(True, "measure the host work of rank 0 in worlds of 1, 64 and 4,096 ranks")
 
     def cluster(self) -> Cluster:
         inside = Link(self.inside_microseconds * 1e-6, self.inside_gb_per_second * 1e9)
@@ -61,11 +61,16 @@ class SimulateConfig:
 
 
 def study(request: Request) -> tuple[Report, int]:
-    """Predicts; nothing is trained. Raises ConfigError if there is no measured step to start from."""
-    config: SimulateConfig = settings_as(SimulateConfig, request.settings)
-    problems = [f"{word}: study=simulate starts no run; leave it out" for word in request.overrides]
+    """Predicts without training. Returns the report and the exit code. Raises ConfigError without a measured step."""
+    config: SimulateConfig = bind_settings(SimulateConfig, request.settings)
+    problems = [
+        f"{override}: study=simulate trains nothing, so it has no effect; leave it out"
+        for override in request.overrides
+    ]
     if (config.from_run is None) == (config.step_ms is None or config.gradient_mb is None):
-        problems.append("study.from_run=null: give it, or study.step_ms and study.gradient_mb; not both")
+        problems.append(
+            "study.from_run=null: give either study.from_run=RUN_DIR, or study.step_ms and study.gradient_mb"
+        )
     if not config.gpus or min(config.gpus) < 1:
         problems.append(f"study.gpus={config.gpus}: must be numbers of at least 1")
     if problems:
@@ -75,7 +80,7 @@ def study(request: Request) -> tuple[Report, int]:
     else:
         seconds, spread = 1e-3 * (config.step_ms or 0.0), 1e-3 * config.deviation_ms
         step = Step(seconds, 1e6 * (config.gradient_mb or 0.0), config.backward_share, spread)
-    hold(request)
+    lock_run_dir(request)
     return report(step, config, request), 0
 
 
@@ -89,27 +94,30 @@ def measured_step(run_dir: Path) -> Step:
         summary = json.loads((run_dir / "summary.json").read_text())
         lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     except (OSError, ValueError) as error:
-        raise ConfigError([f"study.from_run={run_dir}: no completed run, {error}; name the run_dir of one"]) from None
+        raise ConfigError(
+            [f"study.from_run={run_dir}: not a completed run ({error}); use the run_dir of a completed run"]
+        ) from None
     if summary["world_size"] != 1:
-        what = f"a run of {summary['world_size']} processes, whose steps hold the exchange"
-        raise ConfigError([f"study.from_run={run_dir}: {what}; measure one with launch.nproc_per_node=1"])
+        what = f"a run of {summary['world_size']} processes, whose steps include communication"
+        raise ConfigError([f"study.from_run={run_dir}: {what}; use a run with launch.nproc_per_node=1"])
     intervals = whole_intervals(lines, summary["global_batch_size"])
     if len(intervals) < 3:
-        few = f"{len(intervals)} logging intervals of whole batches after the first one are too few"
-        remedy = "let it run longer, or lower train.log_every_steps"
+        few = f"{len(intervals)} logging intervals of whole batches after the first, at least 3 are needed"
+        remedy = "use a longer run, or a lower train.log_every_steps"
         raise ConfigError([f"study.from_run={run_dir}: {few}; {remedy}"])
     seconds = statistics.median(mean for _, mean in intervals)
     return Step(seconds, gradient_bytes(run_dir), deviation_seconds=deviation(intervals))
 
 
 def whole_intervals(lines: Sequence[dict[str, Any]], batch: int) -> list[tuple[int, float]]:
-    """Steps and mean seconds of a step, of each logging interval but the first in which all batches were whole.
+    """(number of steps, mean seconds of a step) of each logging interval in which all batches were whole, except the
+    first interval.
 
-    lines: those of metrics.jsonl. An interval ends at an epoch's end too, so that they differ in length.
+    lines: of metrics.jsonl. Intervals differ in length, since they also end at the end of an epoch.
     """
-    told = [line for line in lines if line["kind"] == "train"]
+    train_lines = [line for line in lines if line["kind"] == "train"]
     found = []
-    for before, line in itertools.pairwise(told):
+    for before, line in itertools.pairwise(train_lines):
         steps = line["step"] - before["step"]
         if line["samples_seen"] - before["samples_seen"] == steps * batch:
             found.append((steps, batch / line["samples_per_second"]))
@@ -117,20 +125,22 @@ def whole_intervals(lines: Sequence[dict[str, Any]], batch: int) -> list[tuple[i
 
 
 def deviation(intervals: Sequence[tuple[int, float]]) -> float:
-    """The standard deviation of one step: the mean of k of them has a k-th of its variance."""
+    """The standard deviation of one step, from means over k steps, whose variance is 1 / k of that of a step."""
     steps = sum(count for count, _ in intervals)
     mean = sum(count * seconds for count, seconds in intervals) / steps
     return math.sqrt(sum(count * (seconds - mean) ** 2 for count, seconds in intervals) / (len(intervals) - 1))
 
 
 def gradient_bytes(run_dir: Path) -> float:
-    """Of one step: the bytes of all parameters in the newest checkpoint's header (safetensors: its length, then JSON).
+    """Bytes of all parameters, from the header of the newest checkpoint (safetensors: its length, then JSON).
 
     Raises ConfigError if there is no checkpoint.
     """
     weights = sorted(run_dir.glob("checkpoints/step_????????/model.safetensors"))
     if not weights:
-        raise ConfigError([f"study.from_run={run_dir}: no checkpoint to know the size of the model by; keep one"])
+        raise ConfigError(
+            [f"study.from_run={run_dir}: no checkpoint, from which the size of the model is read; keep one"]
+        )
     with weights[-1].open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         header: dict[str, Any] = json.loads(file.read(length))
@@ -140,17 +150,17 @@ def gradient_bytes(run_dir: Path) -> float:
 
 
 def report(step: Step, config: SimulateConfig, request: Request) -> Report:
-    """The tables: predictions, the check against MLPerf, and (in fresh processes) the dry plan."""
+    """The report: predictions, validation against MLPerf, and the dry plan, which is measured in new processes."""
     sections: list[Table | Plot] = [predictions(step, config), published()]
     if config.dry_plan:
         sections.append(dry_plans(request.script.parent))
     return Report(
         "Predicted scaling",
-        f"One GPU takes {1e3 * step.seconds:.4g} ms for a step, give or take {1e3 * step.deviation_seconds:.2g} ms, "
-        f"and its gradients are {step.gradient_bytes / 1e6:.4g} MB. Each further GPU brings as many samples (weak "
-        "scaling).",
+        f"A step on one GPU takes {1e3 * step.seconds:.4g} ms (standard deviation "
+        f"{1e3 * step.deviation_seconds:.2g} ms), its gradients have {step.gradient_bytes / 1e6:.4g} MB. Weak scaling: "
+        "every GPU has the same number of samples.",
         [*sections, _plot(step, config)],
-        facts(),
+        provenance(),
         [request.command],
     )
 
@@ -161,7 +171,7 @@ def _predicted(step: Step, config: SimulateConfig) -> list[Prediction]:
 
 
 def predictions(step: Step, config: SimulateConfig) -> Table:
-    """A row for each number of GPUs."""
+    """The predicted steps, a row for each number of GPUs."""
     columns = ["GPUs", "hosts", "step, ms", "efficiency, %", "exchange, ms", "exposed, ms", "waiting, ms"]
     rows = []
     for found in _predicted(step, config):
@@ -169,16 +179,17 @@ def predictions(step: Step, config: SimulateConfig) -> Table:
         parts = [1e3 * part for part in (found.exchange, found.exposed, found.waiting)]
         rows.append([found.gpus, hosts, 1e3 * found.seconds, 100 * step.seconds / found.seconds, *parts])
     note = (
-        "A ring inside each host, between hosts the faster of ring and trees, in DDP's buckets; exposed: what the "
-        "backward pass does not hide. Waiting, for the slowest rank: delays are taken as independent and exponential. "
-        "Not predicted: data that come too late, other work on the network, a GPU that is always slower."
+        "exchange: all-reduce in DDP's buckets, by a ring inside each host and the faster of ring and trees between "
+        "hosts. exposed: the part of it that does not overlap with the backward pass. waiting: for the slowest rank, "
+        "assuming independent exponential delays. Not modelled: slow data loading, other traffic on the network, a GPU "
+        "that is always slower."
     )
     return Table("Predicted", columns, rows, note)
 
 
 def published() -> Table:
-    """The same model of costs beside what was published."""
-    columns = ["GPUs", "batch of a GPU", "published step, ms", "predicted, ms", "error, %", "used for"]
+    """The cost model compared with published measurements."""
+    columns = ["GPUs", "batch per GPU", "published step, ms", "predicted, ms", "error, %", "used for"]
     rows = []
     for check in mlperf.checks():
         seconds = (1e3 * check.point.step_seconds, 1e3 * check.predicted)
@@ -187,18 +198,18 @@ def published() -> Table:
             [check.point.gpus, round(check.point.batch), *seconds, None if check.fitted else 100 * check.error, use]
         )
     note = (
-        f"{mlperf.SOURCE}: throughputs of the submitter's logs. The batch of a GPU differs, so that its own step is a "
-        "line through the first two points; the others are the test. No spread of steps is published: waiting for the "
-        "slowest is left out."
+        f"{mlperf.SOURCE}: throughputs from the submitter's logs. The batch per GPU differs, so the step time of one "
+        "GPU is a line through the first two points; the others are the test. Waiting for the slowest rank is left "
+        "out, since no deviation of steps is published."
     )
-    return Table("The model of costs against MLPerf", columns, rows, note)
+    return Table("Cost model compared with MLPerf", columns, rows, note)
 
 
 def dry_plans(folder: Path, ranks: Sequence[int] = RANKS) -> Table:
-    """What rank 0 does on its host, each number of ranks in a fresh process. folder: that of this package."""
-    columns = ["ranks", "order of an epoch, ms", "shares of a step, us", "of a step, bytes", "of an evaluation, us"]
-    columns += ["loss at a logging interval, ms", "checkpoint, group norm, us", "checkpoint, batch norm, ms"]
-    columns += ["checkpoint, batch norm, MB", "failed"]
+    """Measures the host work of rank 0 for each number of ranks, in new processes. folder: where this package lies."""
+    columns = ["ranks", "order of an epoch, ms", "micro-batches of a step, us", "of a step, bytes"]
+    columns += ["of an evaluation, us", "loss at a logging interval, ms", "checkpoint, group norm, us"]
+    columns += ["checkpoint, batch norm, ms", "checkpoint, batch norm, MB", "failed"]
     rows: list[list[Any]] = []
     for count in ranks:
         ran = subprocess.run(
@@ -211,23 +222,23 @@ def dry_plans(folder: Path, ranks: Sequence[int] = RANKS) -> Table:
             preexec_fn=end_with_parent,  # safe: this process has one thread
         )
         if ran.returncode:
-            said = ran.stderr.strip().splitlines()[-1:]
-            reason = "; ".join([f"exit code {ran.returncode}", *said])
+            last_line = ran.stderr.strip().splitlines()[-1:]
+            reason = "; ".join([f"exit code {ran.returncode}", *last_line])
             rows.append([count, *[None] * (len(columns) - 2), reason])
             continue
-        order, shares, evaluation, loss, group_norm, batch_norm = json.loads(ran.stdout)
-        rows.append([count, 1e3 * order["seconds"], 1e6 * shares["seconds"], shares["bytes"]])
+        order, micro_batches, evaluation, loss, group_norm, batch_norm = json.loads(ran.stdout)
+        rows.append([count, 1e3 * order["seconds"], 1e6 * micro_batches["seconds"], micro_batches["bytes"]])
         rows[-1] += [1e6 * evaluation["seconds"], 1e3 * loss["seconds"]]
         rows[-1] += [1e6 * group_norm["seconds"], 1e3 * batch_norm["seconds"], batch_norm["bytes"] / 1e6, ""]
     if not any(row[-1] for row in rows):
         columns, rows = columns[:-1], [row[:-1] for row in rows]
     note = (
-        "On rank 0: ImageNet, 32 samples a rank and step, torch's fake process group, so that the exchanges themselves "
-        "cost nothing. Shares do not depend on the number of ranks. What is gathered from all ranks does: the losses "
-        f"of the {LOG_EVERY_STEPS} steps of a logging interval, and at a checkpoint each rank's statistics of batch "
-        "norm (here of 1,000 channels; ResNet-50 has 26,560)."
+        "On rank 0: ImageNet, 32 samples per rank and step, torch's fake process group, in which communication takes "
+        "no time. The cost of micro-batches does not depend on the number of ranks. That of data gathered from all "
+        f"ranks does: the losses of the {LOG_EVERY_STEPS} steps of a logging interval, and at a checkpoint the "
+        "statistics of batch norm (here of 1,000 channels; ResNet-50 has 26,560)."
     )
-    return Table("Planning and bookkeeping", columns, rows, note)
+    return Table("Host work of rank 0", columns, rows, note)
 
 
 def _plot(step: Step, config: SimulateConfig) -> Plot:
@@ -237,4 +248,4 @@ def _plot(step: Step, config: SimulateConfig) -> Plot:
         alone = [100 * step.seconds / (one.seconds - one.waiting) for one in found]
         lines.append(Curve("without waiting for the slowest", config.gpus, alone, dashed=True))
     svg = curves(lines, Axis("GPUs", log=True), Axis("efficiency, %"))
-    return Plot("Efficiency", svg, "100 %: every GPU is as fast as one alone.")
+    return Plot("Efficiency", svg, "100 %: every GPU is as fast as a single one.")

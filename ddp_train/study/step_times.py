@@ -1,13 +1,13 @@
-"""Where the time of a step goes, measured in the run itself: the loop's collaborators are wrapped, it knows nothing.
+"""Times the parts of each training step by wrapping the batches and the stepper of a job; the loop is unchanged.
 
     asked          got                              ready              exchanged       stepped           asked
       |-- data wait --|-- forward, backward (compute) --|-- exposed exchange --|-- optimizer --|-- host ------|
 
-`ready`: the last gradient of this process is there (a hook on each parameter, which torch calls before DDP's own);
-`exchanged`: the backward pass has returned, for which DDP waits until all buckets are. Between them a process waits
-for the exchange, and for processes that are slower: the least wait of all ranks is the exchange, the rest is waiting.
-On GPUs the same marks are CUDA events in the stream of training: no step waits for them, and a part in which the GPU
-runs dry (launches that come too late) counts where it happens.
+`ready`: the last gradient of this process is complete (a hook on each parameter, which torch calls before DDP's own);
+`exchanged`: the backward pass has returned, which with DDP is when all buckets are exchanged. Between them a process
+waits for the exchange and for slower processes: the shortest wait of all ranks is the exchange, the rest is waiting.
+On GPUs the marks are CUDA events in the training stream: no step waits for them, and time in which the GPU is idle
+(late launches) counts for the part in which it occurs.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from ddp_train.training.loop import Job
 FOLDER = "probe"
 PARTS = ("data", "compute", "exposed", "host")
 Mark = Any
-"""A moment: seconds on the CPU, an event on a GPU."""
+"""A point in time: seconds on the CPU, an event on a GPU."""
 
 
 class StepTimes:
-    """Inside, every step of a job is timed; at the end RUN_DIR/probe/step_times_rank_#.json has the seconds of each."""
+    """Inside, times every step of a job; at the end writes their seconds to RUN_DIR/probe/step_times_rank_#.json."""
 
     def __init__(self, job: Job, run_dir: Path, world: World) -> None:
         self.job, self.path = job, run_dir / FOLDER / f"step_times_rank_{world.rank}.json"
         self.on_gpu = next(job.module.parameters()).is_cuda
         self.steps: list[list[tuple[str, Mark]]] = [[]]
-        """For each step its marks: the name of what ends there, and the moment."""
+        """The marks of each step: the name of the part that ends there, and the time."""
         self.ready: Mark = None
         self.behind = 0
-        """Steps at whose end the GPU had done all that was asked of it: it waits for the host."""
+        """Number of steps at whose end the GPU had finished all launched work: it waits for the host."""
         self.gradients = self.gradients_before = 0
-        """That came in the backward pass that is going on, and in the one before."""
+        """Number of gradients in the current and in the previous backward pass."""
 
     def __enter__(self) -> StepTimes:
         job = self.job
@@ -66,7 +66,7 @@ class StepTimes:
             return
         if self.on_gpu:
             torch.cuda.synchronize()
-        pairs = itertools.pairwise(self.steps)  # the last step has no next one, at which the host's part would end
+        pairs = itertools.pairwise(self.steps)  # the host part of the last step has no end
         content = {
             "steps": [self._seconds(marks, after[0][1]) for marks, after in pairs if marks and after],
             "gpu_waits_for_host": self.behind / len(self.steps) if self.on_gpu else None,
@@ -75,17 +75,17 @@ class StepTimes:
         self.path.write_text(json.dumps(content) + "\n")
 
     def mark(self, part: str) -> None:
-        """What went on until now was this part."""
+        """Ends a part now."""
         self.steps[-1].append((part, self._now()))
 
     def backward_ends(self) -> None:
-        if self.ready is not None:  # none of the parameters of a model that is frozen
+        if self.ready is not None:  # None if no parameter has a gradient
             self.steps[-1].append(("compute", self.ready))
         self.mark("exposed")
         self.ready, self.gradients_before, self.gradients = None, self.gradients, 0
 
     def step_ends(self) -> None:
-        """`exchanged` lies before the optimizer's launches: a GPU that is past it already has nothing left to do."""
+        """`exchanged` was recorded before the optimizer's launches: if the GPU is already past it, it is idle."""
         if self.on_gpu:
             self.behind += self.steps[-1][-1][1].query()
         self.mark("compute")
@@ -93,7 +93,7 @@ class StepTimes:
 
     def _note(self, _: Tensor) -> None:
         self.gradients += 1
-        if self.gradients >= self.gradients_before:  # only the last one counts: an event costs some microseconds
+        if self.gradients >= self.gradients_before:  # only the last one is recorded: an event costs some microseconds
             self.ready = self._now()
 
     def _now(self) -> Mark:
@@ -104,7 +104,7 @@ class StepTimes:
         return event
 
     def _seconds(self, marks: list[tuple[str, Mark]], end: Mark) -> dict[str, float]:
-        """The first mark is where the step begins. From the last one to the next step the host is at work."""
+        """The seconds of each part. The first mark starts the step; the host part lasts until the next step."""
         found: dict[str, float] = dict.fromkeys(PARTS, 0.0)
         for (_, before), (part, after) in zip(marks, [*marks[1:], ("host", end)], strict=True):
             found[part] += before.elapsed_time(after) / 1e3 if self.on_gpu else after - before
@@ -112,7 +112,7 @@ class StepTimes:
 
 
 class _TimedBatches:
-    """The batches of a job. The wait for one begins when the loop asks for it."""
+    """The batches of a job; the data part begins when the loop asks for a batch."""
 
     def __init__(self, batches: Iterable[Batch], times: StepTimes) -> None:
         self.batches, self.times = batches, times
@@ -129,7 +129,7 @@ class _TimedBatches:
 
 
 class _TimedStepper:
-    """A Stepper. All but the two methods of the loop are its own."""
+    """A Stepper whose two methods that the loop calls are timed."""
 
     def __init__(self, stepper: Stepper, times: StepTimes) -> None:
         self.stepper, self.times = stepper, times

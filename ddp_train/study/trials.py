@@ -1,4 +1,4 @@
-"""Runs of the ordinary launcher, one after the other, each a command of its own; and what they left behind."""
+"""Trials: runs of the ordinary launcher, each a command of its own, one after the other; and their results."""
 
 from __future__ import annotations
 
@@ -24,25 +24,28 @@ from ddp_train.linux import adopting_orphans, end_with_parent
 from ddp_train.resilience import run_lock
 from ddp_train.resilience.failure_report import FILE as FAILURE
 from ddp_train.resilience.failure_report import SUMMARY, write_json
-from ddp_train.study.facts import conditions
+from ddp_train.study.provenance import conditions
 from ddp_train.study.request import Request
 
 POLL_SECONDS = 0.05
 PATIENCE_SECONDS = 20.0
-"""From the request to stop to SIGKILL, for a run whose study was stopped."""
+"""From SIGTERM to SIGKILL for the running trial when the study is stopped."""
 REASON_LETTERS = 200
+NEVER = 1_000_000_000
+TRAIN_ONLY = (f"train.evaluate_every_epochs={NEVER}", f"checkpoint.every_steps={NEVER}", f"train.epochs={NEVER}")
+"""Overrides of a run without evaluation and checkpoints; train.max_steps ends it."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One run: its words, without `run_dir`, and its folder; beside that lie its output and how it ended."""
+    """One run: its overrides without `run_dir`, and its folder. Its output and its record lie next to the folder."""
 
     overrides: list[str]
     run_dir: Path
 
     @property
     def run_dir_word(self) -> str:
-        """As an override: in quotes where Hydra would read something else."""
+        """The override for run_dir, quoted if Hydra would parse the path as something else."""
         path = str(self.run_dir)
         escaped = path.replace("'", "\\'")
         return f"run_dir={path}" if re.fullmatch(r"[\w./-]+", path) else f"run_dir='{escaped}'"
@@ -58,11 +61,11 @@ class Trial:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run left. `reason`: why there is no result, "" where there is one."""
+    """The result of a run. `reason`: why it failed, "" if it completed."""
 
     exit_code: int
     seconds: float
-    """Of the whole command, from its start to its end."""
+    """Wall time of the whole command."""
     summary: dict[str, Any]
     metrics: list[dict[str, Any]] = field(default_factory=list)
     reason: str = ""
@@ -74,44 +77,44 @@ class Outcome:
 
 
 @contextlib.contextmanager
-def at_work(request: Request) -> Iterator[None]:
-    """Inside, trials may be run. The run directory is this study's from now on, until `request.held` is closed.
+def trial_session(request: Request) -> Iterator[None]:
+    """Inside, trials may be run: signals are recorded, and the run directory is locked until `request.resources` is
+    closed.
 
-    Raises ConfigError if another study is in it, or if it holds trials of other conditions.
+    Raises ConfigError if another study uses the directory, or if it holds trials from other conditions.
     """
-    hold(request)
+    lock_run_dir(request)
     here = conditions(request.script)
     for path in sorted(request.run_dir.glob("trials/*/*.json")):
         there = json.loads(path.read_text()).get("conditions", {})
         for name in sorted(here.keys() | there.keys()):
             before, now = there.get(name, "unknown"), here.get(name, "none")
             if before != now:
-                rule = f"holds trials of other conditions, {name} {before} and not {now}"
-                raise ConfigError([f"run_dir={request.run_dir}: {rule}; name another run_dir"])
+                rule = f"holds trials from other conditions, {name} was {before} and is {now}"
+                raise ConfigError([f"run_dir={request.run_dir}: {rule}; use another run_dir"])
     with request.stop.listening():
         yield
 
 
-def hold(request: Request) -> None:
-    """Takes the lock of the run directory. Raises ConfigError if another study has it, or if it cannot be written."""
+def lock_run_dir(request: Request) -> None:
+    """Locks the run directory. Raises ConfigError if another study uses it, or if it cannot be written."""
     try:
-        request.held.callback(run_lock.acquire(request.run_dir / run_lock.FILE).release)
+        request.resources.callback(run_lock.acquire(request.run_dir / run_lock.FILE).release)
     except run_lock.LockHeldError as error:
-        raise ConfigError([f"run_dir={request.run_dir}: another study is in it, {error}; wait for it"]) from None
+        raise ConfigError(
+            [f"run_dir={request.run_dir}: in use by another study, {error}; wait for it, or use another run_dir"]
+        ) from None
     except OSError as error:
         raise ConfigError([unwritable(str(request.run_dir), error.strerror or str(error))]) from None
 
 
 def run(trial: Trial, script: Path, stop: StopRequests) -> Outcome | None:
-    """Runs a trial anew, in a session of its own that ends with this process. None if `stop` was asked for, before or
-    meanwhile.
-
-    Must be called inside `at_work`.
-    """
+    """Runs a trial from the start, in a process session that ends with this process. Must be called inside
+    `trial_session`. Returns None if the study is stopped, before or during the trial."""
     if stop.received:
         return None
-    shutil.rmtree(trial.run_dir, ignore_errors=True)  # of a trial that was cut short: going on would spoil its times
-    trial.record.unlink(missing_ok=True)  # it would tell of a run whose folder is gone, should this one be cut short
+    shutil.rmtree(trial.run_dir, ignore_errors=True)  # of an interrupted trial: resuming it would falsify its times
+    trial.record.unlink(missing_ok=True)  # its folder is gone, and this run may be interrupted too
     trial.run_dir.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, str(script), *trial.overrides, trial.run_dir_word]
     began = time.monotonic()
@@ -136,11 +139,11 @@ def run(trial: Trial, script: Path, stop: StopRequests) -> Outcome | None:
     seconds = time.monotonic() - began
     ended = {"exit_code": process.returncode, "seconds": round(seconds, 3)}
     write_json(trial.record, {"words": trial.overrides, **ended, "conditions": conditions(script)})
-    return outcome_of(trial)
+    return recorded_outcome(trial)
 
 
 def _wait(process: subprocess.Popen[bytes], stop: StopRequests) -> None:
-    """Until it ends; after a request to stop, for so long as a run needs to stop by itself."""
+    """Waits for the end. If the study is stopped, sends SIGTERM and returns after PATIENCE_SECONDS at the latest."""
     deadline = None
     while process.poll() is None:
         if stop.received and deadline is None:
@@ -151,10 +154,10 @@ def _wait(process: subprocess.Popen[bytes], stop: StopRequests) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def outcome_of(trial: Trial) -> Outcome | None:
-    """What an earlier `run` of this trial left; None if it never came to its end.
+def recorded_outcome(trial: Trial) -> Outcome | None:
+    """The outcome of an earlier `run` of this trial; None if there is none that ended.
 
-    Raises ConfigError if it was a run with other words.
+    Raises ConfigError if that run had other overrides.
     """
     if not trial.record.is_file():
         return None
@@ -163,32 +166,32 @@ def outcome_of(trial: Trial) -> Outcome | None:
         before, now = set(record["words"]), set(trial.overrides)
         differ = " ".join(sorted(before ^ now))
         rule = f"holds a trial with other settings ({differ})"
-        raise ConfigError([f"run_dir={trial.run_dir}: {rule}; name another run_dir"])
-    return outcome(trial.run_dir, record["exit_code"], record["seconds"], trial.output)
+        raise ConfigError([f"run_dir={trial.run_dir}: {rule}; use another run_dir"])
+    return read_outcome(trial.run_dir, record["exit_code"], record["seconds"], trial.output)
 
 
-def completed(trial: Trial) -> Outcome | None:
-    """What an earlier `run` of this trial left, if it was completed. Raises as `outcome_of` does."""
-    before = outcome_of(trial)
+def completed_outcome(trial: Trial) -> Outcome | None:
+    """The outcome of an earlier `run` of this trial if it completed. Raises as `recorded_outcome` does."""
+    before = recorded_outcome(trial)
     return before if before and before.completed else None
 
 
-def made(request: Request, trial: Trial, name: str, tell: Callable[[Outcome], str]) -> Outcome | None:
-    """What the trial left: earlier, if it was completed, or now. None if it was to be run and the study is stopped.
+def run_or_load(request: Request, trial: Trial, name: str, describe: Callable[[Outcome], str]) -> Outcome | None:
+    """The outcome of the trial, which is run unless it completed earlier. None if the study is stopped.
 
-    name, tell: what is printed before and after it is run.
+    name: printed before the run. describe: text to print after a completed run.
     """
-    before = completed(trial)
+    before = completed_outcome(trial)
     if before or request.stop.received:
         return before
     print(name, end="  ", flush=True)
     now = run(trial, request.script, request.stop)
-    print("stopped" if now is None else now.reason or tell(now), flush=True)
+    print("stopped" if now is None else now.reason or describe(now), flush=True)
     return now
 
 
-def outcome(run_dir: Path, exit_code: int, seconds: float, output: Path | None = None) -> Outcome:
-    """Reads a run directory. output: what the command printed, for a run that ended before it had a directory."""
+def read_outcome(run_dir: Path, exit_code: int, seconds: float, output: Path | None = None) -> Outcome:
+    """Reads a run directory. output: file with the output of the command, for a run that failed without one."""
     summary, failure = _read(run_dir / SUMMARY), _read(run_dir / FAILURE)
     if exit_code == 0 and summary.get("status") == "completed":
         lines = (run_dir / "metrics.jsonl").read_text().splitlines() if (run_dir / "metrics.jsonl").is_file() else []
@@ -196,9 +199,9 @@ def outcome(run_dir: Path, exit_code: int, seconds: float, output: Path | None =
     if failure:
         reason = f"{failure['kind']}: {failure['detail']}"
     else:
-        said = output.read_text().splitlines() if output and output.is_file() else []
-        problems = [line.removeprefix("  - ") for line in said if line.startswith("  - ")]
-        reason = "; ".join([f"exit code {exit_code}", *(problems or said[-1:])])
+        lines = output.read_text().splitlines() if output and output.is_file() else []
+        problems = [line.removeprefix("  - ") for line in lines if line.startswith("  - ")]
+        reason = "; ".join([f"exit code {exit_code}", *(problems or lines[-1:])])
     flat = " ".join(reason.split())
     flat = flat if len(flat) <= REASON_LETTERS else flat[: REASON_LETTERS - 3] + "..."
     return Outcome(exit_code, seconds, {}, [], flat, run_dir)

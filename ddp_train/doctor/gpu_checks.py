@@ -1,4 +1,4 @@
-"""What the driver knows about the GPUs: how many, which, in what state, joined by which links. Asks NVML, not torch."""
+"""Checks of the GPUs by what NVML reports: number, models, memory, ECC errors, clocks, links. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ddp_train.text import counted
 
 GIB = 2**30
 USED_SHARE = 0.05
-"""Of a GPU's memory, before we use it: the driver itself takes less than 1 %."""
+"""Share of a GPU's memory that may be in use before a run: the driver itself takes less than 1 %."""
 SLOWER_SHARE = 0.9
-"""Of the median clock of the GPUs under the same load."""
+"""A clock below this share of the median is slow, under the same load."""
 PCIE_LANE_BYTES_PER_SECOND = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
 """In one direction, by generation."""
 SLOWDOWNS = {
@@ -27,38 +27,38 @@ SLOWDOWNS = {
     pynvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown: "power brake of the server",
     pynvml.nvmlClocksThrottleReasonHwSlowdown: "hardware slow-down",
 }
-"""Reasons for a low clock that somebody should look at. The power cap is none: matrix products reach it."""
+"""Reasons for a low clock that need attention. The power cap is not one: matrix products reach it."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU. What NVML does not tell of it is None."""
+    """One GPU. Values that NVML does not report are None."""
 
     index: int
     name: str = ""
     total_bytes: int = 0
     used_bytes: int = 0
     processes: tuple[tuple[int, int], ...] = ()
-    """Of others: process id and bytes. Inside a container those outside are not shown."""
+    """Process id and bytes of each process on it. Inside a container, processes outside are not shown."""
     uncorrected_errors: int | None = None
-    """Of memory, since the driver was loaded; None without ECC."""
+    """Memory errors since the driver was loaded; None without ECC."""
     remap_pending: bool = False
     remap_failed: bool = False
     slowdowns: tuple[str, ...] = ()
     pcie_width: int = 0
     pcie_full_width: int = 0
     pcie_generation: int = 0
-    """That of GPU and slot together, not the present one: an idle link is slowed down."""
+    """The highest that GPU and slot support, not the current one: an idle link is slowed down."""
     nvlinks: int = 0
-    """Active ones."""
+    """Number of active links."""
     nvlink_bytes_per_second: float = 0.0
-    """Of one link in one direction."""
+    """Of one link, in one direction."""
     error: str = ""
-    """Why the driver cannot reach it; then nothing else is known."""
+    """Why the driver cannot reach the GPU; then all other values are defaults."""
 
     @property
     def link(self) -> tuple[float, str]:
-        """Bytes per second to other GPUs of this host in one direction, and what it is called."""
+        """Bandwidth to other GPUs of this host in one direction, in bytes per second, and the name of the link."""
         if self.nvlinks and self.nvlink_bytes_per_second:
             return self.nvlinks * self.nvlink_bytes_per_second, f"NVLink, {self.nvlinks} links"
         lane = PCIE_LANE_BYTES_PER_SECOND.get(self.pcie_generation, 0.0)
@@ -67,7 +67,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Gpus:
-    """Those that this process may use, and their driver."""
+    """The GPUs that this process may use, and their driver."""
 
     driver: str
     cuda: tuple[int, int]
@@ -76,16 +76,16 @@ class Gpus:
 
 
 def from_values(values: dict[str, Any]) -> Gpus:
-    """Those of `dataclasses.asdict`, also after they were JSON."""
+    """From the values of `dataclasses.asdict`, also after a round trip through JSON."""
     return Gpus(values["driver"], tuple(values["cuda"]), tuple(Gpu(**gpu) for gpu in values["gpus"]))
 
 
 class NoDriverError(Exception):
-    """NVML does not answer. `str(error)` says why."""
+    """NVML cannot be used. `str(error)` says why."""
 
 
 def read_gpus(visible_devices: str | None) -> Gpus:
-    """visible_devices: CUDA_VISIBLE_DEVICES, indices or UUIDs. Raises NoDriverError."""
+    """Reads the visible GPUs. visible_devices: CUDA_VISIBLE_DEVICES, indices or UUIDs. Raises NoDriverError."""
     try:
         pynvml.nvmlInit()
         try:
@@ -99,7 +99,8 @@ def read_gpus(visible_devices: str | None) -> Gpus:
 
 
 def _visible(visible_devices: str | None, present: int) -> list[int]:
-    """Indices; CUDA stops at the first entry that is none. A UUID that no other GPU has is a lost one's."""
+    """Indices of the visible GPUs. Like CUDA it stops at the first invalid entry. A UUID that no GPU reports is
+    taken for that of a GPU that does not answer."""
     if visible_devices is None:
         return list(range(present))
     found: list[int] = []
@@ -117,7 +118,7 @@ def _visible(visible_devices: str | None, present: int) -> list[int]:
 
 
 def _uuid(index: int) -> str | None:
-    """None of a GPU that does not answer."""
+    """None if the GPU does not answer."""
     try:
         return pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(index))
     except pynvml.NVMLError:
@@ -151,7 +152,7 @@ def _read(index: int) -> Gpu:
 
 
 def _ask(question: Callable[..., Any], *arguments: Any) -> Any:
-    """The answer, None if this GPU or driver has none."""
+    """The answer of NVML, None if this GPU or driver does not support the question."""
     unknown = (pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_NO_PERMISSION, pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
     try:
         return question(*arguments)
@@ -162,27 +163,29 @@ def _ask(question: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def slowdowns(handle: Any) -> tuple[str, ...]:
-    """Why a GPU is slowed down at this moment, in words."""
+    """Why a GPU is slowed down at this moment, as text."""
     reasons = _ask(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
-    return tuple(argv for bit, argv in SLOWDOWNS.items() if reasons & bit)
+    return tuple(text for bit, text in SLOWDOWNS.items() if reasons & bit)
 
 
-def load_of(uuid: str) -> dict[str, Any]:
-    """Clock in MHz, its maximum and the slow-downs of a GPU at this moment; {} where the driver does not tell.
+def read_load(uuid: str) -> dict[str, Any]:
+    """Clock and maximum clock in MHz, and slow-downs of a GPU at this moment; {} if the driver does not report them.
 
     uuid: as torch gives it, without NVML's prefix.
     """
     with contextlib.suppress(pynvml.NVMLError):
         pynvml.nvmlInit()
         handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-        clocks = [get(handle, pynvml.NVML_CLOCK_SM) for get in (pynvml.nvmlDeviceGetClockInfo,
-                                                                pynvml.nvmlDeviceGetMaxClockInfo)]  # fmt: skip
-        return {"clock_mhz": clocks[0], "full_clock_mhz": clocks[1], "slowdowns": slowdowns(handle)}
+        return {
+            "clock_mhz": pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM),
+            "full_clock_mhz": pynvml.nvmlDeviceGetMaxClockInfo(handle, pynvml.NVML_CLOCK_SM),
+            "slowdowns": slowdowns(handle),
+        }
     return {}
 
 
 def _nvlinks(handle: Any) -> tuple[int, float]:
-    """Active links, and the bytes per second of one in one direction."""
+    """The number of active links, and the bytes per second of one link in one direction."""
     active = 0
     for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
         try:
@@ -198,8 +201,8 @@ def _nvlinks(handle: Any) -> tuple[int, float]:
     return active, 0.0
 
 
-def absent(error: NoDriverError, device_folder: Path = Path("/sys/bus/pci/devices")) -> Finding:
-    """No answer from NVML: is there no GPU, or a GPU without a driver that works?"""
+def no_driver(error: NoDriverError, device_folder: Path = Path("/sys/bus/pci/devices")) -> Finding:
+    """The finding without NVML: skipped if there is no GPU, a failure if there is one whose driver does not work."""
     check, cards = "gpus", []
     for vendor in device_folder.glob("*/vendor"):
         display = vendor.with_name("class").read_text().startswith("0x03")
@@ -207,17 +210,16 @@ def absent(error: NoDriverError, device_folder: Path = Path("/sys/bus/pci/device
             cards.append(vendor.parent.name)
     if not cards:
         return skipped(check, "this host has no NVIDIA GPU")
-    said = f"{counted(len(cards), 'NVIDIA GPU')} on the PCI bus, but the driver gives no answer: {error}"
-    return failure(
-        check,
-        said,
-        "install the driver, or load it (nvidia-smi says more); after an update of it, reboot; in a container, start "
-        "it with --gpus all",
-    )
+    detail = f"{counted(len(cards), 'NVIDIA GPU')} on the PCI bus, but the driver does not respond: {error}"
+    remedy = "install or load the driver (nvidia-smi says more); after a driver update, reboot; start a container with "
+    return failure(check, detail, remedy + "--gpus all")
 
 
 def count(found: Gpus, wanted: int) -> Finding:
-    """wanted: processes on this host that need one each; 0 on a run that uses none."""
+    """Whether there are enough GPUs, and the driver reaches all.
+
+    wanted: processes on this host that need one each, 0 on the CPU.
+    """
     check, alive = "gpus", [gpu for gpu in found.gpus if not gpu.error]
     lost = [f"GPU {gpu.index}: {gpu.error}" for gpu in found.gpus if gpu.error]
     if lost:
@@ -225,59 +227,59 @@ def count(found: Gpus, wanted: int) -> Finding:
     if not alive:
         return skipped(check, "CUDA_VISIBLE_DEVICES hides all of them")
     if len(alive) < wanted:
-        said = f"{counted(len(alive), 'GPU')} visible, {counted(wanted, 'process')} need one each"
-        return failure(check, said, f"use launch.nproc_per_node={len(alive)}, or look at CUDA_VISIBLE_DEVICES")
+        detail = f"{counted(len(alive), 'GPU')} visible, {counted(wanted, 'process')} need one each"
+        return failure(check, detail, f"use launch.nproc_per_node={len(alive)}, or check CUDA_VISIBLE_DEVICES")
     names = {gpu.name: sum(other.name == gpu.name for other in alive) for gpu in alive}
-    said = ", ".join(f"{number} x {name}" for name, number in names.items())
-    return ok(check, f"{said}, driver {found.driver}", names=names, driver=found.driver)
+    detail = ", ".join(f"{number} x {name}" for name, number in names.items())
+    return ok(check, f"{detail}, driver {found.driver}", names=names, driver=found.driver)
 
 
 def models(found: Gpus) -> Finding:
-    """Each rank gets the same share of a batch: unlike GPUs wait for the slowest."""
+    """Whether all GPUs are of one kind: all ranks get micro-batches of the same size, and wait for the slowest GPU."""
     kinds = dict.fromkeys((gpu.name, round(gpu.total_bytes / GIB)) for gpu in found.gpus if not gpu.error)
-    said = ", ".join(f"{name} of {gib} GiB" for name, gib in kinds)
+    detail = ", ".join(f"{name} of {gib} GiB" for name, gib in kinds)
     if len(kinds) > 1:
-        remedy = "choose those of one kind with CUDA_VISIBLE_DEVICES: the slowest sets the pace"
-        return warning("gpu models", f"of {len(kinds)} kinds: {said}", remedy)
-    return ok("gpu models", said)
+        remedy = "choose GPUs of one kind with CUDA_VISIBLE_DEVICES: all ranks wait for the slowest"
+        return warning("gpu models", f"{len(kinds)} kinds: {detail}", remedy)
+    return ok("gpu models", detail)
 
 
 def memory(found: Gpus) -> Finding:
-    """What is taken before a run starts."""
+    """Memory in use before a run starts."""
     used = {gpu.index: (gpu.used_bytes, gpu.total_bytes) for gpu in found.gpus if not gpu.error}
     taken = [f"GPU {index}: {part / GIB:.1f} of {whole / GIB:.1f} GiB are in use"
              for index, (part, whole) in used.items() if part > USED_SHARE * whole]  # fmt: skip
     numbers = {"used_bytes": [part for part, _ in used.values()]}
     if taken:
-        remedy = "end what uses it (nvidia-smi, or `fuser -v /dev/nvidia*` for processes without a name)"
+        remedy = "end the processes that use it (nvidia-smi; `fuser -v /dev/nvidia*` for processes without a name)"
         return warning("gpu memory", "; ".join(taken), remedy, **numbers)
     free = min((whole - part for part, whole in used.values()), default=0)
-    return ok("gpu memory", f"{free / GIB:.1f} GiB free on each, at least", **numbers)
+    return ok("gpu memory", f"at least {free / GIB:.1f} GiB free on each", **numbers)
 
 
 def other_processes(found: Gpus) -> Finding:
-    """Whoever computes there too takes memory and time."""
+    """Processes that already compute on the GPUs: they take memory and time."""
     busy = [f"GPU {gpu.index}: process {pid} ({used / GIB:.1f} GiB)"
             for gpu in found.gpus for pid, used in gpu.processes]  # fmt: skip
     if busy:
         return warning("gpu processes", "; ".join(busy), "wait for them, end them, or use other GPUs")
-    return ok("gpu processes", "none but ours")
+    return ok("gpu processes", "no other process")
 
 
 def ecc(found: Gpus) -> Finding:
-    """Errors that ECC could not correct, and memory rows that it gave up."""
+    """Memory errors that ECC could not correct, and memory rows that must be replaced."""
     check, gpus = "gpu ecc", [gpu for gpu in found.gpus if not gpu.error]
     failed = [f"GPU {gpu.index}: a memory row could not be replaced" for gpu in gpus if gpu.remap_failed]
     failed += [f"GPU {gpu.index}: {counted(gpu.uncorrected_errors, 'uncorrected error')} since the driver was loaded"
                for gpu in gpus if gpu.uncorrected_errors]  # fmt: skip
     numbers: dict[str, Any] = {"uncorrected": [gpu.uncorrected_errors for gpu in gpus]}
     if failed:
-        remedy = "reset the GPU (nvidia-smi -r) or reboot; if it comes again, have the GPU replaced"
+        remedy = "reset the GPU (nvidia-smi -r) or reboot; if errors come again, have the GPU replaced"
         return failure(check, "; ".join(failed), remedy, **numbers)
     pending = [str(gpu.index) for gpu in gpus if gpu.remap_pending]
     if pending:
-        said = f"GPU {', '.join(pending)}: a memory row waits to be replaced"
-        return warning(check, said, "reset the GPU (nvidia-smi -r) or reboot before a long run", **numbers)
+        detail = f"GPU {', '.join(pending)}: a memory row is due for replacement"
+        return warning(check, detail, "reset the GPU (nvidia-smi -r) or reboot before a long run", **numbers)
     without = [str(gpu.index) for gpu in gpus if gpu.uncorrected_errors is None]
     if without:
         return skipped(check, f"GPU {', '.join(without)}: no ECC, or it is off")
@@ -285,7 +287,7 @@ def ecc(found: Gpus) -> Finding:
 
 
 def links(found: Gpus) -> Finding:
-    """PCIe with all its lanes, NVLink with all its links."""
+    """Whether PCIe uses all lanes, and each GPU as many NVLinks as the others."""
     check, gpus = "gpu links", [gpu for gpu in found.gpus if not gpu.error]
     narrow = [f"GPU {gpu.index}: PCIe x{gpu.pcie_width} of x{gpu.pcie_full_width}"
               for gpu in gpus if 0 < gpu.pcie_width < gpu.pcie_full_width]  # fmt: skip
@@ -293,52 +295,50 @@ def links(found: Gpus) -> Finding:
     narrow += [f"GPU {gpu.index}: {gpu.nvlinks} of {most} NVLinks" for gpu in gpus if gpu.nvlinks < most]
     numbers = {"bytes_per_second": [gpu.link[0] for gpu in gpus]}
     if narrow:
-        remedy = "reseat the card, look at its slot and at `nvidia-smi nvlink -s`; a virtual machine may hide lanes"
+        remedy = "reseat the card, check its slot and `nvidia-smi nvlink -s`; a virtual machine may hide lanes"
         return warning(check, "; ".join(narrow), remedy, **numbers)
     speeds = dict.fromkeys(f"{name}, {speed / 1e9:.0f} GB/s each way" for speed, name in (gpu.link for gpu in gpus))
     return ok(check, "; ".join(speeds), **numbers)
 
 
 def clocks(loads: dict[str, dict[str, Any]]) -> Finding:
-    """Under the load of the straggler test. loads: `load_of`, by the name of the GPU and its rank; {} if unknown."""
+    """Clocks during the matrix products of the straggler test. loads: of `read_load`, by rank; {} if unknown."""
     check = "gpu clocks"
     known = {who: load for who, load in loads.items() if load}
     if not known:
-        return skipped(check, "the driver does not tell the clocks of a GPU under load")
+        return skipped(check, "the driver does not report clocks")
     slowed = [f"{who}: {', '.join(load['slowdowns'])}" for who, load in known.items() if load["slowdowns"]]
     median = statistics.median(load["clock_mhz"] for load in known.values())
     slowed += [f"{who}: {load['clock_mhz']} MHz, the others {median:.0f}" for who, load in known.items()
                if load["clock_mhz"] < SLOWER_SHARE * median and not load["slowdowns"]]  # fmt: skip
     numbers = {"clock_mhz": {who: load["clock_mhz"] for who, load in known.items()}}
     if slowed:
-        remedy = "look at fans, inlets and power (nvidia-smi -q -d PERFORMANCE,CLOCK); reset locked clocks: -rgc"
+        remedy = (
+            "check fans, inlets and power (nvidia-smi -q -d PERFORMANCE,CLOCK); reset locked clocks: nvidia-smi -rgc"
+        )
         return warning(check, "; ".join(slowed), remedy, **numbers)
     full = max(load["full_clock_mhz"] for load in known.values())
     return ok(check, f"{median:.0f} of {full} MHz under load", **numbers)
 
 
 def throttling(found: Gpus) -> Finding:
-    """Slowed down while it is idle: that is no power cap."""
+    """Slow-downs of an idle GPU, which the power cap cannot cause."""
     slowed = [f"GPU {gpu.index}: {', '.join(gpu.slowdowns)}" for gpu in found.gpus if gpu.slowdowns]
     if slowed:
-        remedy = "look at fans, inlets and power supplies (nvidia-smi -q -d PERFORMANCE,TEMPERATURE)"
+        remedy = "check fans, inlets and power supplies (nvidia-smi -q -d PERFORMANCE,TEMPERATURE)"
         return warning("gpu throttling", "; ".join(slowed), remedy)
-    return ok("gpu throttling", "none at rest")
+    return ok("gpu throttling", "none while idle")
 
 
-def gpu_findings(found: Gpus, wanted: int) -> list[tuple[str, Any, tuple[Any, ...]]]:
-    """All checks of GPUs at rest, in the order of the table: name, function, arguments."""
-    checks: list[tuple[str, Any, tuple[Any, ...]]] = [("gpus", count, (found, wanted))]
-    if any(not gpu.error for gpu in found.gpus):
-        checks += [
-            (name, look, (found,))
-            for name, look in (
-                ("gpu models", models),
-                ("gpu memory", memory),
-                ("gpu processes", other_processes),
-                ("gpu ecc", ecc),
-                ("gpu throttling", throttling),
-                ("gpu links", links),
-            )
-        ]
-    return checks
+def all_checks(found: Gpus, wanted: int) -> list[tuple[str, Any, tuple[Any, ...]]]:
+    """All checks of idle GPUs in the order of the table: name, function, arguments."""
+    checks: list[tuple[str, Any, tuple[Any, ...]]] = [
+        ("gpus", count, (found, wanted)),
+        ("gpu models", models, (found,)),
+        ("gpu memory", memory, (found,)),
+        ("gpu processes", other_processes, (found,)),
+        ("gpu ecc", ecc, (found,)),
+        ("gpu throttling", throttling, (found,)),
+        ("gpu links", links, (found,)),
+    ]
+    return checks if any(not gpu.error for gpu in found.gpus) else checks[:1]

@@ -1,10 +1,10 @@
-"""What a training step costs on N GPUs, predicted from one GPU's: alpha-beta costs, DDP's buckets, stragglers.
+"""A model of the time of a training step on N GPUs, from that of one GPU: alpha-beta costs, DDP's buckets, stragglers.
 
 A message of n bytes takes alpha + n / bandwidth. All-reduce of n bytes over p ranks, as a ring: 2 (p - 1) messages of n
 / p each (Patarasuk and Yuan, J. Parallel Distrib. Comput. 69, 2009; Thakur, Rabenseifner and Gropp, Int. J. High
 Perform. Comput. Appl. 19, 2005); as a pair of binary trees that are kept full: 2 log2(p) latencies and 2 n bytes
 through each rank (Sanders, Speck and Traeff, Parallel Computing 35, 2009), which is NCCL's choice between many hosts.
-Numbers only: no process, no torch.
+Arithmetic only: starts no process, does not import torch.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from dataclasses import dataclass
 import numpy as np
 
 FIRST_BUCKET_BYTES = 2**20
-"""Of DDP: small, so that the exchange begins early (torch.distributed._DEFAULT_FIRST_BUCKET_BYTES)."""
+"""DDP's first bucket is small, so that communication begins early (torch.distributed._DEFAULT_FIRST_BUCKET_BYTES)."""
 BUCKET_BYTES = 25 * 2**20
-"""DDP's bucket_cap_mb."""
+"""Default of DDP's bucket_cap_mb."""
 BACKWARD_SHARE = 2 / 3
-"""Of a step, where it was not measured: the backward pass has two matrix products for each of the forward pass
+"""Fraction of a step, where it was not measured: the backward pass has two matrix products for each of the forward pass
 (arXiv:2001.08361, section 2.1)."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """From one GPU to the next."""
+    """A link from one GPU to the next."""
 
     latency_seconds: float
     bytes_per_second: float
@@ -34,18 +34,18 @@ class Link:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Hosts of equal GPUs. `between` is each GPU's share of its host's network: as many ways out as GPUs."""
+    """Equal hosts with equal GPUs. `between`: the part of its host's network that each GPU has."""
 
     gpus_per_host: int
     inside: Link
     between: Link
     call_seconds: float = 0.0
-    """Of one collective, whatever its size."""
+    """Fixed cost of one collective call."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One GPU's own step, without any exchange."""
+    """The step of one GPU without communication."""
 
     seconds: float
     gradient_bytes: float
@@ -56,16 +56,16 @@ class Step:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds of one step on N GPUs, and what they are made of."""
+    """Seconds of one step on N GPUs, and their parts."""
 
     gpus: int
     seconds: float
     exchange: float
-    """All-reduce of all buckets, hidden or not."""
+    """All-reduce of all buckets, overlapped or not."""
     exposed: float
-    """Of it, what the backward pass does not hide."""
+    """The part of it that does not overlap with the backward pass."""
     waiting: float
-    """For the slowest of N."""
+    """For the slowest of N ranks."""
 
 
 def ring(size: float, ranks: int, link: Link) -> float:
@@ -75,7 +75,7 @@ def ring(size: float, ranks: int, link: Link) -> float:
     return 2 * (ranks - 1) * (link.latency_seconds + size / ranks / link.bytes_per_second)
 
 
-def trees(size: float, ranks: int, link: Link) -> float:
+def double_tree(size: float, ranks: int, link: Link) -> float:
     """Seconds of an all-reduce of `size` bytes as two binary trees, each for half of it."""
     if ranks == 1:
         return 0.0
@@ -83,14 +83,14 @@ def trees(size: float, ranks: int, link: Link) -> float:
 
 
 def all_reduce(size: float, gpus: int, cluster: Cluster) -> float:
-    """Seconds of an all-reduce of `size` bytes: inside each host as a ring; between hosts each GPU exchanges its part
-    with those of its place, by the faster of the two ways."""
+    """Seconds of an all-reduce of `size` bytes: a ring inside each host; between hosts, GPUs with the same local rank
+    exchange their part by ring or trees, whichever is faster."""
     if gpus == 1:
         return 0.0
     local = min(gpus, cluster.gpus_per_host)
     hosts = -(-gpus // cluster.gpus_per_host)
     part = size / local
-    between = min(ring(part, hosts, cluster.between), trees(part, hosts, cluster.between))
+    between = min(ring(part, hosts, cluster.between), double_tree(part, hosts, cluster.between))
     return cluster.call_seconds + ring(size, local, cluster.inside) + between
 
 
@@ -103,9 +103,9 @@ def buckets(size: float, first: float = FIRST_BUCKET_BYTES, cap: float = BUCKET_
 
 
 def exchange_end(sizes: Sequence[float], gpus: int, cluster: Cluster, forward: float, backward: float) -> float:
-    """When the last bucket is exchanged, from the start of the step.
+    """Seconds from the start of the step until the last bucket is exchanged.
 
-    A bucket is ready when the backward pass has made its bytes, evenly over its time; exchanges follow one another.
+    Assumes that the backward pass produces gradients at a constant rate, and that buckets are exchanged one at a time.
     """
     ready = forward + backward * np.cumsum(sizes) / sum(sizes)
     end = 0.0
@@ -114,10 +114,10 @@ def exchange_end(sizes: Sequence[float], gpus: int, cluster: Cluster, forward: f
     return end
 
 
-def slowest(deviation: float, ranks: int) -> float:
-    """How much later than the mean the last of N ranks is expected, their delays being independent and exponential.
+def expected_wait(deviation: float, ranks: int) -> float:
+    """Expected delay of the last of N ranks behind the mean, for independent exponential delays.
 
-    Whatever disturbs a step (other processes, clocks, retries) makes it longer, never shorter: a least time plus a
+    Disturbances of a step (other processes, clocks, retries) make it longer, never shorter: a minimal time plus a
     delay. Of all distributions of a positive delay with a known mean the exponential one says least beyond it (maximum
     entropy), and its tail is the heaviest with which waiting grows as the logarithm of N (Agarwal, Garg and Vishnoi,
     HiPC 2005): the expected maximum of N is the mean times 1 + 1/2 + ... + 1/N, and the mean is the standard deviation.
@@ -126,18 +126,20 @@ def slowest(deviation: float, ranks: int) -> float:
 
 
 def predict(step: Step, gpus: int, cluster: Cluster, bucket_bytes: float = BUCKET_BYTES) -> Prediction:
-    """A step on so many GPUs, each with the samples that it has alone (weak scaling)."""
+    """A step on `gpus` GPUs with the same number of samples on each (weak scaling)."""
     backward = step.seconds * step.backward_share
     forward = (step.seconds - backward) / 2  # the other half of the rest: optimizer and data, after the exchange
     sizes = buckets(step.gradient_bytes, cap=bucket_bytes)
     exposed = max(0.0, exchange_end(sizes, gpus, cluster, forward, backward) - forward - backward)
-    waiting = slowest(step.deviation_seconds, gpus)
+    waiting = expected_wait(step.deviation_seconds, gpus)
     exchange = sum(all_reduce(size, gpus, cluster) for size in sizes)
     return Prediction(gpus, step.seconds + exposed + waiting, exchange, exposed, waiting)
 
 
-def alone(seconds: float, gpus: int, gradient_bytes: float, cluster: Cluster, backward_share: float) -> float:
-    """The seconds that a GPU's own work takes of a step that was measured on many: what `predict` turns into it."""
+def single_gpu_seconds(
+    seconds: float, gpus: int, gradient_bytes: float, cluster: Cluster, backward_share: float
+) -> float:
+    """The step time of one GPU for which `predict` gives `seconds` on `gpus` GPUs (fixed-point iteration)."""
     own = seconds
     for _ in range(50):
         predicted = predict(Step(own, gradient_bytes, backward_share), gpus, cluster)

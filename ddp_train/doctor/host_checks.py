@@ -1,4 +1,4 @@
-"""What a host must have beside its GPUs: memory to share, files, ports, a name, cores, a disk, the data. Torch-free."""
+"""Checks of one host except its GPUs: cores, shared memory, open files, ports, name, run_dir, data. Torch-free."""
 
 from __future__ import annotations
 
@@ -24,94 +24,95 @@ from ddp_train.text import counted
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 FEW_SHARED_BYTES = GIB
-"""What NVIDIA's containers are to be given; Docker's own default is 64 MiB (NCCL user guide, "Docker")."""
+"""Recommended for NVIDIA's containers; Docker's own default is 64 MiB (NCCL user guide, "Docker")."""
 FILES_OF_A_PROCESS = 128
-"""Room for what a worker has open beside data and peers: 16 with gloo on the CPU, more with CUDA's device files."""
+"""Allowance for files other than batches and connections: 16 with gloo on the CPU, more with CUDA's device files."""
 CONNECTIONS_OF_A_PEER = 16
-"""Sockets to one other process: NCCL's 2 threads x 8 on AWS (NCCL user guide, NCCL_SOCKET_NTHREADS); gloo opens one."""
+"""Sockets to one other rank: NCCL's 2 threads x 8 on AWS (NCCL user guide, NCCL_SOCKET_NTHREADS); gloo opens one."""
 TORCHRUN_PORT = 29500
-RESOLVER_SECONDS, SLOW_RESOLVER_SECONDS = 5.0, 1.0
-PIECE_BYTES, WRITE_BYTES, WRITE_SECONDS = 8 * MIB, 64 * MIB, 2.0
-SLOW_BYTES_PER_SECOND, SLOW_FSYNC_SECONDS = 50e6, 0.1
+RESOLVER_SECONDS = 5.0
+"""Time limit for the resolver."""
+SLOW_RESOLVER_SECONDS = 1.0
+PIECE_BYTES = 8 * MIB
+WRITE_BYTES = 64 * MIB
+WRITE_SECONDS = 2.0
+SLOW_BYTES_PER_SECOND = 50e6
+SLOW_FSYNC_SECONDS = 0.1
 FEW_FREE_BYTES = GIB
-OWN_CODE = "what a data set of your own reads is known only once it runs"
+OWN_CODE = "the files of a custom data set are known only to its own code"
 
 
 def shared_memory(config: Config, folder: Path = Path("/dev/shm")) -> Finding:
-    """Loader processes hand batches over in it, NCCL exchanges there between processes without peer access."""
+    """Space in /dev/shm: loader processes pass batches through it, and NCCL data between GPUs without peer access."""
     check, remedy = "shared memory", "enlarge it: docker run --shm-size=8g (or --ipc=host), or mount -o remount,size=8g"
     if not folder.is_dir():
         return warning(check, f"there is no {folder}", "mount a tmpfs there")
     state = os.statvfs(folder)
     free = state.f_bavail * state.f_frsize
     needed = _batches_in_flight(config) * _batch_bytes(config)
-    said = f"{folder}: {_bytes(free)} free"
+    numbers = {"free": free, "needed": needed}
+    detail = f"{folder}: {_bytes(free)} free"
     if needed > free:
-        return failure(
-            check,
-            f"{said}, the batches that loader processes hold ready take {_bytes(needed)}",
-            f"{remedy}, or lower tuning.num_workers={config.tuning.num_workers}",
-            free=free,
-            needed=needed,
-        )
+        detail += f", the batches of the loader processes need {_bytes(needed)}"
+        remedy += f", or lower tuning.num_workers={config.tuning.num_workers}"
+        return failure(check, detail, remedy, **numbers)
     if free < FEW_SHARED_BYTES and (config.device == "cuda" or needed):
-        return warning(check, f"{said}: NCCL and loader processes share it", remedy, free=free, needed=needed)
-    return ok(check, said + (f", batches take {_bytes(needed)}" if needed else ""), free=free, needed=needed)
+        return warning(check, f"{detail}: NCCL and loader processes share it", remedy, **numbers)
+    return ok(check, detail + (f", batches need {_bytes(needed)}" if needed else ""), **numbers)
 
 
 def _batches_in_flight(config: Config) -> int:
-    """On this host, in the memory that loader processes share with the ranks."""
+    """Batches that the loader processes of this host hold in shared memory."""
     if config.data.decode == "gpu":
         return 0
     return _ranks(config) * int(config.tuning.num_workers) * config.tuning.prefetch_factor
 
 
 def _batch_bytes(config: Config) -> int:
-    """Of one process; 0 for data of which only their own code knows the size."""
-    share = config.train.global_batch_size // (process_count(config) * config.train.accumulation_steps)
-    return max(1, share) * config.data.sample_bytes()
+    """Bytes of a micro-batch of one rank; 0 for a custom data set, whose size only its own code knows."""
+    micro_batch = config.train.global_batch_size // (process_count(config) * config.train.accumulation_steps)
+    return max(1, micro_batch) * config.data.sample_bytes()
 
 
 def file_descriptors(config: Config) -> Finding:
-    """Batches of loader processes, connections to peers and device files are descriptors of the worker."""
+    """The limit of open files: a worker needs some for batches of loader processes, connections to other ranks and
+    device files."""
     check = "file descriptors"
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     of_loaders = 2 * _batches_in_flight(config) // _ranks(config)  # inputs and targets
     needed = FILES_OF_A_PROCESS + of_loaders + CONNECTIONS_OF_A_PEER * (process_count(config) - 1)
+    detail = f"limit {soft} per process, a worker needs about {needed}"
     if soft == resource.RLIM_INFINITY or soft >= needed:
-        return ok(check, f"{soft} for each process, a worker needs some {needed}", limit=soft, needed=needed)
-    raised = "" if hard == resource.RLIM_INFINITY or hard >= needed else f" (the hard limit is {hard}: ask an admin)"
-    remedy = f"ulimit -n {max(65536, needed)}{raised}; in containers --ulimit nofile=65536:65536"
-    return failure(check, f"{soft} for each process, a worker needs some {needed}", remedy, limit=soft, needed=needed)
+        return ok(check, detail, limit=soft, needed=needed)
+    beyond = "" if hard == resource.RLIM_INFINITY or hard >= needed else f" (the hard limit is {hard}: ask an admin)"
+    remedy = f"ulimit -n {max(65536, needed)}{beyond}; in containers --ulimit nofile=65536:65536"
+    return failure(check, detail, remedy, limit=soft, needed=needed)
 
 
 def ports(config: Config, under_torchrun: bool) -> Finding:
-    """Every process listens on ports that the kernel picks, and torchrun's agents meet on one that is agreed."""
+    """Free TCP ports: every rank listens on ports that the kernel picks, torchrun's agents on an agreed one."""
     check = "ports"
     low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     taken = _ports_in_use()
     free = high - low + 1 - sum(low <= port <= high for port in taken)
-    needed = _ranks(config) * (2 + process_count(config))  # a store, a listener, and the own ends of connections
+    needed = _ranks(config) * (2 + process_count(config))  # a store, a listener, and its ends of the connections
+    numbers = {"free": free, "needed": needed}
     remedy = 'widen net.ipv4.ip_local_port_range (sysctl -w net.ipv4.ip_local_port_range="32768 60999")'
     with socket.socket() as probe:
         try:
             probe.bind(("", 0))
         except OSError as error:
-            said = f"the kernel gives no free port between {low} and {high} ({error.strerror})"
-            return failure(check, said, remedy, PeerError.exit_code, free=free, needed=needed)
+            detail = f"the kernel has no free port between {low} and {high} ({error.strerror})"
+            return failure(check, detail, remedy, PeerError.exit_code, **numbers)
     if free < needed:
-        said = f"{free} of {high - low + 1} ephemeral ports are free, {needed} are needed"
-        return failure(check, said, remedy, PeerError.exit_code, free=free, needed=needed)
+        detail = f"{free} of {high - low + 1} ephemeral ports are free, {needed} are needed"
+        return failure(check, detail, remedy, PeerError.exit_code, **numbers)
     if TORCHRUN_PORT in taken and not under_torchrun:
-        return warning(
-            check,
-            f"port {TORCHRUN_PORT}, torchrun's own default, is taken",
-            f"python launch.py does not use it; give torchrun --standalone, or another --rdzv-endpoint; "
-            f"`ss -ltnp sport = :{TORCHRUN_PORT}` shows who has it",
-            free=free,
-            needed=needed,
-        )
-    return ok(check, f"{free:,} ephemeral ports are free, {needed:,} are needed", free=free, needed=needed)
+        detail = f"port {TORCHRUN_PORT}, torchrun's default, is in use"
+        remedy = "python launch.py does not need it; start torchrun with --standalone or another --rdzv-endpoint; "
+        remedy += f"`ss -ltnp sport = :{TORCHRUN_PORT}` shows which process uses it"
+        return warning(check, detail, remedy, **numbers)
+    return ok(check, f"{free:,} ephemeral ports are free, {needed:,} are needed", **numbers)
 
 
 def _ports_in_use() -> set[int]:
@@ -125,34 +126,35 @@ def _ports_in_use() -> set[int]:
 
 
 def host_name(several: bool) -> Finding:
-    """gloo listens on the address of this host's name, unless GLOO_SOCKET_IFNAME names an interface."""
+    """Whether the name resolves: gloo listens on its address, unless GLOO_SOCKET_IFNAME names an interface."""
     check, name = "host name", socket.gethostname()
     remedy = f"give {name} its own address in /etc/hosts, or set GLOO_SOCKET_IFNAME"
     addresses, seconds = resolve(name)
     if seconds >= RESOLVER_SECONDS:
-        said = f"{name} is not resolved within {RESOLVER_SECONDS:g} s"
-        return failure(check, said, f"repair DNS (/etc/resolv.conf), or {remedy}", PeerError.exit_code)
+        detail = f"{name} is not resolved within {RESOLVER_SECONDS:g} s"
+        return failure(check, detail, f"repair DNS (/etc/resolv.conf), or {remedy}", PeerError.exit_code)
     if interface := gloo_interface():
-        return ok(check, f"not needed: gloo was told to use {interface}")
+        return ok(check, f"not needed: GLOO_SOCKET_IFNAME={interface}")
     if not addresses:
-        said = f"{name} resolves to nothing"
+        detail = f"{name} does not resolve to an address"
         if several:
-            return failure(check, said, remedy, PeerError.exit_code)
-        return warning(check, f"{said}: python launch.py does without, torchrun with gloo does not", remedy)
+            return failure(check, detail, remedy, PeerError.exit_code)
+        return warning(check, f"{detail}: python launch.py does not need one, torchrun with gloo does", remedy)
     if several and all(address.startswith("127.") or address == "::1" for address in addresses):
-        said = f"{name} is {', '.join(addresses)} here: nobody else can reach it"
-        return failure(check, said, remedy, PeerError.exit_code)
+        detail = f"{name} resolves to {', '.join(addresses)} here, which no other host can reach"
+        return failure(check, detail, remedy, PeerError.exit_code)
     if seconds > SLOW_RESOLVER_SECONDS:
-        return warning(check, f"{name} takes {seconds:.1f} s to be resolved", f"repair DNS, or {remedy}")
-    return ok(check, f"{name} is {', '.join(addresses)}")
+        return warning(check, f"resolving {name} takes {seconds:.1f} s", f"repair DNS, or {remedy}")
+    return ok(check, f"{name} resolves to {', '.join(addresses)}")
 
 
 def resolve(name: str) -> tuple[list[str], float]:
-    """Addresses, and the seconds they took. The resolver may wait for a dead server for half a minute: we do not."""
+    """The addresses of a name, and the seconds that it took. None after RESOLVER_SECONDS: the resolver itself may wait
+    half a minute for a dead server."""
     found: list[str] = []
 
     def ask() -> None:
-        with contextlib.suppress(OSError):  # resolves to nothing
+        with contextlib.suppress(OSError):  # no address
             found.extend(str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM))
 
     began = time.monotonic()
@@ -163,31 +165,32 @@ def resolve(name: str) -> tuple[list[str], float]:
 
 
 def cores(config: Config, groups: Path = Path("/sys/fs/cgroup")) -> Finding:
-    """Cores that this process may use, by affinity and by the quota of its container, against who wants them."""
+    """Cores that this process may use, by affinity and container quota, compared with the processes and threads of a
+    run."""
     check, ranks = "cores", _ranks(config)
-    affine = len(os.sched_getaffinity(0))
+    affinity = len(os.sched_getaffinity(0))
     quota = _cpu_quota(groups)
-    usable = min(affine, quota)
-    have = counted(affine, "core") + (f", of which the container's quota allows {quota:.1f}" if quota < affine else "")
+    usable = min(affinity, quota)
+    have = counted(affinity, "core")
+    if quota < affinity:
+        have += f", of which the container's quota allows {quota:.1f}"
     workers, threads = int(config.tuning.num_workers), int(config.launch.threads_per_process)
     numbers = {"cores": usable, "ranks": ranks, "num_workers": workers, "threads": threads}
+    torch_threads = ranks * threads if threads > 1 else 0
     wanted = {
         f"{counted(ranks, 'process')}": (ranks, "lower launch.nproc_per_node"),
         f"{ranks} x {workers} loader processes or threads": (ranks * workers, "lower tuning.num_workers"),
-        f"{ranks} x {threads} threads of torch": (
-            ranks * threads if threads > 1 else 0,
-            "lower launch.threads_per_process",
-        ),
+        f"{ranks} x {threads} threads of torch": (torch_threads, "lower launch.threads_per_process"),
     }
     over = {what: remedy for what, (number, remedy) in wanted.items() if number > usable}
     if over:
         remedies = " and ".join(dict.fromkeys(over.values()))
-        return warning(check, f"{have}, wanted by {' and by '.join(over)}", remedies, **numbers)
+        return warning(check, f"{have} for {' and for '.join(over)}", remedies, **numbers)
     return ok(check, f"{have} for {', '.join(list(wanted)[: 2 if workers else 1])}", **numbers)
 
 
 def _cpu_quota(groups: Path) -> float:
-    """Cores that the control group's bandwidth allows, in version 2 or 1; infinite without a limit."""
+    """Cores that the CPU quota of the control group allows (cgroup version 2 or 1); infinite without a limit."""
     with contextlib.suppress(OSError, ValueError):  # "max 100000", or no such file
         quota, period = (groups / "cpu.max").read_text().split()
         return int(quota) / int(period)
@@ -198,7 +201,8 @@ def _cpu_quota(groups: Path) -> float:
 
 
 def run_directory(run_dir: Path) -> Finding:
-    """Writes up to 64 MiB, each 8 with fsync, and some small files as a checkpoint's manifest is; removes them."""
+    """Write speed: up to 64 MiB in pieces of 8, each with fsync, and five small files like a checkpoint's manifest.
+    Removes them."""
     check, remedy = "run_dir", "name a run_dir on another disk"
     mine = run_dir / f".doctor_{socket.gethostname()}_{os.getpid()}"
     try:
@@ -212,22 +216,24 @@ def run_directory(run_dir: Path) -> Finding:
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         advice = "free some space there, or " if full else ""
-        said = f"{run_dir} cannot be written ({error.strerror})"
-        return failure(check, said, f"{advice}name a folder that can be written", WriteError.exit_code)
+        detail = f"run_dir={run_dir} cannot be written ({error.strerror})"
+        return failure(check, detail, f"{advice}name a folder that can be written", WriteError.exit_code)
     free = state.f_bavail * state.f_frsize
-    said = f"{speed / 1e6:,.0f} MB/s, fsync of 4 KiB {1e3 * small:.1f} ms, {_bytes(free)} free"
+    detail = f"{speed / 1e6:,.0f} MB/s, fsync of 4 KiB {1e3 * small:.1f} ms, {_bytes(free)} free"
     numbers = {"bytes_per_second": speed, "fsync_seconds": small, "free": free}
     if free < FEW_FREE_BYTES:
-        return warning(check, f"{run_dir}: {said}", f"free some space, or {remedy}", **numbers)
+        return warning(check, f"run_dir={run_dir}: {detail}", f"free some space, or {remedy}", **numbers)
     if speed < SLOW_BYTES_PER_SECOND or small > SLOW_FSYNC_SECONDS:
-        slow = f"{run_dir} is slow: {said}; a checkpoint of 1 GB takes {1e9 / speed:,.0f} s"
+        slow = f"run_dir={run_dir} is slow: {detail}; a checkpoint of 1 GB takes {1e9 / speed:,.0f} s"
         return warning(check, slow, f"{remedy}, or raise checkpoint.every_steps", **numbers)
-    return ok(check, said, **numbers)
+    return ok(check, detail, **numbers)
 
 
 def _write_speed(path: Path) -> float:
-    """Bytes per second to the disk, not to the kernel's memory."""
-    piece, written, began = os.urandom(PIECE_BYTES), 0, time.perf_counter()
+    """Bytes per second written to the disk, not only to the kernel's page cache."""
+    piece = os.urandom(PIECE_BYTES)
+    written = 0
+    began = time.perf_counter()
     with path.open("wb") as file:
         while written < WRITE_BYTES and time.perf_counter() - began < WRITE_SECONDS:
             file.write(piece)
@@ -238,7 +244,7 @@ def _write_speed(path: Path) -> float:
 
 
 def _synced(path: Path, content: bytes) -> float:
-    """Seconds to write a small file for good."""
+    """Seconds to write a small file with fsync."""
     began = time.perf_counter()
     with path.open("wb") as file:
         file.write(content)
@@ -248,23 +254,23 @@ def _synced(path: Path, content: bytes) -> float:
 
 
 def data_set(config: Config) -> Finding:
-    """Whether this host has it, by the rules of a run."""
+    """Whether the files are there, by the rules of a run."""
     check, data = "data set", config.data
     problems = missing_data(config)
     if problems:
-        said, _, remedy = problems[0].partition("; ")
-        return failure(check, said, remedy or "name the folder that holds it: data.root=PATH", DataError.exit_code)
+        detail, _, remedy = problems[0].partition("; ")
+        return failure(check, detail, remedy or "name the folder that holds it: data.root=PATH", DataError.exit_code)
     if data.name == "custom":
         return skipped(check, OWN_CODE)
     if data.download:
-        return ok(check, f"{data.name}: fetched into {data.root} if it is not there")
-    return ok(check, f"{data.name} in {data.root}" if data.root else f"{data.name}: needs no file of its own")
+        return ok(check, f"{data.name}: downloaded into {data.root} if it is not there")
+    return ok(check, f"{data.name} in {data.root}" if data.root else f"{data.name}: needs no files")
 
 
 def data_digest(config: Config) -> str:
-    """Of names and sizes of the files, or of the classes of an image folder: whether two hosts have the same data.
+    """A digest to compare hosts by: of the names and sizes of the files, or of the classes of an image folder.
 
-    Empty where there are none, or their own code alone knows them.
+    Empty if the data set has no files, or only its own code knows them.
     """
     data = config.data
     root = Path(data.root)
@@ -276,13 +282,13 @@ def data_digest(config: Config) -> str:
 
 
 def link_bytes_per_second(interface: str, device_folder: Path = Path("/sys/class")) -> tuple[float, str]:
-    """What this host's network carries in one direction, and what it is called; 0 where the kernel does not know.
+    """Bandwidth of this host's network in one direction, 0 if the kernel does not know it, and the network's name.
 
-    interface: the one that leads to the others. NCCL takes InfiniBand where there is any: all its active ports count.
+    interface: the one that leads to other hosts. NCCL prefers InfiniBand: the sum of all active ports.
     """
     rates = []
     for port in device_folder.glob("infiniband/*/ports/*"):
-        with contextlib.suppress(OSError, ValueError, IndexError):  # a driver that tells no rate
+        with contextlib.suppress(OSError, ValueError, IndexError):  # a driver without a rate
             if "ACTIVE" in (port / "state").read_text():
                 rates.append(float((port / "rate").read_text().split()[0]))  # "400 Gb/sec (4X NDR)"
     if rates:
@@ -294,8 +300,8 @@ def link_bytes_per_second(interface: str, device_folder: Path = Path("/sys/class
     return 0.0, interface
 
 
-def host_findings(config: Config, several: bool, under_torchrun: bool) -> list[tuple[str, Any, tuple[Any, ...]]]:
-    """All checks of this module, in the order of the table: name, function, arguments."""
+def all_checks(config: Config, several: bool, under_torchrun: bool) -> list[tuple[str, Any, tuple[Any, ...]]]:
+    """All checks of this module in the order of the table: name, function, arguments."""
     return [
         ("cores", cores, (config,)),
         ("shared memory", shared_memory, (config,)),

@@ -1,4 +1,4 @@
-"""From the outcomes of a study to its report."""
+"""The report of a study of named variants, from the outcomes of its runs."""
 
 from __future__ import annotations
 
@@ -6,33 +6,34 @@ from collections.abc import Sequence
 from typing import Any
 
 from ddp_train.study import results
-from ddp_train.study.facts import facts
 from ddp_train.study.plots import Axis, Bar, Curve, bars, curves
+from ddp_train.study.provenance import provenance
 from ddp_train.study.report import Plot, Report, Table
-from ddp_train.study.request import Request, command_of
-from ddp_train.study.results import METRICS, Metric, middle
+from ddp_train.study.request import Request, shell_command
+from ddp_train.study.results import METRICS, Metric, median
 from ddp_train.study.trials import Outcome
 from ddp_train.study.variants import NEEDS_GPU, Study, Variant
+from ddp_train.text import counted
 
 Outcomes = dict[str, list[Outcome]]
-PARTS = {"variants": "Variants", "ladder": "One tip more in each row", "leave_one_out": "One tip left out"}
-NOT_YET = "not run yet"
-FIGURES = {
+PARTS = {"variants": "Variants", "ladder": "One tip added in each row", "leave_one_out": "One tip left out"}
+NOT_RUN_YET = "not run yet"
+HARDWARE_COLUMNS = {
     "gpu_utilisation": "GPU %",
     "gpu_memory_gib": "GPU memory GiB",
-    "process_gpu_memory_gib": "of the process GiB",
-    "torch_memory_gib": "torch's peak GiB",
+    "process_gpu_memory_gib": "process GPU memory GiB",
+    "torch_memory_gib": "torch peak memory GiB",
     "power_watts": "power W",
-    "temperature_celsius": "at most C",
+    "temperature_celsius": "max temperature C",
     "energy_wh": "energy Wh",
     "cpu_cores": "CPU cores",
     "resident_gib": "memory GiB",
 }
-"""Of summary.json's `figures`, and their headings."""
+"""Column headings of the metrics in `figures` of summary.json."""
 
 
-def report(request: Request, study: Study, outcomes: Outcomes, load_before: float) -> Report:
-    """Everything there is to tell so far."""
+def build_report(request: Request, study: Study, outcomes: Outcomes, load_before: float) -> Report:
+    """The report of the runs made so far."""
     config, metric = study.config, METRICS[study.config.metric]
     sections: list[Table | Plot] = []
     if config.layout == "runs":
@@ -46,82 +47,84 @@ def report(request: Request, study: Study, outcomes: Outcomes, load_before: floa
     known = {"Data": str(study.first.data.name), "Device": study.first.device, "Repeats": str(config.repeats)}
     return Report(
         config.title or f"Study: {request.name}",
-        f"{config.about.strip()}\n\n{_how(study)}",
+        f"{config.about.strip()}\n\n{_method(study)}",
         sections,
-        known | facts(load_before),
-        [request.command, *(f"{command_of(v.overrides)}  # {v.name}" for v in study.variants if not v.reason)],
+        known | provenance(load_before),
+        [request.command, *(f"{shell_command(v.overrides)}  # {v.name}" for v in study.variants if not v.reason)],
     )
 
 
-def _how(study: Study) -> str:
-    """How it was measured, and what the words of the tables mean."""
+def _method(study: Study) -> str:
+    """The text on how runs were measured, and what the verdicts mean."""
     repeats = study.config.repeats
-    epochs = "epoch: the median one" + (", the first left out" if study.first.train.epochs > 1 else "")
-    rounds = ", in rounds whose order alternates; shown are the median and the lowest and highest run"
-    said = f"Each run is a command of its own, {repeats} of each variant{rounds if repeats > 1 else ''}. s/{epochs}, "
-    said += "without its test. "
+    epochs = "epoch: the median epoch" + (", the first left out" if study.first.train.epochs > 1 else "")
+    rounds = ", in rounds of alternating order; the tables show the median, the lowest and the highest run"
+    text = f"Each run is a separate command, {counted(repeats, 'run')} of each variant{rounds if repeats > 1 else ''}. "
+    text += f"s/{epochs}, without evaluation. "
     if repeats < results.LEAST_RUNS:
-        return said + f"With fewer than {results.LEAST_RUNS} runs of each nothing is said about differences."
-    chance = results.by_chance(repeats, repeats)
+        return text + f"A verdict needs at least {results.LEAST_RUNS} runs of each variant."
+    chance = results.false_positive_rate(repeats, repeats)
     compared = sum(1 for variant in study.variants if variant.name != study.baseline and not variant.reason)
-    return said + (
-        "A variant is called faster, slower, better or worse only if each of its runs is, compared with each of those "
-        f"that it is compared with. Two equal variants would look so in {chance:.1%} of all cases, so that about "
-        f"{chance * compared:.1f} of the {compared} verdicts here could be by chance. Everything else is 'no effect "
-        "within the noise'."
+    return text + (
+        "A variant is faster, slower, better or worse only if this holds for each of its runs against each run of the "
+        f"variant that it is compared with. For two equal variants this happens by chance in {chance:.1%} of cases, so "
+        f"about {chance * compared:.1f} of the {compared} verdicts here may be false. Otherwise the verdict is 'no "
+        "effect within the noise'."
     )
 
 
 def result(variant: Variant, outcomes: Sequence[Outcome]) -> str:
-    """The word or the reason in the row of a variant."""
+    """The text in the column `result` of a variant."""
     failed = next((outcome.reason for outcome in outcomes if not outcome.completed), "")
     done = sum(outcome.completed for outcome in outcomes)
     if failed and done:
         return f"{done} completed; then {failed}"
-    return variant.reason or failed or ("completed" if done else NOT_YET)
+    return variant.reason or failed or ("completed" if done else NOT_RUN_YET)
 
 
 def _comparison(study: Study, outcomes: Outcomes, metric: Metric, part: str) -> Table:
-    """A row for each variant: the metric, its gain, and what else was measured."""
+    """A row for each variant of a part: the metric, its gain over the baseline, and all other measurements."""
     rows_of = [variant for variant in study.variants if variant.part == part]
     leading = {"ladder": study.baseline, "leave_one_out": study.config.reference}.get(part)
     rows_of = [variant for variant in study.variants if variant.name == leading] + rows_of
     effect = "speed-up" if metric.is_time else "difference"
-    effects = {"variants": [effect], "ladder": [f"{effect} by all", "by this"], "leave_one_out": [f"{effect} without"]}
+    effects = {"variants": [effect], "ladder": [f"total {effect}", f"{effect} of this tip"], "leave_one_out": [effect]}
     others = {label: read for label, read in _OTHERS.items() if label != metric.label}
     if study.config.layout != "growth":
         others.pop("steps")
     spread = {"lowest": min, "highest": max} if study.config.repeats > 1 else {}
-    figures = [name for name in FIGURES if any(name in _figures(o) for of in outcomes.values() for o in of)]
+    figures = [name for name in HARDWARE_COLUMNS if any(name in _figures(o) for of in outcomes.values() for o in of)]
     columns = ["variant" if part == "variants" else "tip", "result", metric.label, *spread, *effects[part], "verdict"]
     columns += ["compared with"] * bool(part == "variants" and study.config.against)
-    columns += [*others, *(FIGURES[name] for name in figures), "s/command", "runs"]
+    columns += [*others, *(HARDWARE_COLUMNS[name] for name in figures), "s/command", "runs"]
     rows = []
     for variant in rows_of:
         done = [outcome for outcome in outcomes.get(variant.name, []) if outcome.completed]
-        values, is_first = metric.of(done), variant.name in (leading, study.baseline)
+        values, is_first = metric.values(done), variant.name in (leading, study.baseline)
         bases = [study.baseline, variant.against] if part == "ladder" else [variant.against]
         gains = [_gain(metric, outcomes, base, values) if not is_first else None for base in bases]
-        word = results.verdict(metric, metric.of(outcomes.get(variant.against, [])), values) if not is_first else ""
+        verdict = (
+            results.verdict(metric, metric.values(outcomes.get(variant.against, [])), values) if not is_first else ""
+        )
         adds = f" ({' '.join(variant.adds)})" if part != "variants" and variant.adds and variant.name != leading else ""
         rows.append([
             variant.name + adds, result(variant, outcomes.get(variant.name, [])),
-            middle(values), *(pick(values, default=None) for pick in spread.values()), *gains, word or None,
+            median(values), *(pick(values, default=None) for pick in spread.values()), *gains, verdict or None,
             *([None if is_first else variant.against] if "compared with" in columns else []),
-            *(middle(_all(read, done)) for read in others.values()),
-            *(middle([_figures(o)[name] for o in done if name in _figures(o)]) for name in figures),
-            middle([outcome.seconds for outcome in done]), len(done),
+            *(median(_all(read, done)) for read in others.values()),
+            *(median([_figures(o)[name] for o in done if name in _figures(o)]) for name in figures),
+            median([outcome.seconds for outcome in done]), len(done),
         ])  # fmt: skip
-    elsewhere = ", but for those that say otherwise" if study.config.against else ""
+    elsewhere = ", unless the column says otherwise" if study.config.against else ""
     against = {
         "variants": f"Compared with {study.baseline}{elsewhere}.",
-        "ladder": f"Each row has the tips above it too. By all: against {study.baseline}; by this, and the verdict: "
-        "against the nearest row above that was run.",
-        "leave_one_out": f"Each row is {study.config.reference} without one tip, and compared with it: below 1 the tip "
-        "helps.",
+        "ladder": f"Each row includes the tips of the rows above. Total {effect}: compared with {study.baseline}; of "
+        "this tip, and the verdict: compared with the nearest row above that was run.",
+        "leave_one_out": f"Each row is {study.config.reference} without one tip, compared with {study.config.reference}"
+        ": a speed-up below 1 means that the tip helps.",
     }
     if not figures:
-        against[part] += " No utilisation or memory: these runs recorded none."
+        against[part] += " These runs recorded no utilisation or memory."
     return Table(PARTS[part], columns, rows, against[part])
 
 
@@ -140,17 +143,17 @@ def _all(read: Any, outcomes: Sequence[Outcome]) -> list[float]:
 
 
 def _figures(outcome: Outcome) -> dict[str, float]:
-    """Those of the GPU or of the process, where a run recorded any."""
+    """The hardware metrics of a run, {} if it recorded none."""
     return {name: value for name, value in (outcome.summary.get("figures") or {}).items() if value is not None}
 
 
 def _gain(metric: Metric, outcomes: Outcomes, base: str, mine: list[float]) -> float | None:
-    before, after = middle(metric.of(outcomes.get(base, []))), middle(mine)
+    before, after = median(metric.values(outcomes.get(base, []))), median(mine)
     return metric.gain(before, after) if before and after else None
 
 
 def _agreement(study: Study, outcomes: Outcomes) -> Table:
-    """How far losses and weights of variants are from those that they must have."""
+    """The differences of losses and weights between variants that must agree."""
     rows = []
     kept = {variant.name for variant in study.variants}
     for name, other in study.config.agreement.items():
@@ -164,17 +167,17 @@ def _agreement(study: Study, outcomes: Outcomes) -> Table:
         rows.append([name, other, loss, weight])
     return Table(
         "Agreement",
-        ["variant", "with", "largest difference of the training loss", "largest difference of the weights"],
+        ["variant", "compared with", "largest difference of the training loss", "largest difference of the weights"],
         rows,
-        "Over the whole training, at every step that both logged; the weights are those at its end. 0 means the same "
-        "bits. Rounding grows with the number of steps, and by leaps where it turns a maximum or a ReLU over; with "
-        "tuning.precision=fp64 it is below 1e-12. Batch norm over each process's own samples is another computation: "
-        "it must differ in any precision.",
+        "Losses at every step that both logged; weights at the end. 0: equal bit for bit. Rounding differences grow "
+        "with the number of steps, and jump where they change which side of a maximum or a ReLU is taken; with "
+        "tuning.precision=fp64 they are below 1e-12. Batch norm over each process's own samples is a different "
+        "computation, which differs in any precision.",
     )
 
 
 def _runs(study: Study, outcomes: Outcomes) -> Table:
-    """The classic run table: a row for each run, the shortest epoch first, with what the grid gave it."""
+    """A row for each run with its values of the grid, sorted by the time of an epoch."""
     keys = list(dict.fromkeys(key for variant in study.variants for key in variant.values))
     columns = ["run", "result", "epochs", "loss", "test accuracy %", "s/epoch", "s/run",
                *(key.rpartition(".")[2] for key in keys)]  # fmt: skip
@@ -194,7 +197,7 @@ def _runs(study: Study, outcomes: Outcomes) -> Table:
         if not found:
             rows.append((float("inf"), [variant.name, result(variant, []), *[None] * 5, *values]))
     ordered = [row for _, row in sorted(rows, key=lambda pair: pair[0])]
-    note = "Sorted by the seconds of an epoch. loss: the mean over the last logging interval of training."
+    note = "Sorted by seconds per epoch. loss: mean of the last logging interval of training."
     return Table("Runs", columns, ordered, note)
 
 
@@ -203,7 +206,7 @@ def _number(text: str | None) -> Any:
 
 
 def _published(table: dict[str, Any]) -> list[Table]:
-    """What others published, as the study's file has it."""
+    """The published table in the study's file, if there is one."""
     if not table:
         return []
     return [Table(table["title"], list(table["columns"]), [list(row) for row in table["rows"]], table.get("note", ""))]
@@ -214,20 +217,20 @@ def _plots(study: Study, outcomes: Outcomes, metric: Metric) -> list[Plot]:
         return [_growth(study, outcomes, metric), _growth(study, outcomes, METRICS["epoch_seconds"])]
     shown = []
     for variant in study.variants:
-        values = metric.of(outcomes.get(variant.name, []))
+        values = metric.values(outcomes.get(variant.name, []))
         why = (NEEDS_GPU if variant.reason == NEEDS_GPU else "not run") if variant.reason else ""
-        text = "" if values else why or ("failed" if outcomes.get(variant.name) else NOT_YET)
-        shown.append(Bar(variant.name, middle(values), min(values, default=None), max(values, default=None), text))
-    base = middle(metric.of(outcomes.get(study.baseline, [])))
-    where = f"The dotted line: {study.baseline}. Whiskers: the lowest and the highest run."
-    plots = [Plot(metric.label, bars(shown, Axis(metric.label), base), where)]
+        text = "" if values else why or ("failed" if outcomes.get(variant.name) else NOT_RUN_YET)
+        shown.append(Bar(variant.name, median(values), min(values, default=None), max(values, default=None), text))
+    base = median(metric.values(outcomes.get(study.baseline, [])))
+    caption = f"Dotted line: {study.baseline}. Whiskers: lowest and highest run."
+    plots = [Plot(metric.label, bars(shown, Axis(metric.label), base), caption)]
     if study.config.agreement:
         plots.append(_losses(study, outcomes))
     return plots
 
 
 def _losses(study: Study, outcomes: Outcomes) -> Plot:
-    """The training loss of every variant, on one plot."""
+    """A plot of the training loss of all variants."""
     lines = []
     for variant in study.variants:
         found = [results.losses(outcome) for outcome in outcomes.get(variant.name, []) if outcome.completed]
@@ -235,27 +238,27 @@ def _losses(study: Study, outcomes: Outcomes) -> Plot:
             steps = sorted(set.intersection(*(set(one) for one in found)))
             of = [[one[step] for one in found] for step in steps]
             low, high = [min(values) for values in of], [max(values) for values in of]
-            lines.append(Curve(variant.name, steps, [middle(values) or 0.0 for values in of], low, high))
-    caption = "Curves that agree lie upon each other: their differences are in the table above."
+            lines.append(Curve(variant.name, steps, [median(values) or 0.0 for values in of], low, high))
+    caption = "Curves that agree cover each other; the table above has their differences."
     return Plot(
         "Training loss", curves(lines, Axis("optimizer step"), Axis("loss", log=True)) if lines else "", caption
     )
 
 
 def _growth(study: Study, outcomes: Outcomes, metric: Metric) -> Plot:
-    """The metric over the first key of the grid, a line for each variant."""
+    """A plot of the metric over the first key of the grid, a line for each variant."""
     along = study.config.grid[0].partition("=")[0]
     lines: dict[str, list[tuple[float, list[float]]]] = {}
     for variant in study.variants:
-        values = metric.of(outcomes.get(variant.name, []))
+        values = metric.values(outcomes.get(variant.name, []))
         if values:
-            lines.setdefault(variant.of, []).append((float(variant.values[along]), values))
+            lines.setdefault(variant.group, []).append((float(variant.values[along]), values))
     drawn = []
     for name, points in lines.items():
         points.sort()
         x, of = [at for at, _ in points], [values for _, values in points]
         low, high = [min(values) for values in of], [max(values) for values in of]
-        drawn.append(Curve(name, x, [middle(values) or 0.0 for values in of], low, high))
+        drawn.append(Curve(name, x, [median(values) or 0.0 for values in of], low, high))
     ticks = sorted({at for points in lines.values() for at, _ in points})
     axis = Axis(along.rpartition(".")[2].replace("_", " "), log=True, ticks=ticks)
     return Plot(metric.label, curves(drawn, axis, Axis(metric.label)) if drawn else "", "Bands: lowest to highest run.")

@@ -1,4 +1,4 @@
-"""The trials of a Hydra sweep (`-m`) in the report of a study."""
+"""The report of a Hydra sweep (`-m`), in the formats of a study's report."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from pathlib import Path
 from typing import Any
 
 from ddp_train.study import results
-from ddp_train.study.facts import facts
 from ddp_train.study.plots import Axis, Bar, bars
+from ddp_train.study.provenance import provenance
 from ddp_train.study.report import Plot, Report, Table, write
-from ddp_train.study.request import command_of
-from ddp_train.study.trials import Outcome, outcome
+from ddp_train.study.request import shell_command
+from ddp_train.study.trials import Outcome, read_outcome
 from ddp_train.text import first_line
 
 
 def gather(sweep_dir: Path, rows: list[dict[str, Any]], objective: str, overrides: list[str]) -> Path:
     """Writes the report of a sweep into its directory. Returns the page's path.
 
-    rows: those of results.jsonl. objective: the key that the sweep optimizes. words: the command line.
+    rows: of results.jsonl. objective: the metric that the sweep optimizes. overrides: the command line.
     """
-    found = {row["trial"]: outcome(sweep_dir / str(row["trial"]), row["exit_code"], 0.0) for row in rows}
+    found = {row["trial"]: read_outcome(sweep_dir / str(row["trial"]), row["exit_code"], 0.0) for row in rows}
     columns = ["trial", "overrides", "result", objective, "test accuracy %", "test loss", "s/epoch", "samples/s", "s"]
     table = Table("Trials", columns, [_row(row, found[row["trial"]]) for row in rows], _NOTE)
     shown = [Bar(" ".join(row["overrides"]), row.get("objective"), text=_failed(row)) for row in rows]
     plot = Plot(objective, bars(shown, Axis(objective)))
-    command = command_of(overrides)
-    intro = f"One run for each combination, in fresh processes; {objective} is what the sweep optimizes."
-    return write(Report("Sweep", intro, [table, plot], facts(), [command]), sweep_dir)
+    command = shell_command(overrides)
+    intro = f"One run for each combination, each in new processes; the sweep optimizes {objective}."
+    return write(Report("Sweep", intro, [table, plot], provenance(), [command]), sweep_dir)
 
 
 def print_report(sweep_dir: Path, rows: list[dict[str, Any]], objective: str, overrides: list[str]) -> None:
@@ -38,7 +38,7 @@ def print_report(sweep_dir: Path, rows: list[dict[str, Any]], objective: str, ov
         print(f"note: no report: {type(error).__name__}: {first_line(error)}", file=sys.stderr)
 
 
-_NOTE = "One run of each: nothing is said about noise. s/epoch: the median, without the first where there are several."
+_NOTE = "One run each, so noise is unknown. s/epoch: the median, without the first epoch if there are several."
 
 
 def _row(row: dict[str, Any], found: Outcome) -> list[Any]:

@@ -1,4 +1,4 @@
-"""What a reader must know of the machine that figures come from. Does not import torch."""
+"""Provenance of measurements: hardware, versions, other load, digest of the source. Does not import torch."""
 
 from __future__ import annotations
 
@@ -15,26 +15,28 @@ from ddp_train.config.hardware import detect_hardware
 from ddp_train.distributed.environment import visible_devices
 
 PACKAGES = ("torch", "torchvision", "numpy", "ddp-train")
-HOOKS = ("study/step_times.py", "study/gradient_probe.py")
-"""Modules of the wings that run inside a trial."""
+RUN_INSIDE_TRIALS = ("study/step_times.py", "study/gradient_probe.py")
+"""Modules of studies that run inside a trial, and so belong to its conditions."""
 
 
 def load_average() -> float:
-    """How busy this machine is: processes that run or want to, over the last minute."""
+    """Mean number of runnable processes on this machine over the last minute."""
     return os.getloadavg()[0]
 
 
 def load_at_start() -> float:
-    """The load average before anything is run. Says so where it is high."""
+    """The load average before the first run. Prints a note if it is high."""
     load = load_average()
     if load >= max(1.0, (os.cpu_count() or 1) / 4):
-        print(f"note: load average {load:.1f} at the start: with other work beside it times vary", file=sys.stderr)
+        print(
+            f"note: load average {load:.1f} at the start: other work on this machine makes times vary", file=sys.stderr
+        )
     return load
 
 
-def facts(load_before: float | None = None) -> dict[str, str]:
-    """Hardware, versions, date. load_before: the load average when the work began, to be told beside that of now."""
-    known = {"Hardware": hardware()}
+def provenance(load_before: float | None = None) -> dict[str, str]:
+    """Hardware, load, versions and date, for a report. load_before: the load average when the work began."""
+    known = {"Hardware": hardware_description()}
     if load_before is not None:
         known["Other work"] = f"load average {load_before:.1f} at the start, {load_average():.1f} at the end"
     known["Versions"] = ", ".join(f"{name} {version}" for name, version in versions().items())
@@ -43,7 +45,7 @@ def facts(load_before: float | None = None) -> dict[str, str]:
     return known
 
 
-def hardware() -> str:
+def hardware_description() -> str:
     """GPUs, if there are any; cores, processor and memory."""
     machine, info = detect_hardware(visible_devices()), Path("/proc/cpuinfo")
     model = platform.processor() or platform.machine()
@@ -57,27 +59,28 @@ def hardware() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the packages that figures depend on."""
+    """Versions of Python and of the packages that measurements depend on."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:  # ddp_train itself, run from its folder
+        except importlib.metadata.PackageNotFoundError:  # ddp_train itself, if it is not installed
             continue
     return found
 
 
 @functools.cache
 def conditions(script: Path) -> dict[str, str]:
-    """What a run of this launcher depends on beside its words: runs under other conditions cannot be compared."""
-    return {"hardware": hardware(), **versions(), "source": source_digest(script)}
+    """What results depend on besides the overrides: runs under different conditions cannot be compared."""
+    return {"hardware": hardware_description(), **versions(), "source": source_digest(script)}
 
 
 def source_digest(script: Path) -> str:
-    """Of the code and the configuration files that make a run, not of those that only start it or tell of it."""
+    """A digest of the code and config files that determine a run. Studies and doctor, which only start runs or report
+    on them, are left out."""
     package, conf = script.parent / "ddp_train", script.parent / "conf"
     ours = [path for wing in ("study", "doctor") for path in (package / wing).rglob("*.py")]
-    code = {*package.rglob("*.py")} - {*ours} | {package / name for name in HOOKS}
+    code = {*package.rglob("*.py")} - {*ours} | {package / name for name in RUN_INSIDE_TRIALS}
     settings = {*conf.rglob("*.yaml")} - {*(conf / "study").rglob("*.yaml")}
     digest = hashlib.sha256()
     for path in sorted({script} | code | settings):
