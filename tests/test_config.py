@@ -25,11 +25,11 @@ from hypothesis import strategies as st
 from ddp_train import __version__
 from ddp_train.config.auto import resolve
 from ddp_train.config.bind import all_keys, bind
-from ddp_train.config.freeze import FILE, freeze, load_frozen
+from ddp_train.config.freeze import FILE, freeze, load_frozen, to_text
 from ddp_train.config.hardware import Hardware
 from ddp_train.config.overrides import read_config, read_overrides
 from ddp_train.config.prepare import prepare, read_run
-from ddp_train.config.schema import OPTIONS, SECTIONS, Config, CustomConfig, schema_of
+from ddp_train.config.schema import OPTIONS, SECTIONS, Config, CustomConfig, DdpConfig, OrderedConfig, schema_of
 from ddp_train.config.validate import check, check_rules
 from ddp_train.errors import ConfigError
 from ddp_train.launcher.cli import folded
@@ -110,7 +110,7 @@ def test_a_chosen_option_has_the_defaults_of_its_schema(section: str) -> None:
     for option, schema in OPTIONS[section].items():
         target = [f"{section}._target_=torch.nn.Linear"] if schema is CustomConfig else []
         expected = dataclasses.replace(schema(), **({"target": "torch.nn.Linear"} if target else {}))
-        assert getattr(composed(f"{section}={option}", *target), section) == expected
+        assert getattr(composed(*(target or [f"{section}={option}"])), section) == expected
 
 
 def test_the_main_file_has_the_defaults_of_the_schema() -> None:
@@ -687,6 +687,53 @@ def test_a_spoilt_frozen_config_is_refused(before: str, after: str, expected: st
 def test_a_frozen_config_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="not a mapping"):
         load_frozen(text)
+
+
+# --- configs of earlier versions --------------------------------------------------------------------------------------
+
+EARLIER = Path(__file__).resolve().parent / "frozen" / "config_4b4cae2.yaml"
+"""Of a run with train.reduction=ordered data.loader=host, as the code at that commit froze it."""
+
+
+def test_a_config_that_was_frozen_earlier_is_read() -> None:
+    config = load_frozen(EARLIER.read_text())
+    assert config.strategy == OrderedConfig(virtual_shards=8)
+    assert (config.data.placement, config.hooks, config.reasons) == ("host", [], {})
+    assert load_frozen(to_text(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "key", "value"),
+    [
+        ("reduction: ordered", "reduction: all_reduce", "strategy", DdpConfig()),
+        ("virtual_shards: 8", "virtual_shards: 4", "strategy", OrderedConfig(virtual_shards=4)),
+        ("name: digits", "name: image_folder\n  decode: threads", "data.decode", "processes"),
+        ("probe: none", "probe: step_times", "hooks", []),
+    ],
+)
+def test_what_earlier_versions_had_becomes_what_replaced_it(before: str, after: str, key: str, value: Any) -> None:
+    text = EARLIER.read_text()
+    assert before in text
+    found: Any = load_frozen(text.replace(before, after))
+    for part in key.split("."):
+        found = getattr(found, part)
+    assert found == value
+
+
+def test_a_run_of_an_earlier_version_resumes(tmp_path: Path) -> None:
+    place = tmp_path / "run" / "checkpoints" / "step_00000006"
+    place.mkdir(parents=True)
+    (tmp_path / "run" / FILE).write_text(EARLIER.read_text())
+    (place / "manifest.json").write_text(json.dumps({"step": 6, "config": yaml.safe_load(EARLIER.read_text())}))
+    words = ["model=mlp", "data.limit=200", "train.global_batch_size=48", "run_dir=run"]
+    prepared = prepare(CONF, [*words, "strategy=ordered", "launch.nproc_per_node=2"], None)
+    assert prepared.lock
+    prepared.lock.release()
+    (tmp_path / "run" / FILE).write_text(EARLIER.read_text())
+    (problem,) = problems_of(*words)
+    assert problem == "strategy=ddp: the run in run_dir=run has strategy=ordered; use that, or another run_dir"
+    evaluation = prepare(CONF, ["mode=evaluate", "checkpoint.resume=run", "run_dir=out"], None).config
+    assert (evaluation.model.name, evaluation.data.limit, evaluation.data.placement) == ("mlp", 200, "device")
 
 
 # --- what the command tells about itself ------------------------------------------------------------------------------
