@@ -33,7 +33,7 @@ class LaunchConfig:
     rdzv_endpoint: str | None = key(None, "host:port where the hosts of a run meet")
     max_restarts: int = key(0, "restarts allowed between two checkpoints", at_least=0)
     backend: str = key(
-        "auto", "of the process group; auto: nccl on GPUs, gloo on CPU", choices=("auto", "nccl", "gloo")
+        "auto", "backend of the process group; auto: nccl on GPUs, gloo on CPU", choices=("auto", "nccl", "gloo")
     )
     timeout_seconds: float = key(
         600.0,
@@ -66,11 +66,11 @@ class TrainConfig:
     max_steps: int | None = key(None, "stop after this many optimizer steps", at_least=1)
     max_grad_norm: float | None = key(None, "clip the global gradient norm to this value", above=0)
     on_non_finite: str = key(
-        "stop", "when the loss is NaN or infinite: stop the run, or skip the step", choices=("stop", "skip")
+        "stop", "what to do when the loss is NaN or infinite: stop the run, or skip the step", choices=("stop", "skip")
     )
     loss: str = key(
         "auto",
-        "auto: cross_entropy for class labels, mse for numbers; naming one only checks that it fits the data",
+        "loss function; auto: cross_entropy for class labels, mse for numbers; naming one checks that it fits",
         choices=("auto", "cross_entropy", "mse"),
     )
     label_smoothing: float = key(0.0, "label smoothing of the cross entropy", at_least=0, below=1)
@@ -90,7 +90,7 @@ class CheckpointConfig:
     keep: int = key(2, "number of newest checkpoints to keep", at_least=1)
     best: bool = key(False, "save after every evaluation, and also keep the checkpoint with the best score")
     resume: str = key(
-        "auto", "auto: the newest valid checkpoint in run_dir; never; or the path of a checkpoint or a run"
+        "auto", "auto: from the newest valid checkpoint in run_dir; never; or the path of a checkpoint or a run"
     )
 
 
@@ -101,7 +101,7 @@ class TuningConfig:
     name: str = "recommended"
     precision: str = key(
         "auto",
-        "fp32, bf16 or fp16 (autocast), or fp64; auto: bf16 on GPUs that support it, else fp32",
+        "number format; bf16 and fp16 by autocast; auto: bf16 on GPUs that support it, else fp32",
         choices=("auto", "fp32", "bf16", "fp16", "fp64"),
     )
     num_workers: Union[int, str] = key(
@@ -163,7 +163,7 @@ class TrackerConfig:
     tensorboard: bool = key(False, "TensorBoard event files in run_dir/tensorboard")
     wandb: bool = key(False, "Weights & Biases, in run_dir/wandb; uploaded only with WANDB_MODE=online")
     mlflow: bool = key(False, "MLflow, to MLFLOW_TRACKING_URI or its own default on this host")
-    project: str = key("ddp-train", "project in wandb, experiment in mlflow; the run there is called name")
+    project: str = key("ddp-train", "project in wandb, experiment in mlflow")
     details: bool = key(False, "for TensorBoard: histograms of weights per epoch, a batch of images, the graph")
 
 
@@ -367,7 +367,7 @@ class DataConfig(DataFacts):
     limit: int | None = key(None, "use only this many samples of each split", at_least=1)
     placement: str = key(
         "auto",
-        "where the whole data set is held; auto: on the device if it is one that fits into memory there",
+        "where the data set is held; auto: in the device's memory if it is small enough",
         choices=("auto", "host", "device"),
     )
 
@@ -447,7 +447,7 @@ class ImageFolderConfig(DataConfig):
     augment: bool = key(True, "random resized crop and horizontal flip")
     decode: str = key(
         "auto",
-        "JPEG decoder: pil or torchvision (processes) on the host, or the GPU; auto: gpu with under 8 cores per GPU",
+        "JPEG decoder: PIL, torchvision in loader processes, or the GPU; auto: gpu with under 8 cores per GPU",
         choices=("auto", "pil", "processes", "gpu"),
     )
 
@@ -518,7 +518,7 @@ class OptimizerConfig(OptimizerFacts):
     decay_norm_and_bias: bool = key(True, "apply weight decay to parameters of at most one dimension: norms and biases")
     lr_scaling: str = key(
         "none",
-        "multiply lr by global_batch_size / lr_base_batch (linear), or by its square root (sqrt)",
+        "multiply lr by global_batch_size / lr_base_batch, or by the square root of that",
         choices=("none", "linear", "sqrt"),
     )
     lr_base_batch: int = key(256, "global batch size that lr is meant for, with lr_scaling", at_least=1)
@@ -661,11 +661,15 @@ class CustomConfig(ModelFacts, DataFacts, OptimizerFacts):
 class Config:
     """One whole run."""
 
-    mode: str = key("train", "what to do", choices=("train", "evaluate", "study", "doctor"))
+    mode: str = key(
+        "train",
+        "train, score a checkpoint, compare runs, or examine this host",
+        choices=("train", "evaluate", "study", "doctor"),
+    )
     name: str = key("default", "name of the run; it is kept in runs/NAME/... unless run_dir is given")
     run_dir: str | None = key(None, "directory of the run; given again, the run resumes")
     seed: int = key(0, "seed of all random numbers", at_least=0, below=2**63)
-    device: str = key("auto", "auto: cuda where there is a GPU", choices=("auto", "cuda", "cpu"))
+    device: str = key("auto", "where to compute; auto: cuda if there is a GPU", choices=("auto", "cuda", "cpu"))
     deterministic: Union[bool, str] = key(
         "auto", "repeatable bit for bit; auto: on CPU, and with strategy=ordered", literals=("auto",)
     )
