@@ -11,6 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Union
 
+AUTO: dict[str, Any] = {"literals": ("auto",)}
+"""The rule of keys whose value may also be auto."""
+
 
 def key(default: Any, meaning: str, **rules: Any) -> Any:
     """A field with its meaning and its rules.
@@ -26,9 +29,7 @@ def key(default: Any, meaning: str, **rules: Any) -> Any:
 
 @dataclass
 class LaunchConfig:
-    nproc_per_node: Union[int, str] = key(
-        "auto", "processes per host; auto: one per GPU, else 2", at_least=1, literals=("auto",)
-    )
+    nproc_per_node: Union[int, str] = key("auto", "processes per host; auto: one per GPU, else 2", at_least=1, **AUTO)
     nnodes: int = key(1, "number of hosts", at_least=1)
     rdzv_endpoint: str | None = key(None, "host:port where the hosts of a run meet")
     max_restarts: int = key(0, "restarts allowed between two checkpoints", at_least=0)
@@ -43,7 +44,7 @@ class LaunchConfig:
         30.0, "time to save a checkpoint between a stop request and SIGKILL", at_least=0, at_most=1e6
     )
     threads_per_process: Union[int, str] = key(
-        "auto", "CPU threads of torch; auto: cores / processes, at most 4 with GPUs", at_least=1, literals=("auto",)
+        "auto", "CPU threads of torch; auto: cores / processes, at most 4 with GPUs", at_least=1, **AUTO
     )
     fork_server: bool = key(True, "fork the processes from one that has imported torch")
 
@@ -90,23 +91,21 @@ class TuningConfig:
         "auto",
         "loader processes per rank, or threads that read files for data.decode=gpu; auto: 0 for data held in memory",
         at_least=0,
-        literals=("auto",),
+        **AUTO,
     )
     prefetch_factor: int = key(
         2, "batches prepared ahead by each loader process, or by all threads of data.decode=gpu", at_least=1
     )
     persistent_workers: bool = key(True, "keep the loader processes of an evaluation for the next one")
-    pin_memory: Union[bool, str] = key("auto", "page-locked batches; auto: on GPUs", literals=("auto",))
-    non_blocking: Union[bool, str] = key("auto", "asynchronous copies to the GPU; auto: on GPUs", literals=("auto",))
-    copy_stream: Union[bool, str] = key("auto", "copy in a stream of its own; auto: on GPUs", literals=("auto",))
-    channels_last: Union[bool, str] = key("auto", "NHWC memory format; auto: convolutions on GPUs", literals=("auto",))
+    pin_memory: Union[bool, str] = key("auto", "page-locked batches; auto: on GPUs", **AUTO)
+    non_blocking: Union[bool, str] = key("auto", "asynchronous copies to the GPU; auto: on GPUs", **AUTO)
+    copy_stream: Union[bool, str] = key("auto", "copy in a stream of its own; auto: on GPUs", **AUTO)
+    channels_last: Union[bool, str] = key("auto", "NHWC memory format; auto: convolutions on GPUs", **AUTO)
     cudnn_benchmark: Union[bool, str] = key(
-        "auto", "let cuDNN choose algorithms by timing; auto: with one GPU per process", literals=("auto",)
+        "auto", "let cuDNN choose algorithms by timing; auto: with one GPU per process", **AUTO
     )
-    tf32: Union[bool, str] = key("auto", "TF32 matrix products; auto: on GPUs", literals=("auto",))
-    compile: Union[bool, str] = key(
-        "auto", "torch.compile; auto: torchvision's models on GPUs, in long runs", literals=("auto",)
-    )
+    tf32: Union[bool, str] = key("auto", "TensorFloat-32 matrix products; auto: on GPUs", **AUTO)
+    compile: Union[bool, str] = key("auto", "torch.compile; auto: torchvision's models on GPUs, in long runs", **AUTO)
     compile_mode: str = key(
         "default",
         "mode of torch.compile; reduce-overhead and max-autotune capture CUDA graphs themselves",
@@ -116,7 +115,7 @@ class TuningConfig:
         [], "classes of blocks that recompute their activations in the backward pass: [Bottleneck]"
     )
     cuda_graph: Union[bool, str] = key(
-        "auto", "capture training steps as a CUDA graph; auto: small models on GPUs", literals=("auto",)
+        "auto", "capture training steps as a CUDA graph; auto: small models on GPUs", **AUTO
     )
     gc_freeze: bool = key(True, "exclude what exists before the first step from garbage collection")
     bias_lint: bool = key(True, "report biases directly before a norm layer, which cancels them")
@@ -191,9 +190,7 @@ class DdpConfig(StrategyConfig):
     find_unused_parameters: bool = key(False, "allow parameters that get no gradient in some iterations")
     skip_all_reduce_unused_params: bool = key(False, "do not reduce parameters that no rank used")
     init_sync: bool = key(True, "verify shapes and send rank 0's weights when DDP is built")
-    comm_hook: str = key(
-        "none", "compress gradients before they are exchanged", choices=("none", "fp16", "bf16", "powersgd")
-    )
+    comm_hook: str = key("none", "compress gradients before the exchange", choices=("none", "fp16", "bf16", "powersgd"))
     powersgd_rank: int = key(1, "rank of the approximation of comm_hook=powersgd", at_least=1)
 
 
@@ -339,7 +336,7 @@ class DataConfig(DataFacts):
     is_regression: ClassVar[bool | None] = False
     limit: int | None = key(None, "use only this many samples of each split", at_least=1)
     placement: str = key(
-        "auto", "where the data set is held; auto: on the device if it is small", choices=("auto", "host", "device")
+        "auto", "where the data are held; auto: device if they fit", choices=("auto", "host", "device")
     )
 
 
@@ -623,9 +620,7 @@ class Config:
     run_dir: str | None = key(None, "directory of the run; given again, the run resumes")
     seed: int = key(0, "seed of all random numbers", at_least=0, below=2**63)
     device: str = key("auto", "where to compute; auto: cuda if there is a GPU", choices=("auto", "cuda", "cpu"))
-    deterministic: Union[bool, str] = key(
-        "auto", "bit for bit; auto: on CPU and with strategy=ordered", literals=("auto",)
-    )
+    deterministic: Union[bool, str] = key("auto", "bit for bit; auto: on CPU and with strategy=ordered", **AUTO)
     objective: str = key(
         "test.loss",
         "number in summary.json that a sweep optimizes",
