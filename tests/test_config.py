@@ -25,15 +25,16 @@ from hypothesis import strategies as st
 from ddp_train import __version__
 from ddp_train.config.auto import resolve
 from ddp_train.config.bind import all_keys, bind
-from ddp_train.config.freeze import FILE, freeze, load_frozen
+from ddp_train.config.freeze import FILE, freeze, load_frozen, to_text
 from ddp_train.config.hardware import Hardware
 from ddp_train.config.overrides import read_config, read_overrides
 from ddp_train.config.prepare import prepare, read_run
-from ddp_train.config.schema import OPTIONS, SECTIONS, Config, CustomConfig, schema_of
+from ddp_train.config.schema import OPTIONS, SECTIONS, Config, CustomConfig, DdpConfig, OrderedConfig, schema_of
 from ddp_train.config.validate import check, check_rules
 from ddp_train.errors import ConfigError
-from ddp_train.launcher.cli import wrapped
+from ddp_train.launcher.cli import _meant, wrapped
 from ddp_train.launcher.sweep import Trials, _outcome
+from ddp_train.optim.schedules import warmup_steps
 from ddp_train.text import shown
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -110,7 +111,7 @@ def test_a_chosen_option_has_the_defaults_of_its_schema(section: str) -> None:
     for option, schema in OPTIONS[section].items():
         target = [f"{section}._target_=torch.nn.Linear"] if schema is CustomConfig else []
         expected = dataclasses.replace(schema(), **({"target": "torch.nn.Linear"} if target else {}))
-        assert getattr(composed(f"{section}={option}", *target), section) == expected
+        assert getattr(composed(*(target or [f"{section}={option}"])), section) == expected
 
 
 def test_the_main_file_has_the_defaults_of_the_schema() -> None:
@@ -169,6 +170,9 @@ BAD: dict[str, list[str]] = {
     "schedule._target_=a.b": ["schedule._target_=a.b", "no such key"],
     "train._target_=a.b": ["train._target_=a.b", "no such key"],
     # options that do not exist
+    "optimizer=AdamW": [REFUSED, "did you mean adamw?"],
+    "model=Resnet50": [REFUSED, "did you mean resnet50?"],
+    "tracker=wandb,tensorboard": ["for several at once, use tracker=[wandb,tensorboard]; for a sweep, add -m"],
     "optimizer=admw": [REFUSED, "did you mean adamw?"],
     "model=my_pkg.Net": [REFUSED, "for your own class use model._target_=my_pkg.Net"],
     "model=resnet51": [REFUSED, "did you mean resnet50?"],
@@ -572,6 +576,23 @@ def test_an_evaluation_adopts_the_model_and_the_data_of_its_checkpoint(place: st
     assert (other.model.name, other.data.samples) == ("mlp", 100)
 
 
+def test_an_evaluation_may_change_a_key_of_the_data_it_adopts(tmp_path: Path) -> None:
+    checkpoint_of(tmp_path / "run", "data=synthetic", "model._target_=torch.nn.Linear", "model.in_features=64")
+    words = ["mode=evaluate", "checkpoint.resume=run", "run_dir=out"]
+    config = prepare(CONF, [*words, "data.samples=1600", "model.out_features=3"], None).config
+    assert config.data.samples == 1600
+    assert config.model.arguments == {"in_features": 64, "out_features": 3}
+    (problem,) = problems_of(*words, "data.augment=true")
+    assert problem.startswith("data.augment=true: no such key in data=synthetic; ")
+
+
+def test_a_preset_can_be_shortened(tmp_path: Path) -> None:
+    words = ["experiment=mnist", "data.download=true", "data.limit=6000", "train.epochs=1", "run_dir=run"]
+    config = prepare(CONF, words, None).config
+    assert warmup_steps(config.schedule, 6000 // 192) == 10
+    assert warmup_steps(config.schedule, -(-60_000 // 192)) == 100
+
+
 def test_the_summary_of_an_earlier_run_goes_when_the_next_begins(tmp_path: Path) -> None:
     for name in ("summary.json", "failure.json"):
         (tmp_path / name).write_text("{}")
@@ -689,6 +710,53 @@ def test_a_frozen_config_that_is_none_is_refused(text: str) -> None:
         load_frozen(text)
 
 
+# --- configs of earlier versions --------------------------------------------------------------------------------------
+
+EARLIER = Path(__file__).resolve().parent / "frozen" / "config_4b4cae2.yaml"
+"""Of a run with train.reduction=ordered data.loader=host, as the code at that commit froze it."""
+
+
+def test_a_config_that_was_frozen_earlier_is_read() -> None:
+    config = load_frozen(EARLIER.read_text())
+    assert config.strategy == OrderedConfig(virtual_shards=8)
+    assert (config.data.placement, config.hooks, config.reasons) == ("host", [], {})
+    assert load_frozen(to_text(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "key", "value"),
+    [
+        ("reduction: ordered", "reduction: all_reduce", "strategy", DdpConfig()),
+        ("virtual_shards: 8", "virtual_shards: 4", "strategy", OrderedConfig(virtual_shards=4)),
+        ("name: digits", "name: image_folder\n  decode: threads", "data.decode", "processes"),
+        ("probe: none", "probe: step_times", "hooks", []),
+    ],
+)
+def test_what_earlier_versions_had_becomes_what_replaced_it(before: str, after: str, key: str, value: Any) -> None:
+    text = EARLIER.read_text()
+    assert before in text
+    found: Any = load_frozen(text.replace(before, after))
+    for part in key.split("."):
+        found = getattr(found, part)
+    assert found == value
+
+
+def test_a_run_of_an_earlier_version_resumes(tmp_path: Path) -> None:
+    place = tmp_path / "run" / "checkpoints" / "step_00000006"
+    place.mkdir(parents=True)
+    (tmp_path / "run" / FILE).write_text(EARLIER.read_text())
+    (place / "manifest.json").write_text(json.dumps({"step": 6, "config": yaml.safe_load(EARLIER.read_text())}))
+    words = ["model=mlp", "data.limit=200", "train.global_batch_size=48", "run_dir=run"]
+    prepared = prepare(CONF, [*words, "strategy=ordered", "launch.nproc_per_node=2"], None)
+    assert prepared.lock
+    prepared.lock.release()
+    (tmp_path / "run" / FILE).write_text(EARLIER.read_text())
+    (problem,) = problems_of(*words)
+    assert problem == "strategy=ddp: the run in run_dir=run has strategy=ordered; use that, or another run_dir"
+    evaluation = prepare(CONF, ["mode=evaluate", "checkpoint.resume=run", "run_dir=out"], None).config
+    assert (evaluation.model.name, evaluation.data.limit, evaluation.data.placement) == ("mlp", 200, "device")
+
+
 # --- what the command tells about itself ------------------------------------------------------------------------------
 
 
@@ -772,6 +840,14 @@ def test_info_defaults_shows_the_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("flag", "meant"),
+    [("--lr", "optimizer.lr=VALUE"), ("--batch-size", ""), ("--epochs", "train.epochs=VALUE"), ("--hlep", "--help")],
+)
+def test_a_key_typed_as_a_flag_is_recognised(flag: str, meant: str) -> None:
+    assert (f"; did you mean {meant}?" if meant else "no such flag") in "no such flag" + _meant(flag)
+
+
+@pytest.mark.parametrize(
     ("typed", "offered"),
     [
         ("strategy=", {"strategy=ddp", "strategy=dp", "strategy=ordered", "strategy=single"}),
@@ -806,6 +882,13 @@ def test_only_combinations_of_a_sweep_are_checked_not_the_defaults() -> None:
             ["-m", "launch.nproc_per_node=1,5", "train.global_batch_size=96"], True
         )
     assert [problem.split(":")[0] for problem in caught.value.problems] == ["train.global_batch_size=96"]
+
+
+def test_own_arguments_can_be_swept() -> None:
+    words = ["-m", "model._target_=torch.nn.Linear", "model.in_features=64", "model.out_features=10,12"]
+    trials = Trials(ROOT / "launch.py", CONF, None)
+    assert "++model.out_features=10,12" in trials.check(words, True)
+    assert trials.total == 2
 
 
 def test_a_trial_without_its_objective_keeps_its_row(tmp_path: Path) -> None:

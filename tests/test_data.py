@@ -476,7 +476,7 @@ def test_a_part_of_a_data_set_keeps_its_classes() -> None:
 def _hold_a_loader(pipe: Connection) -> None:
     """Tells the process id of its loader, and waits."""
     multiprocessing.set_start_method("forkserver", force=True)  # the default from Python 3.14 on
-    data, single = {"name": "digits", "limit": 96, "loader": "host"}, {"name": "single"}
+    data, single = {"name": "digits", "limit": 96, "placement": "host"}, {"name": "single"}
     config = config_of(World(), strategy=single, data=data, tuning={"num_workers": 1})
     batches = iter(job_of(config, World()).batches)
     next(batches)

@@ -201,7 +201,7 @@ def test_a_probe_that_does_not_die_is_named_and_left_behind(tmp_path: Path) -> N
 
 @on_linux_as_root
 def test_a_small_dev_shm_fails_if_loader_processes_need_more() -> None:
-    loading = config(data={"name": "cifar10", "loader": "host"}, tuning={"num_workers": 2})
+    loading = config(data={"name": "cifar10", "placement": "host"}, tuning={"num_workers": 2})
     small = tmpfs(Path("/dev/shm"), "64k")
     is_failure(
         apart(small, host_checks.shared_memory, loading), 70, "/dev/shm: 64.0 KiB free", "--shm-size", "num_workers=2"

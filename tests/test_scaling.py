@@ -54,7 +54,7 @@ def all_timed(world: World, folder: str, cases: dict[str, int]) -> None:
 def timed(world: World, run_dir: str, where: str, accumulation: int) -> None:
     train: dict[str, Any] = {"global_batch_size": 12 * accumulation, "accumulation_steps": accumulation, "epochs": 9}
     config = config_of(world, model={"name": "mlp", "hidden": 8}, train=train | {"max_steps": STEPS},
-                       data={"name": "digits", "loader": "host"}, tuning={"num_workers": 0})  # fmt: skip
+                       data={"name": "digits", "placement": "host"}, tuning={"num_workers": 0})  # fmt: skip
     train_source = table(400)
     if where == "data":
         train_source = SlowSource(train_source.inputs, train_source.targets)

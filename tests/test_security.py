@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from ddp_train.config.overrides import read_config, read_overrides
 from ddp_train.config.prepare import resolve_and_check
 from ddp_train.config.schema import CustomConfig
-from ddp_train.config.user_code import instantiate
+from ddp_train.config.user_code import build_hook, instantiate
 from ddp_train.config.values import is_secret
 from ddp_train.errors import ConfigError
 from ddp_train.training.checkpoint import _digest_of_values
@@ -26,9 +27,14 @@ pytestmark = pytest.mark.timeout(300)  # several commands each, on a machine tha
 CONF, LINEAR = ROOT / "conf", "model._target_=torch.nn.Linear"
 
 
-def problems_of(*words: str) -> list[str]:
-    config, problems = read_config(CONF, read_overrides(CONF, list(words)))
+def problems_of(*words: str, adopted: dict[str, Any] | None = None) -> list[str]:
+    """adopted: sections of a checkpoint's config."""
+    config, problems = read_config(CONF, read_overrides(CONF, list(words)), adopted)
     return problems + resolve_and_check(config, None)[1]
+
+
+def named_by_a_checkpoint(target: str, *words: str) -> list[str]:
+    return problems_of(*words, adopted={"model": {"name": "custom", "target": target, "arguments": {}}})
 
 
 # --- code -----------------------------------------------------------------------------------------------------------
@@ -41,9 +47,43 @@ def problems_of(*words: str) -> list[str]:
         "torchvision.io.write_file", "ddp_train.launcher.subprocess.run", "ddp_train.resilience.run_lock.acquire", "torch.nnx.Thing",  # noqa: E501
     ],
 )  # fmt: skip
-def test_code_from_elsewhere_is_refused_before_it_is_imported(target: str) -> None:
-    (problem,) = problems_of(f"model._target_={target}")
+def test_code_that_a_checkpoint_names_is_refused_before_it_is_imported(target: str) -> None:
+    (problem,) = named_by_a_checkpoint(target)
     assert f"model._target_={target}: loads code from outside" in problem
+    package = target.partition(".")[0]
+    assert f"add trusted_modules=[{package}]" in problem
+    assert named_by_a_checkpoint(target, f"trusted_modules=[{package}]") == []
+
+
+def test_code_that_the_command_line_names_is_trusted() -> None:
+    assert problems_of("model._target_=json.JSONDecoder") == []
+    assert problems_of("hooks=[json.JSONDecoder]") == []
+    config, _ = read_config(
+        CONF, read_overrides(CONF, ["model._target_=json.JSONDecoder", LINEAR.replace("model", "data")])
+    )
+    assert config.trusted_modules == ["json"], "and frozen with the rest"
+
+
+def test_code_that_a_preset_names_is_trusted(tmp_path: Path) -> None:
+    """conf/ is the user's own; a preset could set trusted_modules itself."""
+    conf = shutil.copytree(CONF, tmp_path / "conf")
+    preset = "# @package _global_\ndefaults:\n  - override /model: custom\nmodel:\n  _target_: json.JSONDecoder\n"
+    (conf / "experiment/mine.yaml").write_text(preset)
+    config, problems = read_config(conf, read_overrides(conf, ["experiment=mine"]))
+    assert (problems, config.model.target) == ([], "json.JSONDecoder")
+    assert resolve_and_check(config, None)[1] == []
+
+
+def test_trust_in_one_package_is_no_trust_in_what_a_checkpoint_names() -> None:
+    (problem,) = named_by_a_checkpoint("os.system", "optimizer._target_=json.JSONDecoder")
+    assert problem.startswith("model._target_=os.system: loads code from outside")
+
+
+@pytest.mark.parametrize("path", ["ddp_train.study.step_times.json", "ddp_train.study.step_times.json.JSONDecoder"])
+def test_a_hook_is_a_class_of_the_module_that_is_trusted(path: str) -> None:
+    assert problems_of(f"hooks=[{path}]") == [], "seen when it is loaded, before it is called"
+    with pytest.raises(ConfigError, match=re.escape(f"hooks=[{path}]: ")):
+        build_hook(path)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +213,7 @@ def test_a_secret_of_the_environment_is_in_no_file_and_on_no_screen(fail: bool, 
     (tmp_path / "keeper.py").write_text(KEEPER)
     env = {"PYTHONPATH": str(tmp_path), "MY_SERVICE": secret, "UNUSED_TOKEN": unused}
     words = [
-        "model._target_=keeper.Net", "trusted_modules=[keeper]", "+model.api_key='${oc.env:MY_SERVICE}'",
+        "model._target_=keeper.Net", "+model.api_key='${oc.env:MY_SERVICE}'",
         "+model.header='Bearer ${model.api_key}'", f"+model.mark={hashlib.sha256(secret.encode()).hexdigest()}",
         f"+model.fail={str(fail).lower()}", "data.limit=200", "checkpoint.every_steps=3", "train.epochs=1000000",
     ]  # fmt: skip

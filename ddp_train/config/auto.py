@@ -148,8 +148,7 @@ def _on_unless(why: str, *against: tuple[bool, str]) -> Choice:
 
 
 def capture_blockers(config: Config) -> dict[str, str]:
-    """Reasons a step cannot be captured as a CUDA graph: key -> required value, and why. All other keys are
-    resolved."""
+    """Reasons a step cannot be captured: key -> (required value; why). All keys but tuning.cuda_graph are resolved."""
     train, strategy, tuning = config.train, config.strategy, config.tuning
     no_python = "a captured step runs no Python"
     rules = {

@@ -227,8 +227,9 @@ def notices(asked: Config, config: Config) -> list[str]:
             "and opens no process group"
         )
     optimizer = config.optimizer
-    built_in = not isinstance(optimizer, CustomConfig)
-    if built_in and not (optimizer.decay_norm_and_bias or optimizer.weight_decay or optimizer.adapts_per_layer):
+    if not isinstance(optimizer, CustomConfig) and not (
+        optimizer.decay_norm_and_bias or optimizer.weight_decay or optimizer.adapts_per_layer
+    ):
         found.append("optimizer.decay_norm_and_bias=false has no effect: optimizer.weight_decay=0.0")
     if asked.tuning.channels_last is True and config.model.takes_images is False:
         found.append(f"tuning.channels_last=true has no effect: model={config.model.name} has no convolution")

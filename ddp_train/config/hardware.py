@@ -1,4 +1,4 @@
-"""What this host has, found out without torch: importing it takes a second, NVML a few milliseconds."""
+"""GPUs and CPU cores of this host, detected by NVML in a few milliseconds: importing torch takes a second."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class Hardware:
     gpu_name: str = ""
     compute_capability: tuple[int, int] = (0, 0)
     gpu_bytes: int = 0
-    """Memory of the first GPU that answers, whose name and compute capability the others are."""
+    """Memory of the first GPU that answers; `gpu_name` and `compute_capability` are of the same one."""
     lost: tuple[str, ...] = ()
     """Visible GPUs that the driver cannot reach, and why. `gpus` counts them."""
 
 
 def detect_hardware(visible_devices: str | None) -> Hardware:
-    """Asks NVML. `visible_devices` is CUDA_VISIBLE_DEVICES: indices or UUIDs; CUDA stops at the first invalid one."""
+    """Queries NVML. visible_devices: CUDA_VISIBLE_DEVICES, indices or UUIDs; CUDA stops at the first invalid one."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         pynvml.nvmlInit()
@@ -39,10 +39,10 @@ def detect_hardware(visible_devices: str | None) -> Hardware:
         for index in indices or range(present):
             try:
                 found.append(_read(index))
-            except pynvml.NVMLError as error:  # it has fallen off the bus, for example (Xid 79)
+            except pynvml.NVMLError as error:  # for example fallen off the bus (Xid 79)
                 lost.append(f"GPU {index}: {error}")
         name, capability, memory = found[0] if found else ("", (0, 0), 0)
-        known = bool(indices) or not found  # a GPU that is lost does not tell whether a UUID is its own
+        known = bool(indices) or not found  # a GPU that is lost cannot be matched with a UUID
         return Hardware(cpus, len(visible), name, capability, memory, tuple(lost) if known else ())
     except pynvml.NVMLError:  # it cannot even count them
         return Hardware(cpus)

@@ -104,8 +104,8 @@ def _read_override(conf: Path, override: Override, sweep: bool, read: Overrides)
             several = ",".join(read.swept[name])
             read.problems.append(f"{argument}: for several at once, use {name}=[{several}]; for a sweep, add -m")
         else:
-            quoted = f"{name}='...'"
-            read.problems.append(f"{argument}: several values; add -m to sweep over them, or quote them: {quoted}")
+            remedy = f"add -m to sweep over them, or quote them: {name}='...'"
+            read.problems.append(f"{argument}: several values; {remedy}")
     elif name.split(".")[0] == STUDY:
         read.problems.append(f"{argument}: belongs to mode={STUDY}; add that, or leave it out")
     elif is_group:

@@ -11,6 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Union
 
+AUTO: dict[str, Any] = {"literals": ("auto",)}
+"""The rule of keys whose value may also be auto."""
+
 
 def key(default: Any, meaning: str, **rules: Any) -> Any:
     """A field with its meaning and its rules.
@@ -26,36 +29,24 @@ def key(default: Any, meaning: str, **rules: Any) -> Any:
 
 @dataclass
 class LaunchConfig:
-    nproc_per_node: Union[int, str] = key(
-        "auto", "processes per host; auto: one per GPU, or 2 without GPUs", at_least=1, literals=("auto",)
-    )
+    nproc_per_node: Union[int, str] = key("auto", "processes per host; auto: one per GPU, else 2", at_least=1, **AUTO)
     nnodes: int = key(1, "number of hosts", at_least=1)
     rdzv_endpoint: str | None = key(None, "host:port where the hosts of a run meet")
     max_restarts: int = key(0, "restarts allowed between two checkpoints", at_least=0)
-    backend: str = key(
-        "auto", "of the process group; auto: nccl on GPUs, gloo on CPU", choices=("auto", "nccl", "gloo")
-    )
+    backend: str = key("auto", "auto: nccl on GPUs, gloo on CPU", choices=("auto", "nccl", "gloo"))
     timeout_seconds: float = key(
-        600.0,
-        "fail the run if a process makes no progress for this long; also the timeout of collectives",
-        above=0,
-        at_most=1e6,
+        600.0, "fail after this long without progress of a process; also for collectives", above=0, at_most=1e6
     )
     join_timeout_seconds: int = key(
-        600, "how long hosts and processes wait for each other before the first step", at_least=1, at_most=10**6
+        600, "longest wait for other hosts and processes before the first step", at_least=1, at_most=10**6
     )
     grace_seconds: float = key(
-        30.0, "time to save a checkpoint after a stop request or a failure, before SIGKILL", at_least=0, at_most=1e6
+        30.0, "time to save a checkpoint between a stop request and SIGKILL", at_least=0, at_most=1e6
     )
     threads_per_process: Union[int, str] = key(
-        "auto",
-        "CPU threads that torch uses; auto: cores / processes, at most 4 with GPUs",
-        at_least=1,
-        literals=("auto",),
+        "auto", "CPU threads of torch; auto: cores / processes, at most 4 with GPUs", at_least=1, **AUTO
     )
-    fork_server: bool = key(
-        True, "fork the processes from one that has imported torch; false: each imports torch itself"
-    )
+    fork_server: bool = key(True, "fork the processes from one that has imported torch")
 
 
 @dataclass
@@ -65,33 +56,25 @@ class TrainConfig:
     epochs: int = key(30, "passes over the training set", at_least=1)
     max_steps: int | None = key(None, "stop after this many optimizer steps", at_least=1)
     max_grad_norm: float | None = key(None, "clip the global gradient norm to this value", above=0)
-    on_non_finite: str = key(
-        "stop", "when the loss is NaN or infinite: stop the run, or skip the step", choices=("stop", "skip")
-    )
+    on_non_finite: str = key("stop", "when the loss is NaN or infinite", choices=("stop", "skip"))
     loss: str = key(
         "auto",
-        "auto: cross_entropy for class labels, mse for numbers; naming one only checks that it fits the data",
+        "auto: cross_entropy for class labels, mse for numbers; a name is only checked",
         choices=("auto", "cross_entropy", "mse"),
     )
     label_smoothing: float = key(0.0, "label smoothing of the cross entropy", at_least=0, below=1)
     log_every_steps: int = key(50, "optimizer steps between two lines of metrics.jsonl", at_least=1)
-    evaluate_every_epochs: int = key(
-        1, "epochs between two evaluations; the last epoch is always evaluated", at_least=1
-    )
+    evaluate_every_epochs: int = key(1, "epochs between evaluations; the last is always evaluated", at_least=1)
     evaluate_batch_size: int = key(200, "samples per forward pass of an evaluation, on each process", at_least=1)
 
 
 @dataclass
 class CheckpointConfig:
     every_steps: int | None = key(None, "optimizer steps between two checkpoints; null: one per epoch", at_least=1)
-    every_minutes: float | None = key(
-        None, "additional checkpoints: at the next logging interval after this long", above=0
-    )
+    every_minutes: float | None = key(None, "also save at the first logging interval after this long", above=0)
     keep: int = key(2, "number of newest checkpoints to keep", at_least=1)
-    best: bool = key(False, "save after every evaluation, and also keep the checkpoint with the best score")
-    resume: str = key(
-        "auto", "auto: the newest valid checkpoint in run_dir; never; or the path of a checkpoint or a run"
-    )
+    best: bool = key(False, "save after every evaluation, and keep the best checkpoint too")
+    resume: str = key("auto", "auto: the newest valid one in run_dir; never; or the path of a checkpoint or a run")
 
 
 @dataclass
@@ -101,57 +84,44 @@ class TuningConfig:
     name: str = "recommended"
     precision: str = key(
         "auto",
-        "fp32, bf16 or fp16 (autocast), or fp64; auto: bf16 on GPUs that support it, else fp32",
+        "number format; bf16 and fp16 by autocast; auto: bf16 on GPUs that support it, else fp32",
         choices=("auto", "fp32", "bf16", "fp16", "fp64"),
     )
     num_workers: Union[int, str] = key(
         "auto",
         "loader processes per rank, or threads that read files for data.decode=gpu; auto: 0 for data held in memory",
         at_least=0,
-        literals=("auto",),
+        **AUTO,
     )
     prefetch_factor: int = key(
-        2, "batches that each loader process prepares ahead; with data.decode=gpu all threads together", at_least=1
+        2, "batches prepared ahead by each loader process, or by all threads of data.decode=gpu", at_least=1
     )
-    persistent_workers: bool = key(True, "keep the loader processes of an evaluation for the next evaluation")
-    pin_memory: Union[bool, str] = key("auto", "page-locked batches in host memory; auto: on GPUs", literals=("auto",))
-    non_blocking: Union[bool, str] = key(
-        "auto", "copy batches to the GPU asynchronously; auto: on GPUs", literals=("auto",)
-    )
-    copy_stream: Union[bool, str] = key(
-        "auto", "copy batches in a separate CUDA stream while the GPU computes; auto: on GPUs", literals=("auto",)
-    )
-    channels_last: Union[bool, str] = key(
-        "auto", "NHWC memory format; auto: for models with convolutions on GPUs", literals=("auto",)
-    )
+    persistent_workers: bool = key(True, "keep the loader processes of an evaluation for the next one")
+    pin_memory: Union[bool, str] = key("auto", "page-locked batches; auto: on GPUs", **AUTO)
+    non_blocking: Union[bool, str] = key("auto", "asynchronous copies to the GPU; auto: on GPUs", **AUTO)
+    copy_stream: Union[bool, str] = key("auto", "copy in a stream of its own; auto: on GPUs", **AUTO)
+    channels_last: Union[bool, str] = key("auto", "NHWC memory format; auto: convolutions on GPUs", **AUTO)
     cudnn_benchmark: Union[bool, str] = key(
-        "auto", "let cuDNN time its algorithms and choose; auto: with one GPU per process", literals=("auto",)
+        "auto", "let cuDNN choose algorithms by timing; auto: with one GPU per process", **AUTO
     )
-    tf32: Union[bool, str] = key(
-        "auto", "TensorFloat-32 for float32 matrix products; auto: on GPUs", literals=("auto",)
-    )
-    compile: Union[bool, str] = key(
-        "auto",
-        "torch.compile the model; auto: torchvision's models on GPUs, if the run is long enough",
-        literals=("auto",),
-    )
+    tf32: Union[bool, str] = key("auto", "TensorFloat-32 matrix products; auto: on GPUs", **AUTO)
+    compile: Union[bool, str] = key("auto", "torch.compile; auto: torchvision's models on GPUs, in long runs", **AUTO)
     compile_mode: str = key(
         "default",
         "mode of torch.compile; reduce-overhead and max-autotune capture CUDA graphs themselves",
         choices=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
     )
     activation_checkpointing: list[str] = key(
-        [], "classes of blocks whose activations are recomputed in the backward pass to save memory: [Bottleneck]"
+        [], "classes of blocks that recompute their activations in the backward pass: [Bottleneck]"
     )
     cuda_graph: Union[bool, str] = key(
-        "auto", "capture whole training steps as one CUDA graph; auto: small models on GPUs", literals=("auto",)
+        "auto", "capture training steps as a CUDA graph; auto: small models on GPUs", **AUTO
     )
-    gc_freeze: bool = key(True, "exclude objects made before the first step from garbage collection")
+    gc_freeze: bool = key(True, "exclude what exists before the first step from garbage collection")
     bias_lint: bool = key(True, "report biases directly before a norm layer, which cancels them")
     optimizer: str = key(
         "auto",
-        "implementation of the optimizer; auto: fused on GPUs where torch has one, else foreach; "
-        "default: left to torch, or to your own class",
+        "auto: fused on GPUs where torch has it, else foreach; default: as torch or your own class chooses",
         choices=("auto", "loop", "foreach", "fused", "default"),
     )
 
@@ -163,8 +133,8 @@ class TrackerConfig:
     tensorboard: bool = key(False, "TensorBoard event files in run_dir/tensorboard")
     wandb: bool = key(False, "Weights & Biases, in run_dir/wandb; uploaded only with WANDB_MODE=online")
     mlflow: bool = key(False, "MLflow, to MLFLOW_TRACKING_URI or its own default on this host")
-    project: str = key("ddp-train", "project in wandb, experiment in mlflow; the run there is called name")
-    details: bool = key(False, "for TensorBoard: histograms of weights per epoch, a batch of images, the graph")
+    project: str = key("ddp-train", "project in wandb, experiment in mlflow")
+    details: bool = key(False, "for TensorBoard: histograms of weights, a batch of images, the graph")
 
 
 TRACKERS = ("tensorboard", "wandb", "mlflow")
@@ -220,9 +190,7 @@ class DdpConfig(StrategyConfig):
     find_unused_parameters: bool = key(False, "allow parameters that get no gradient in some iterations")
     skip_all_reduce_unused_params: bool = key(False, "do not reduce parameters that no rank used")
     init_sync: bool = key(True, "verify shapes and send rank 0's weights when DDP is built")
-    comm_hook: str = key(
-        "none", "compress gradients before they are exchanged", choices=("none", "fp16", "bf16", "powersgd")
-    )
+    comm_hook: str = key("none", "compress gradients before the exchange", choices=("none", "fp16", "bf16", "powersgd"))
     powersgd_rank: int = key(1, "rank of the approximation of comm_hook=powersgd", at_least=1)
 
 
@@ -233,7 +201,7 @@ class OrderedConfig(StrategyConfig):
     name: str = "ordered"
     has_process_group: ClassVar[bool] = True
     capture_blocker: ClassVar[str] = "a captured step runs no Python"
-    virtual_shards: int = key(8, "parts of a global batch, a power of two; processes must divide it", at_least=1)
+    virtual_shards: int = key(8, "parts of a global batch; a power of two that the processes divide", at_least=1)
 
 
 # --- model ----------------------------------------------------------------------------------------------------------
@@ -341,6 +309,8 @@ class DataFacts:
     """Files that must exist, below `root`."""
     class_folders: ClassVar[tuple[str, ...]] = ()
     """Folders with one sub-folder per class that must exist, below `root`."""
+    images: ClassVar[tuple[int, int, int] | None] = None
+    """Number, channels and side of a fixed set of images that is held in memory."""
     placement = "host"
     root = decode = ""
     download = False
@@ -348,11 +318,11 @@ class DataFacts:
     def in_memory_bytes(self) -> int | None:
         """Size of a data set that is held in memory: a batch is one indexing operation, which loader processes do not
         make faster. None: it is not held in memory."""
-        return None
+        return self.images[0] * self.images[1] * self.images[2] ** 2 if self.images else None
 
     def image_shape(self) -> tuple[int, int] | None:
         """Channels and side of its images; None: no images, or unknown."""
-        return None
+        return self.images[1:] if self.images else None
 
     def sample_bytes(self) -> int:
         """Of the inputs of one sample, as loader processes hand them over; 0: unknown."""
@@ -366,9 +336,7 @@ class DataConfig(DataFacts):
     is_regression: ClassVar[bool | None] = False
     limit: int | None = key(None, "use only this many samples of each split", at_least=1)
     placement: str = key(
-        "auto",
-        "where the whole data set is held; auto: on the device if it is one that fits into memory there",
-        choices=("auto", "host", "device"),
+        "auto", "where the data are held; auto: device if they fit", choices=("auto", "host", "device")
     )
 
 
@@ -379,18 +347,14 @@ class DigitsConfig(DataConfig):
     name: str = "digits"
     augment: bool = key(True, "shift each image by up to one pixel")
 
-    def in_memory_bytes(self) -> int:
-        return 1797 * 64 * 4
-
-    def image_shape(self) -> tuple[int, int]:
-        return 1, 8
+    images: ClassVar[tuple[int, int, int] | None] = (1797, 1, 8)
 
 
 @dataclass
 class TorchvisionDataConfig(DataConfig):
     root: str = key("data", "folder that holds the data set")
-    download: bool = key(False, "download it if it is missing; one process per host does, the others wait")
-    augment: bool = key(False, "random shifts; also random flips for cifar10 and fashion_mnist")
+    download: bool = key(False, "download it if it is missing")
+    augment: bool = key(False, "random shifts; flips too for cifar10 and fashion_mnist")
 
 
 _IDX_FILES = tuple(
@@ -404,12 +368,7 @@ class MnistConfig(TorchvisionDataConfig):
 
     name: str = "mnist"
     files: ClassVar[tuple[str, ...]] = tuple(f"MNIST/{name}" for name in _IDX_FILES)
-
-    def in_memory_bytes(self) -> int:
-        return 70_000 * 28 * 28
-
-    def image_shape(self) -> tuple[int, int]:
-        return 1, 28
+    images: ClassVar[tuple[int, int, int] | None] = (70_000, 1, 28)
 
 
 @dataclass
@@ -428,12 +387,7 @@ class Cifar10Config(TorchvisionDataConfig):
     files: ClassVar[tuple[str, ...]] = tuple(
         f"cifar-10-batches-py/{name}" for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch")
     )
-
-    def in_memory_bytes(self) -> int:
-        return 60_000 * 32 * 32 * 3
-
-    def image_shape(self) -> tuple[int, int]:
-        return 3, 32
+    images: ClassVar[tuple[int, int, int] | None] = (60_000, 3, 32)
 
 
 @dataclass
@@ -447,7 +401,7 @@ class ImageFolderConfig(DataConfig):
     augment: bool = key(True, "random resized crop and horizontal flip")
     decode: str = key(
         "auto",
-        "JPEG decoder: pil or torchvision (processes) on the host, or the GPU; auto: gpu with under 8 cores per GPU",
+        "JPEG decoder: PIL, torchvision in loader processes, or the GPU; auto: gpu with under 8 cores per GPU",
         choices=("auto", "pil", "processes", "gpu"),
     )
 
@@ -515,11 +469,9 @@ class OptimizerConfig(OptimizerFacts):
     name: str = "sgd"
     lr: float = key(0.05, "learning rate after warm-up", above=0)
     weight_decay: float = key(0.0, "weight decay, as torch's optimizer defines it", at_least=0)
-    decay_norm_and_bias: bool = key(True, "apply weight decay to parameters of at most one dimension: norms and biases")
+    decay_norm_and_bias: bool = key(True, "weight decay for norms and biases (parameters of at most one dimension) too")
     lr_scaling: str = key(
-        "none",
-        "multiply lr by global_batch_size / lr_base_batch (linear), or by its square root (sqrt)",
-        choices=("none", "linear", "sqrt"),
+        "none", "multiply lr by global_batch_size / lr_base_batch, or its root", choices=("none", "linear", "sqrt")
     )
     lr_base_batch: int = key(256, "global batch size that lr is meant for, with lr_scaling", at_least=1)
 
@@ -567,7 +519,7 @@ class RmspropConfig(OptimizerConfig):
     eps: float = key(1e-8, "added to the denominator", above=0)
 
 
-_ADAPT_NORM_AND_BIAS = "decay and adapt parameters of at most one dimension, too: norms and biases"
+_ADAPT_NORM_AND_BIAS = "decay and adapt norms and biases (parameters of at most one dimension) too"
 
 
 @dataclass
@@ -581,9 +533,7 @@ class LarsConfig(OptimizerConfig):
     weight_decay: float = key(5e-5, "weight decay, part of the gradient that is adapted", at_least=0)
     decay_norm_and_bias: bool = key(False, _ADAPT_NORM_AND_BIAS)
     momentum: float = key(0.9, "momentum of the update, learning rate included", at_least=0, below=1)
-    trust_coefficient: float = key(
-        1e-3, "norm of an update relative to the norm of the layer's weights, at lr=1", above=0
-    )
+    trust_coefficient: float = key(1e-3, "norm of an update over that of the layer's weights, at lr=1", above=0)
     eps: float = key(0.0, "added to the denominator of the trust ratio", at_least=0)
 
 
@@ -594,7 +544,7 @@ class LambConfig(AdamConfig):
     name: str = "lamb"
     has_fused: ClassVar[bool] = False
     adapts_per_layer: ClassVar[bool] = True
-    lr: float = key(5e-3, "norm of an update relative to the norm of the layer's weights, after warm-up", above=0)
+    lr: float = key(5e-3, "norm of an update over that of the layer's weights, after warm-up", above=0)
     weight_decay: float = key(0.01, "weight decay, part of the update that is adapted", at_least=0)
     decay_norm_and_bias: bool = key(False, _ADAPT_NORM_AND_BIAS)
     eps: float = key(1e-6, "added to the denominator", above=0)
@@ -607,7 +557,7 @@ class ScheduleConfig:
 
     name: str = "constant"
     warmup_steps: int = key(0, "optimizer steps of linear warm-up from 0", at_least=0)
-    warmup_epochs: float | None = key(None, "length of the warm-up in epochs, instead of warmup_steps", above=0)
+    warmup_epochs: float | None = key(None, "length of the warm-up in epochs, in place of warmup_steps", above=0)
 
 
 @dataclass
@@ -661,21 +611,23 @@ class CustomConfig(ModelFacts, DataFacts, OptimizerFacts):
 class Config:
     """One whole run."""
 
-    mode: str = key("train", "what to do", choices=("train", "evaluate", "study", "doctor"))
+    mode: str = key(
+        "train",
+        "train, score a checkpoint, compare runs, or examine this host",
+        choices=("train", "evaluate", "study", "doctor"),
+    )
     name: str = key("default", "name of the run; it is kept in runs/NAME/... unless run_dir is given")
     run_dir: str | None = key(None, "directory of the run; given again, the run resumes")
     seed: int = key(0, "seed of all random numbers", at_least=0, below=2**63)
-    device: str = key("auto", "auto: cuda where there is a GPU", choices=("auto", "cuda", "cpu"))
-    deterministic: Union[bool, str] = key(
-        "auto", "repeatable bit for bit; auto: on CPU, and with strategy=ordered", literals=("auto",)
-    )
+    device: str = key("auto", "where to compute; auto: cuda if there is a GPU", choices=("auto", "cuda", "cpu"))
+    deterministic: Union[bool, str] = key("auto", "bit for bit; auto: on CPU and with strategy=ordered", **AUTO)
     objective: str = key(
         "test.loss",
         "number in summary.json that a sweep optimizes",
         choices=("test.loss", "test.accuracy", "samples_per_second", "seconds"),
     )
-    hooks: list[str] = key([], "classes called around training, as Class(job, run_dir, world): [package.Name]")
-    trusted_modules: list[str] = key([], "packages that the _target_ of a checkpoint's config may load code from")
+    hooks: list[str] = key([], "context managers around training: classes, called with (job, run_dir, world)")
+    trusted_modules: list[str] = key([], "packages that a checkpoint's _target_ may load code from")
     reasons: dict[str, str] = field(default_factory=dict)
     """Why `auto` chose its value, by the name of the switch. Not a key: filled in when `auto` is resolved."""
     launch: LaunchConfig = field(default_factory=LaunchConfig)

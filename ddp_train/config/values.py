@@ -13,7 +13,7 @@ from ddp_train.errors import ConfigError
 
 
 def from_environment(value: Any, key: str) -> Any:
-    """A plain value, with what the environment holds in place of each `${oc.env:NAME}`.
+    """A plain value, with each `${oc.env:NAME}` replaced by that variable of the environment.
 
     Raises ConfigError for a variable that is not set. key: the name of the value, for that message.
     """
@@ -32,7 +32,7 @@ def from_environment(value: Any, key: str) -> Any:
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """The plain values inside nested ones, with their dotted paths."""
+    """The plain values inside a nested value, with their dotted paths."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
     if items is None:
         yield path, value
@@ -45,9 +45,9 @@ _SECRET = re.compile(
     r"((^|_)(password|passwd|passphrase|secret|secret_key|api_?key|access_key|private_key|credentials?))$"
     r"|^((auth|access|api|hf|hub|bearer|refresh|session|github|wandb)_)?token$"
 )
-"""Names of secrets. Not `pad_token` and the like, which are words of a vocabulary."""
+"""Names of secrets. Not `pad_token` and the like, which are tokens of a vocabulary."""
 
 
 def is_secret(dotted: str) -> bool:
-    """Whether a key's name says that its value is a secret."""
+    """Whether the name of a key suggests that its value is a secret."""
     return any(_SECRET.search(part.lower()) for part in dotted.split("."))

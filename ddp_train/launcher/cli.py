@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import re
 import shutil
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import hydra
 
 import ddp_train
+from ddp_train.config.bind import key_named_like
 from ddp_train.config.overrides import register_schema
 from ddp_train.config.schema import OPTIONS, SECTIONS, Config, CustomConfig
 from ddp_train.distributed.world import World
@@ -34,7 +36,7 @@ def through_hydra(usage: str, trials: Trials, argv: list[str], world: World | No
     flags = [word.partition("=")[0] for word in argv if word.startswith("-")]
     unknown = [flag for flag in flags if flag not in FLAGS]
     if unknown:
-        raise ConfigError([f"{flag}: no such flag{did_you_mean(flag, list(FLAGS))}" for flag in unknown])
+        raise ConfigError([f"{flag}: no such flag{_meant(flag)}" for flag in unknown])
     sweep = not set(SWEEP).isdisjoint(flags)
     if {"-h", "--help"} & set(flags):
         text = help_text(usage, trials.conf)
@@ -61,25 +63,34 @@ def through_hydra(usage: str, trials: Trials, argv: list[str], world: World | No
     return trials.finish()
 
 
+def _meant(flag: str) -> str:
+    """What was probably meant by an unknown flag: another flag, or a key typed like one (`--lr 0.1`)."""
+    key = key_named_like(flag.lstrip("-").replace("-", "_"))
+    alike = difflib.get_close_matches(flag, FLAGS, n=1, cutoff=0.75)
+    return f"; did you mean {key}=VALUE?" if key and not alike else did_you_mean(flag, list(FLAGS))
+
+
 def help_text(usage: str, conf: Path) -> str:
     """Usage, the config groups with their options, and each key with its default, choices and meaning."""
     lines = [usage.strip(), "", "Groups (group=option; the files are in conf/):"]
     for group in sorted({path.parent for path in conf.rglob("*.yaml")} - {conf}):
         files = sorted(group.glob("*.yaml"))
-        lines.append(f"  {group.relative_to(conf).as_posix():<11} {', '.join(path.stem for path in files)}")
+        name = group.relative_to(conf).as_posix()
+        default = f" (default: {getattr(Config(), name).name})" if name in OPTIONS else ""
+        lines.append(f"  {name:<15} {', '.join(path.stem for path in files)}{default}")
         if "# @package" in files[0].read_text():  # a whole experiment: its first comment describes it
             lines += [f"    {path.stem:<19} {path.read_text().splitlines()[1].lstrip('# ')}" for path in files]
     lines += ["", "Keys (key=value):", *_keys("", Config)]
     for section, schema in SECTIONS.items():
         lines += ["", f"{section}:", *_keys(section + ".", schema)]
     for section, options in OPTIONS.items():
+        common = next(iter(options.values())).__bases__[0]
+        if keys := _keys(section + ".", common):
+            lines += ["", f"{section}=... (keys of every option{' but custom' if 'custom' in options else ''}):", *keys]
         for name, schema in options.items():
             about = "" if (schema.__doc__ or "").startswith(schema.__name__ + "(") else schema.__doc__ or ""
-            lines += [
-                "",
-                f"{section}={name}: {about.splitlines()[0] if about else ''}".rstrip(": "),
-                *_keys(section + ".", schema),
-            ]
+            heading = f"{section}={name}: {about.splitlines()[0] if about else ''}".rstrip(": ")
+            lines += ["", heading, *(line for line in _keys(section + ".", schema) if line not in keys)]
     return "\n".join(lines)
 
 

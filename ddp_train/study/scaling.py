@@ -269,8 +269,8 @@ def _splits(cells: Sequence[Cell], splits: dict[Cell, Outcome], cores: int | Non
     columns = ["processes", "batch per process", "step, ms", "compute, ms", "exchange, ms"]
     columns += ["waiting, ms", "data, ms", "host, ms", "verdict"]
     note = (
-        f"From separate runs with hooks=[{STEP_TIMES}], without CUDA graphs, whose steps cannot be split, so they may be
-         " "slower. Means over ranks and over the middle half of the steps; the first quarter is left out. compute: "
+        f"From separate runs with hooks=[{STEP_TIMES}], without CUDA graphs, whose steps cannot be split, so they may "
+        "be slower. Means over ranks and over the middle half of the steps; the first quarter is left out. compute: "
         "forward pass, backward pass and optimizer, including communication in the forward pass (buffers, batch norm "
         "over all processes). exchange: gradient exchange that does not overlap with the backward pass. waiting: for a "
         "slower rank, before the exchange. host: from the end of a step to the request for the next batch."
