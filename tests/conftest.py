@@ -1,19 +1,23 @@
-"""The order of the files: the longest first."""
+"""What every test gets, and what none may leave behind."""
 
 from __future__ import annotations
 
-from collections import Counter
+import subprocess
 
 import pytest
 
-SECONDS, SLOW_SECONDS = 0.4, 15.0
-"""Of a test, in the mean."""
+from tests import zygote
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files run side by side (`--dist loadfile`): a long one that came last would leave cores idle."""
-    expected: Counter[str] = Counter()
-    for item in items:
-        expected[str(item.path)] += SLOW_SECONDS if item.get_closest_marker("slow") else SECONDS
-    items.sort(key=lambda item: (-expected[str(item.path)], str(item.path)))  # within a file the order stays
+@pytest.fixture(autouse=True)
+def true_command(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The marker of this name: `run` and `running` start new interpreters, and do not use the zygote."""
+    if request.node.get_closest_marker("true_command"):
+        monkeypatch.setattr(zygote, "_fits", lambda _: False)
+
+
+@pytest.fixture
+def forked_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runs of studies that are made in this process come from the zygote too."""
+    zygote.start()
+    monkeypatch.setattr(subprocess, "Popen", zygote.Command)

@@ -19,6 +19,7 @@ import contextlib
 import ctypes
 import fcntl
 import gc
+import importlib
 import importlib.util
 import io
 import os
@@ -45,6 +46,7 @@ PRELOAD = (
     *("torch", "torch._dynamo", "hydra", "rich.progress", "sklearn.datasets", "torch.distributed.run"),
     *("ddp_train.training.worker", "ddp_train.config.prepare", "ddp_train.launcher.local", "ddp_train.launcher.cli"),
     *("ddp_train.launcher.multihost", "ddp_train.study.main", "ddp_train.doctor.examination"),
+    *("torch.distributed.algorithms.ddp_comm_hooks", "hydra._internal.core_plugins", "rich._emoji_codes"),
 )
 ROOM = 8192
 """Bytes for the command lines that forked commands show in place of the zygote's."""
@@ -74,7 +76,7 @@ class Command(subprocess.Popen[Any]):
     """subprocess.Popen, with a zygote for the commands of this project."""
 
     def _execute_child(self, *arguments: Any) -> None:
-        if not _execute(self, arguments, _zygote):
+        if not _execute(self, arguments, start):
             super()._execute_child(*arguments)  # type: ignore[misc]  # pyright: ignore
 
 
@@ -97,12 +99,17 @@ _process: subprocess.Popen[bytes] | None = None
 _execute_for_real: Any = subprocess.Popen._execute_child  # type: ignore[attr-defined]  # pyright: ignore
 
 
-def _zygote() -> socket.socket:
-    """The connection to this process's own, which is started on the first call."""
+def start() -> socket.socket:
+    """The connection to this process's own, which is started on the first call.
+
+    Call it before `adopting_orphans`, which ends what was started inside.
+    """
     global _connection, _process
+    if _process and _process.poll() is not None:
+        stop()
     if _connection is None:
         _connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        env = {name: value for name, value in os.environ.items() if not name.startswith(READ_AT_IMPORT)}
+        env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         command = [sys.executable, "-P", "-c", START, str(ROOT), str(theirs.fileno()), str(os.getpid()), " " * ROOM]
         _process = subprocess.Popen(command, env=env | FIXED, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         theirs.close()
@@ -155,9 +162,12 @@ def _execute(process: Any, arguments: tuple[Any, ...], connect: Any) -> bool:
 
 def _ask(connection: socket.socket, message: bytes, descriptors: list[int]) -> int:
     """The process id of a new child of this process: it adopts what the zygote's child leaves. 0: the zygote cannot."""
-    with _lock, _adopting():
-        socket.send_fds(connection, [message], descriptors)
-        return int(connection.recv(64) or 0)
+    try:
+        with _lock, _adopting():
+            socket.send_fds(connection, [message], descriptors)
+            return int(connection.recv(64) or 0)
+    except OSError:  # it has ended
+        return 0
 
 
 @contextlib.contextmanager
@@ -303,7 +313,7 @@ def _renew_python(request: Request, target: str, words: list[str]) -> None:
     """What a new interpreter sets up from its command line and environment."""
     os.environ.clear()
     os.environ.update(request.env)
-    unbuffered = "-u" in request.argv[1:3]
+    unbuffered = "-u" in request.argv[1:3] or bool(request.env.get("PYTHONUNBUFFERED"))
     for name, number, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
         binary = io.open(number, mode + "b", closefd=False, buffering=0 if unbuffered and mode == "w" else -1)  # noqa: SIM115, UP020
         errors = "backslashreplace" if name == "stderr" else "strict"
