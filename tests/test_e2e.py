@@ -373,6 +373,7 @@ def test_a_bad_value_refuses_the_whole_sweep(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_optuna_draws_the_trials_of_a_sweep(tmp_path: Path) -> None:
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="needs pip install -e '.[optuna]'")
     words = ("-m", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "optimizer.lr=interval(0.001,0.1)")
