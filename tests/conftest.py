@@ -23,6 +23,8 @@ from tests.zygote import ROOT
 LEAVE_SECONDS = 5.0
 """For what is ending when a test is over."""
 SET_BY_IMPORTS = ("PYTEST_", "KMP_", "TORCHINDUCTOR_CACHE_DIR")
+SET_BY_LIBRARIES = {signal.SIGALRM, signal.SIGCHLD}
+"""pytest-timeout's, and for good that of torch's DataLoader with processes."""
 CACHES = {".pytest_cache", ".ruff_cache", ".hypothesis", "__pycache__"}
 
 
@@ -70,7 +72,7 @@ def surroundings() -> dict[str, Any]:
     found: dict[str, Any] = {
         "working directory": os.getcwd(),  # noqa: PTH109
         "environment": {n: value for n, value in os.environ.items() if not n.startswith(SET_BY_IMPORTS)},
-        "signal handlers": {number: signal.getsignal(number) for number in signal.valid_signals()},
+        "signal handlers": {number: signal.getsignal(number) for number in signal.valid_signals() - SET_BY_LIBRARIES},
         "threads": {thread for thread in threading.enumerate() if not thread.daemon},
         "child processes": children(),
         "files": {path.name for path in ROOT.iterdir()} - CACHES,
