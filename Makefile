@@ -1,10 +1,10 @@
 .DEFAULT_GOAL := help
-.PHONY: help train test check lint bench chaos judge clean
+.PHONY: help train test check check-all lint bench chaos judge clean
 PYTHON ?= python3
 ARGS ?=
 BIN := .venv/bin
-# Three files of tests at a time, on two cores: tests wait for processes. tests/conftest.py puts long files first.
-PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+# Four tests at a time, on two cores: tests wait for processes. tests/conftest.py groups them and puts slow ones first.
+PYTEST := $(BIN)/python -m pytest -n 4 --dist loadgroup --no-loadscope-reorder
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -12,10 +12,13 @@ help:  ## this list
 train: .venv/base  ## train the digits on every GPU of this machine, or in two CPU processes; make train ARGS="key=value ..."
 	@$(BIN)/python launch.py $(ARGS)
 
-test: .venv/ready  ## the quick tests, under five minutes on two cores
-	$(PYTEST) -m "not slow"
+test: .venv/ready  ## the quick tests
+	$(PYTEST) -m "not slow and not nightly"
 
-check: lint  ## what CI runs: lint, format, types and every test
+check: lint  ## what CI runs: lint, format, types and every test but the nightly ones
+	$(PYTEST) -m "not nightly"
+
+check-all: lint  ## every test; docs/test_map.md says what the nightly ones add
 	$(PYTEST)
 
 bench: .venv/ready  ## start-up against torchrun and overhead against a raw loop, on an idle machine; both have limits

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_train.linux import children_of
+from tests import zygote
 
 ROOT = Path(__file__).resolve().parent.parent
 LAUNCH = [sys.executable, str(ROOT / "launch.py")]
@@ -123,9 +124,7 @@ def run(
     *words: str, command: list[str] = LAUNCH, cwd: Path = ROOT, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """The whole command, to its end."""
-    return subprocess.run(
-        [*command, *words], cwd=cwd, env=environment(env), capture_output=True, text=True, timeout=LIMIT_SECONDS
-    )
+    return zygote.run([*command, *words], LIMIT_SECONDS, cwd=cwd, env=environment(env), text=True)
 
 
 @dataclass
@@ -175,7 +174,7 @@ def running(
     output = run_dir.with_name(run_dir.name + ".out")
     with output.open("w") as out, output.with_suffix(".err").open("w") as err:
         # Into files: nobody reads a pipe while the test waits, and a full one would stop the run.
-        process = subprocess.Popen(
+        process = zygote.Command(
             [*command, f"run_dir={run_dir}", *words], cwd=ROOT, env=environment(env), stdout=out, stderr=err,
             preexec_fn=hear_signals,
         )  # fmt: skip

@@ -1,19 +1,150 @@
-"""The order of the files: the longest first."""
+"""What every test gets, what none may leave behind, and the order in which they run."""
 
 from __future__ import annotations
 
-from collections import Counter
+import contextlib
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-SECONDS, SLOW_SECONDS = 0.4, 15.0
-"""Of a test, in the mean."""
+from tests import zygote
+from tests.zygote import ROOT
+
+LEAVE_SECONDS = 5.0
+"""For what is ending when a test is over."""
+SET_BY_IMPORTS = ("PYTEST_", "KMP_", "TORCHINDUCTOR_CACHE_DIR")
+SET_BY_LIBRARIES = {signal.SIGALRM, signal.SIGCHLD}
+"""pytest-timeout's, and for good that of torch's DataLoader with processes."""
+CACHES = {".pytest_cache", ".ruff_cache", ".hypothesis", "__pycache__"}
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files run side by side (`--dist loadfile`): a long one that came last would leave cores idle."""
-    expected: Counter[str] = Counter()
+    """Tests that share a module's fixture run in one process (`--dist loadgroup`); they come first, then slow ones."""
     for item in items:
-        expected[str(item.path)] += SLOW_SECONDS if item.get_closest_marker("slow") else SECONDS
-    items.sort(key=lambda item: (-expected[str(item.path)], str(item.path)))  # within a file the order stays
+        shared = [name for name, found in item._fixtureinfo.name2fixturedefs.items()  # type: ignore[attr-defined]
+                  if found[-1].scope == "module" and found[-1].baseid]  # fmt: skip
+        if shared:
+            values = [f"{name}={value}" for name, value in _parameters(item) if name in shared]
+            item.add_marker(pytest.mark.xdist_group(":".join([item.path.stem, *values])))
+    items.sort(key=_rank)  # within a rank the order stays
+
+
+def _parameters(item: pytest.Item) -> list[tuple[str, Any]]:
+    return sorted(item.callspec.params.items()) if hasattr(item, "callspec") else []  # type: ignore[attr-defined]
+
+
+def _rank(item: pytest.Item) -> int:
+    if item.get_closest_marker("slow"):
+        return 0 if item.get_closest_marker("xdist_group") else 1
+    return 2
+
+
+# --- what is left behind ----------------------------------------------------------------------------------------------
+
+
+def children() -> set[int]:
+    """Of this process, but for the servers that all tests share."""
+    pids = {int(pid) for task in Path("/proc/self/task").iterdir() for pid in _read(task / "children").split()}
+    tracker, server = multiprocessing.resource_tracker._resource_tracker, multiprocessing.forkserver._forkserver
+    return pids - {zygote.zygote_pid(), tracker._pid, server._forkserver_pid}  # type: ignore[attr-defined]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:  # the thread or process has ended
+        return ""
+
+
+def surroundings() -> dict[str, Any]:
+    """What a test may change while it runs, by name."""
+    found: dict[str, Any] = {
+        "working directory": os.getcwd(),  # noqa: PTH109
+        "environment": {n: value for n, value in os.environ.items() if not n.startswith(SET_BY_IMPORTS)},
+        "signal handlers": {number: signal.getsignal(number) for number in signal.valid_signals() - SET_BY_LIBRARIES},
+        "threads": {thread for thread in threading.enumerate() if not thread.daemon},
+        "child processes": children(),
+        "files": {path.name for path in ROOT.iterdir()} - CACHES,
+        "runs": {path.name for path in (ROOT / "runs").iterdir()} if (ROOT / "runs").is_dir() else set(),
+    }
+    if torch := sys.modules.get("torch"):
+        found["torch.are_deterministic_algorithms_enabled"] = torch.are_deterministic_algorithms_enabled()
+        found["torch.get_default_dtype"] = torch.get_default_dtype()
+        found["torch.get_num_threads"] = torch.get_num_threads()
+    return found
+
+
+def leaks(before: dict[str, Any], tmp_path: Path | None) -> dict[str, Any]:
+    """What differs, by name; of sets only what was added."""
+    found: dict[str, Any] = {}
+    for name, now in surroundings().items():
+        then = before.get(name, now)
+        if isinstance(now, set) and now - then:
+            found[name] = now - then
+        elif isinstance(now, dict) and now != then:
+            found[name] = {
+                key: (then.get(key), now.get(key)) for key in {**then, **now} if then.get(key) != now.get(key)
+            }
+        elif not isinstance(now, set) and now != then:
+            found[name] = (then, now)
+    for pid in found.get("child processes", set()).copy():
+        with contextlib.suppress(ChildProcessError):
+            if os.waitpid(pid, os.WNOHANG)[0]:  # it had ended
+                found["child processes"].remove(pid)
+    if not found.get("child processes", True):
+        del found["child processes"]
+    if tmp_path and (left := commands_of(tmp_path)):
+        found["processes"] = left
+    return found
+
+
+def commands_of(folder: Path) -> list[str]:
+    """Command lines of processes, of whatever parent and session, that name the folder of a test."""
+    lines = [_read(entry / "cmdline").rstrip("\0") for entry in Path("/proc").glob("[0-9]*") if int(entry.name) > 1]
+    return [line.replace("\0", " ") for line in lines if str(folder) in line]
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test fails that leaves a process, a thread, a file in the repository, or changed state of this process.
+
+    What a fixture of its module started is not its own: it is looked at after those are made.
+    """
+    before = surroundings()
+    yield
+    tmp_path = request.node.funcargs.get("tmp_path")
+    deadline = time.monotonic() + LEAVE_SECONDS
+    while (found := leaks(before, tmp_path)) and time.monotonic() < deadline:
+        if not {"child processes", "processes", "threads"} & set(found):
+            break  # it will not go away
+        time.sleep(0.05)
+    if "working directory" in found:
+        os.chdir(before["working directory"])  # the tests that follow are not to blame
+    assert not found, f"left behind: {found}"
+
+
+@pytest.fixture(autouse=True)
+def true_command(leaves_nothing: None, request: pytest.FixtureRequest) -> Iterator[None]:
+    """The marker of this name: `run` and `running` start new interpreters, and do not use the zygote."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.node.get_closest_marker("true_command"):
+            patch.setattr(zygote, "_fits", lambda _: False)
+        yield
+
+
+@pytest.fixture
+def forked_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runs of studies that are made in this process come from the zygote too."""
+    zygote.start()
+    monkeypatch.setattr(subprocess, "Popen", zygote.Command)

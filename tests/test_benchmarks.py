@@ -21,7 +21,9 @@ QUICK = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", QUICK)
+@pytest.mark.parametrize(
+    "script", [pytest.param(name, marks=[] if name == "overhead.py" else pytest.mark.nightly) for name in QUICK]
+)
 def test_a_benchmark_writes_its_page(script: str, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     command = [sys.executable, str(ROOT / "benchmarks" / script), *QUICK[script], "--output", str(page)]

@@ -131,6 +131,7 @@ def by_three(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 
 @pytest.mark.slow
+@pytest.mark.true_command
 def test_three_ranks_are_one_run_whoever_starts_them(by_three: tuple[Path, str], tmp_path: Path) -> None:
     ours, our_output = by_three
     done = run("name=three", *FORTY, command=torchrun(), cwd=tmp_path)
@@ -175,6 +176,7 @@ def test_torchrun_is_refused_and_leaves_no_file(words: list[str], problem: str, 
 
 
 @pytest.mark.slow
+@pytest.mark.true_command
 def test_a_resumed_run_ends_in_the_same_bytes_as_an_uninterrupted_one(by_one: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     first = run(f"run_dir={run_dir}", ONE, *TWENTY)
@@ -373,6 +375,7 @@ def test_a_bad_value_refuses_the_whole_sweep(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_optuna_draws_the_trials_of_a_sweep(tmp_path: Path) -> None:
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="needs pip install -e '.[optuna]'")
     words = ("-m", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "optimizer.lr=interval(0.001,0.1)")

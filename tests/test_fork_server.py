@@ -30,7 +30,7 @@ from tests.commands import (
     wait_until,
 )  # fmt: skip
 
-pytestmark = pytest.mark.timeout(300)  # the machine may be busy
+pytestmark = [pytest.mark.timeout(300), pytest.mark.true_command]  # the machine may be busy
 
 FACTS = '''
 import collections

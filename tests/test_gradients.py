@@ -179,6 +179,7 @@ def runs_of(probes: Path, case: str, real: str = "") -> Callable[[Trial, Path, S
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_trials")
 def test_a_real_run_of_three_processes_agrees_with_one(
     probes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

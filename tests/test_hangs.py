@@ -166,9 +166,16 @@ def words(model: dict[str, Any] | None = None, data: dict[str, Any] | None = Non
 # --- a rank stands still --------------------------------------------------------------------------------------------
 
 
+CELLS = {("sleep", "data"), ("gil", "forward"), ("sleep", "all-reduce"), ("stop", "checkpoint")}
+"""Of the matrix below, in the gate: every way and every place once."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["data", "forward", "all-reduce", "checkpoint"])
-@pytest.mark.parametrize("how", ["sleep", "stop", "gil"])
+@pytest.mark.parametrize(
+    ("how", "where"),
+    [pytest.param(how, where, marks=[] if (how, where) in CELLS else pytest.mark.nightly)
+     for where in ("data", "forward", "all-reduce", "checkpoint") for how in ("sleep", "stop", "gil")],
+)  # fmt: skip
 def test_a_rank_that_stands_still_is_named(how: str, where: str, tmp_path: Path, env: dict[str, str]) -> None:
     rank = 0 if where == "checkpoint" else 1
     if where == "data":
@@ -196,6 +203,50 @@ def test_a_rank_that_stands_still_is_named(how: str, where: str, tmp_path: Path,
         log = (job.run_dir / f"logs/rank_{rank}.log").read_text()
         for text in (job.said(), log):
             assert text.count(" in misbehave") == 1, "the stack, once, where the user reads and in the rank's own log"
+
+
+USERS = ['  File "/home/user/wayward.py", line 26 in misbehave']
+TORCHS = ['  File "/usr/lib/python3/site-packages/torch/autograd/graph.py", line 865 in _engine_run_backward']
+
+
+@pytest.mark.parametrize("where", ["data", "forward", "backward", "checkpoint"])
+@pytest.mark.parametrize("how", ["sleep", "stop", "gil"])
+def test_the_board_tells_who_stands_still(how: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole matrix, with a clock and a board that nobody waits for: what real ranks show in the cells above."""
+    now, stuck = 0.0, 0 if where == "checkpoint" else 1
+    states, stacks = ["S"] * 3, [TORCHS] * 3
+    monkeypatch.setattr(hang_detector.time, "monotonic", lambda: now)
+    monkeypatch.setattr(hang_detector, "state_of", lambda pid: states[pid])
+    monkeypatch.setattr(HangDetector, "_stacks", lambda *_: stacks)
+    board = StatusBoard.create(3)
+    try:
+        detector = HangDetector(board, [0, 1, 2], timeout_seconds=TIMEOUT_SECONDS)
+        for beat in range(1, 21):  # four steps of a second each; nobody hangs in the last of them before its end
+            now = beat * 0.2
+            for status in board.ranks:
+                status.beats, status.step, status.batches = beat, beat // 5, 1 + beat // 5
+                status.phase = ("data", "forward", "backward", "backward", "optimizer step")[beat % 5]
+            assert not detector.is_hung()
+        for rank, status in enumerate(board.ranks):
+            status.phase = where if rank == stuck else "backward"
+        states[stuck] = "T" if how == "stop" else "S"
+        stacks[stuck] = [] if how == "stop" else USERS
+        began = now
+        while not detector.is_hung():
+            now += 0.2
+            assert now < began + TIMEOUT_SECONDS + 1
+            for rank, status in enumerate(board.ranks):
+                status.beats += rank != stuck or how == "sleep"
+        assert now - began >= TIMEOUT_SECONDS
+        hang = detector.diagnose(Path())
+    finally:
+        board.close()
+    assert (hang.rank, hang.row.step, hang.row.phase) == (stuck, 4, where)
+    assert TIMEOUT_SECONDS - 1 <= hang.seconds <= TIMEOUT_SECONDS + 1
+    known = {"sleep": "", "stop": "stopped by a signal", "gil": "Python's lock (GIL)"}[how]
+    assert known in hang.reason and bool(known) == bool(hang.reason)
+    assert hang.stack == stacks[stuck]
+    assert hang.others == ", ".join(f"rank {rank} in backward of step 4" for rank in range(3) if rank != stuck)
 
 
 @pytest.mark.slow
@@ -264,7 +315,7 @@ def test_a_slow_rank_is_no_hang_but_a_straggler(tmp_path: Path, env: dict[str, s
     limit = f"launch.timeout_seconds={TIMEOUT_SECONDS}"
     with running(tmp_path / "run", *words({"rank": 2, "delay": 0.1}), "train.epochs=100000", limit, env=env) as job:
         wait_until(lambda: "slower" in job.said(), "warning")
-        time.sleep(2 * hang_detector.WINDOW_SECONDS)
+        time.sleep(1.2 * hang_detector.WINDOW_SECONDS)  # a second window, and longer than the limit
         assert job.process.poll() is None, job.said()
         (line,) = job.said().splitlines()
         assert line.startswith("warning: rank 2 is slower than the others") and "mostly forward" in line

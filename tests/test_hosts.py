@@ -272,6 +272,7 @@ def test_a_host_that_never_arrives_is_not_waited_for(cluster: Cluster) -> None:
 
 @on_hosts
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_hosts_with_other_words_are_refused(cluster: Cluster) -> None:
     for host, seed in zip(cluster.lab.hosts, (1, 2), strict=True):
         cluster.start(host, "launch.nnodes=2", ENDPOINT, f"seed={seed}")
@@ -293,7 +294,11 @@ def test_a_run_directory_that_is_not_shared_is_refused(cluster: Cluster) -> None
 
 @on_hosts
 @pytest.mark.slow
-@pytest.mark.parametrize(("lost", "silent"), [("node0", True), ("node1", True), ("node0", False)])
+@pytest.mark.parametrize(("lost", "silent"), [
+    ("node0", True),
+    pytest.param("node1", True, marks=pytest.mark.nightly),
+    pytest.param("node0", False, marks=pytest.mark.nightly),
+])  # fmt: skip
 def test_the_others_end_when_a_host_is_lost(lost: str, silent: bool, cluster: Cluster) -> None:
     """Also if it was the head, whose store torchrun's other agents wait for without an end."""
     cluster.start_all(*ENDLESS, "train.log_every_steps=1", "launch.timeout_seconds=6")
@@ -312,6 +317,7 @@ def test_the_others_end_when_a_host_is_lost(lost: str, silent: bool, cluster: Cl
 
 @on_hosts
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_host_that_was_cut_off_and_a_new_run_never_write_together(cluster: Cluster) -> None:
     """The old rank 0 hangs in a collective, alive. Until it ends nobody else gets its run directory."""
     words = ("model=mlp", "train.epochs=1000000", "train.evaluate_every_epochs=1000000", "checkpoint.every_steps=3")

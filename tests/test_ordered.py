@@ -75,9 +75,9 @@ def trained_bits(world: World, *arguments: str) -> tuple[str, float, Any, float]
 @pytest.mark.parametrize(("model", "precision"), [
     ("convolutions", "fp32"),
     pytest.param("batch norm", "fp32", marks=pytest.mark.slow),
-    pytest.param("convolutions", "fp64", marks=pytest.mark.slow),
-    pytest.param("perceptron", "bf16", marks=pytest.mark.slow),
-    pytest.param("perceptron", "fp16", marks=pytest.mark.slow),  # with a loss scaler
+    pytest.param("convolutions", "fp64", marks=[pytest.mark.slow, pytest.mark.nightly]),
+    pytest.param("perceptron", "bf16", marks=[pytest.mark.slow, pytest.mark.nightly]),
+    pytest.param("perceptron", "fp16", marks=[pytest.mark.slow, pytest.mark.nightly]),  # with a loss scaler
 ])  # fmt: skip
 def test_1_2_4_and_8_processes_end_with_the_same_bits(model: str, precision: str) -> None:
     ((reference, loss, score, moved),) = on_ranks(1, trained_bits, model, "ordered", precision)

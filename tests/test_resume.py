@@ -20,7 +20,7 @@ def forget_after(run_dir: Path, step: int) -> None:
             shutil.rmtree(place)
 
 
-@pytest.fixture(scope="module", params=[1, 2, pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.fixture(scope="module", params=[3, *(pytest.param(ranks, marks=pytest.mark.nightly) for ranks in (1, 2, 4))])
 def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, str]:
     """A run that kept all its checkpoints: its folder, the number of its ranks, the hash of its end."""
     folder = tmp_path_factory.mktemp(f"whole_{request.param}")
@@ -28,7 +28,10 @@ def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("step", "workers"), [(8, 0), (12, 1), (20, 3)])
+@pytest.mark.parametrize(
+    ("step", "workers"),
+    [pytest.param(8, 0, marks=pytest.mark.nightly), (12, 1), pytest.param(20, 3, marks=pytest.mark.nightly)],
+)
 def test_a_resumed_run_ends_in_the_same_bytes(
     whole: tuple[Path, int, str], step: int, workers: int, tmp_path: Path
 ) -> None:
@@ -64,6 +67,7 @@ def test_on_four_then_two_then_three_processes_the_run_is_the_same(tmp_path: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("ranks", "seed"), [(2, 1), (3, 2), (3, 3)])
 def test_random_kills_do_not_change_a_byte(ranks: int, seed: int, tmp_path: Path) -> None:
     """A few of `make chaos`."""

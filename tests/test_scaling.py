@@ -161,6 +161,7 @@ def some_runs(trial: Trial, script: Path, stop: StopRequests) -> Outcome | None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_trials")
 def test_a_study_runs_both_ways_and_splits_the_steps_of_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(trials, "run", some_runs)

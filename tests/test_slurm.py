@@ -162,7 +162,7 @@ def test_a_job_goes_back_into_the_queue_if_it_can_go_on(
 
 @on_slurm
 @pytest.mark.slow
-def test_the_trials_of_a_sweep_are_jobs_and_one_that_is_stopped_goes_on(slurm: SlurmLab, limited: Job) -> None:
+def test_the_trials_of_a_sweep_are_jobs_and_one_that_is_stopped_goes_on(slurm: SlurmLab) -> None:
     sweep = slurm.folder / "sweep"
     words = (*WORDS, "+model.delay=0.1", "train.max_steps=40", "launch.nproc_per_node=1", f"run_dir={sweep}")
     asked = ("hydra.launcher.gpus_per_node=null", "hydra.launcher.cpus_per_task=2")
@@ -187,6 +187,7 @@ def test_the_trials_of_a_sweep_are_jobs_and_one_that_is_stopped_goes_on(slurm: S
 
 @on_slurm
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_cancelled_job_saves_and_leaves_nothing(slurm: SlurmLab, limited: Job) -> None:
     run_dir, words = slurm.folder / "cancelled", ("+model.delay=0.02", "train.epochs=1000000")
     job = slurm.submit(f"{slurm.folder}/train.sbatch", f"run_dir={run_dir}", *words, options=["--nodes=1"])
@@ -204,6 +205,7 @@ def test_a_cancelled_job_saves_and_leaves_nothing(slurm: SlurmLab, limited: Job)
 
 @on_slurm
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_job_at_its_time_limit_saves_and_goes_on_to_the_same_weights(
     slurm: SlurmLab, limited: Job, tmp_path: Path
 ) -> None:
