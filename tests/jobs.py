@@ -15,6 +15,7 @@ from ddp_train.config.auto import resolve
 from ddp_train.config.bind import bind
 from ddp_train.config.hardware import Hardware
 from ddp_train.config.schema import Config, TuningConfig
+from ddp_train.config.user_code import instantiate
 from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.datasets import ArraySource, BatchSource
 from ddp_train.data.loader import Loader
@@ -62,6 +63,8 @@ def model_of(section: Any, shape: Sequence[int], outputs: int) -> nn.Module:
 
 def optimizer_of(parameters: Iterable[nn.Parameter], section: Any, kind: str, captured: bool = False) -> Optimizer:
     """The optimizer that an optimizer section of the config names. kind: loop, foreach or fused."""
+    if section.name == "custom":
+        return instantiate("optimizer", section, list(parameters))
     arguments = arguments_of(section, "lr_scaling", "lr_base_batch")
     return build_optimizer(parameters, section.name, implementation=kind, captured=captured, **arguments)
 

@@ -24,8 +24,8 @@ ROOMS = """
 
 LINES = {
     "errors": 70, "text": 30, "linux": 90, "stdio": 35, "tensor_tree": 25,
-    "distributed": 450, "resilience": 750, "config": 1700, "launcher": 950, "data": 950, "models": 110,
-    "telemetry": 750, "task": 150, "optim": 560, "parallel": 280, "performance": 300, "training": 890,
+    "distributed": 450, "resilience": 750, "config": 1800, "launcher": 950, "data": 950, "models": 110,
+    "telemetry": 750, "task": 150, "optim": 560, "parallel": 280, "performance": 300, "training": 1150,
     "study": 2450, "doctor": 1600, "launch": 90,
 }  # fmt: skip
 """The most lines of code that each room may hold: not blank, no comment, no docstring. No file is left out."""

@@ -31,11 +31,13 @@ from ddp_train.config.overrides import read_config, read_overrides
 from ddp_train.config.prepare import prepare, read_run
 from ddp_train.config.schema import OPTIONS, SECTIONS, Config, CustomConfig, DdpConfig, OrderedConfig, schema_of
 from ddp_train.config.validate import check, check_rules
+from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
 from ddp_train.launcher.cli import _meant, wrapped
 from ddp_train.launcher.sweep import Trials, _outcome
-from ddp_train.optim.schedules import warmup_steps
+from ddp_train.study import sweep_report
 from ddp_train.text import shown
+from ddp_train.training.setup import build_plan, warmup_steps
 
 ROOT = Path(__file__).resolve().parent.parent
 CONF = ROOT / "conf"
@@ -589,8 +591,8 @@ def test_an_evaluation_may_change_a_key_of_the_data_it_adopts(tmp_path: Path) ->
 def test_a_preset_can_be_shortened(tmp_path: Path) -> None:
     words = ["experiment=mnist", "data.download=true", "data.limit=6000", "train.epochs=1", "run_dir=run"]
     config = prepare(CONF, words, None).config
-    assert warmup_steps(config.schedule, 6000 // 192) == 10
-    assert warmup_steps(config.schedule, -(-60_000 // 192)) == 100
+    for samples, steps in ((5_952, 10), (60_000, 100)):
+        assert warmup_steps(config, build_plan(config, World(), samples)) == steps
 
 
 def test_the_summary_of_an_earlier_run_goes_when_the_next_begins(tmp_path: Path) -> None:
@@ -954,13 +956,17 @@ def test_a_sweep_on_slurm_without_its_extra_says_so(monkeypatch: pytest.MonkeyPa
         Trials(ROOT / "launch.py", ROOT / "conf", None).check(["-m", "hydra/launcher=slurm", "seed=1,2"], True)
 
 
-def test_a_report_that_fails_does_not_hide_the_results(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    def report(*_: object) -> Path:
+def test_a_report_that_fails_does_not_hide_the_results(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: object) -> Path:
         raise OSError("no room for plots")
 
-    trials = Trials(ROOT / "launch.py", ROOT / "conf", None, report)
+    monkeypatch.setattr(sweep_report, "gather", failing)
+    trials = Trials(ROOT / "launch.py", ROOT / "conf", None)
     trials.sweep_dir = tmp_path
     trials.rows = [{"trial": 0, "overrides": [], "status": "failed", "exit_code": 3, "kind": "crash", "reason": "bad"}]
     assert trials.finish() == 3
+    sweep_report.print_report(tmp_path, trials.rows, "test.loss", [])
     told = capsys.readouterr()
     assert f"results {tmp_path}/results.jsonl" in told.out and "note: no report: OSError: no room for plots" in told.err

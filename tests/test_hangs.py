@@ -241,7 +241,7 @@ def test_the_board_tells_who_stands_still(how: str, where: str, monkeypatch: pyt
         hang = detector.diagnose(Path())
     finally:
         board.close()
-    assert (hang.rank, hang.row.step, hang.row.phase) == (stuck, 4, where)
+    assert (hang.rank, hang.snapshot.step, hang.snapshot.phase) == (stuck, 4, where)
     assert TIMEOUT_SECONDS - 1 <= hang.seconds <= TIMEOUT_SECONDS + 1
     known = {"sleep": "", "stop": "stopped by a signal", "gil": "Python's lock (GIL)"}[how]
     assert known in hang.reason and bool(known) == bool(hang.reason)
