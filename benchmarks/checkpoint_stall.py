@@ -3,7 +3,7 @@
     python benchmarks/checkpoint_stall.py [--model resnet18] [--batch 32] [--saves 5] [--output FILE]
 
 One process, on the GPU if there is one. Trains a torchvision model on synthetic images as the worker does, with the
-Save hook. The stall is the time inside the hook, the device being idle before and after, once the checkpoint before is
+CheckpointHook. The stall is the time inside the hook, the device being idle before and after, once the checkpoint before is
 written; `while writing` are the steps that began while the thread wrote. Exit code 1 if the median stall is a step or
 more.
 """
@@ -25,22 +25,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from ddp_train.config.auto import resolve
 from ddp_train.config.bind import bind
 from ddp_train.config.hardware import Hardware
-from ddp_train.config.schema import CheckpointConfig
-from ddp_train.data.datasets import build_datasets
 from ddp_train.distributed.world import World
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.telemetry.console import Display
+from ddp_train.telemetry.hardware_monitor import HardwareMonitor
 from ddp_train.telemetry.metrics_log import MetricsFile
 from ddp_train.training.checkpoint import Writer
-from ddp_train.training.hooks import Record, Save
+from ddp_train.training.hooks import CheckpointHook, MetricsHook
 from ddp_train.training.loop import Job, fit
-from ddp_train.training.setup import build_job, build_module
+from ddp_train.training.setup import build_job, build_module, build_strategy, open_datasets
 
 
 class Clock:
     """Times every step, and the hook in between. Waits for the device around each, so that nothing hides."""
 
-    def __init__(self, save: Save, writer: Writer) -> None:
+    def __init__(self, save: CheckpointHook, writer: Writer) -> None:
         self.save, self.writer = save, writer
         self.writing = False
         self.stalls: list[float] = []
@@ -86,12 +85,15 @@ def job_and_clock(arguments: argparse.Namespace, run_dir: Path) -> tuple[Job, Cl
     assert not problems, problems
     machine = Hardware(cpus=2, gpus=1, gpu_name="GPU", compute_capability=(9, 0)) if cuda else Hardware(cpus=2)
     config = resolve(config, machine, World())
-    sources, position = build_datasets(config.data, 0), RankStatus()
-    job = build_job(config, World(), device, build_module(config, sources[0], device), sources, position, 0)
+    sources = open_datasets(config)
+    strategy = build_strategy(config, World(), device)
+    module = build_module(config, sources[0], strategy, device)
+    job = build_job(config, World(), device, module, strategy, sources, RankStatus(), first_step=0)
     job.plan.__dict__["steps"] = steps
-    record = Record(Display(False, position), MetricsFile(run_dir, False, 0), device, 1, steps + 1, steps + 1, position)
+    metrics = MetricsFile(run_dir, False, 0)
+    record = MetricsHook(Display(False), metrics, HardwareMonitor(), 1, steps + 1, steps + 1)
     writer = Writer(run_dir, keep=2)
-    save = Save(writer, record, {}, CheckpointConfig(every_steps=arguments.every), position)
+    save = CheckpointHook(writer, record, {}, every_steps=arguments.every)
     clock = Clock(save, writer)
     job.hooks = [clock]
     return job, clock

@@ -28,7 +28,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from ddp_train.distributed.environment import visible_devices
-from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.telemetry.hardware_monitor import GIB, GPU_METRICS, GpuSampler, HardwareMonitor
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -96,8 +95,7 @@ def main() -> int:
         env |= {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
         failed += subprocess.run([sys.executable, __file__, "--look", f"--gib={arguments.gib}"], env=env).returncode
 
-    status, gpus = RankStatus(), None
-    status.beat()
+    gpus = None
     if torch.cuda.is_available():
         torch.empty(1, device="cuda")
         gpus = GpuSampler([0], visible_devices())
@@ -106,7 +104,7 @@ def main() -> int:
             gpus.sample()
         wall, cpu = (time.perf_counter() - wall) * 1e4, (time.thread_time() - cpu) * 1e4
         print(f"a look at NVML: {wall:.0f} us, {cpu:.0f} us of it on a processor")
-    wall, cpu = cost(HardwareMonitor(status, gpus))
+    wall, cpu = cost(HardwareMonitor(gpus))
     print(f"a logging interval: {wall:.1f} us on the training thread, {cpu:.1f} us of CPU time")
 
     with tempfile.TemporaryDirectory() as folder:

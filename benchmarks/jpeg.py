@@ -35,7 +35,6 @@ from ddp_train.config.bind import bind
 from ddp_train.config.hardware import detect_hardware
 from ddp_train.config.schema import Config
 from ddp_train.data.crop import crop_box_for, resized_together
-from ddp_train.data.datasets import build_datasets
 from ddp_train.data.image_folder import FolderSource, decoded_on
 from ddp_train.data.loader import Batch, Loader
 from ddp_train.distributed.environment import visible_devices
@@ -43,7 +42,7 @@ from ddp_train.distributed.world import World
 from ddp_train.performance import switches
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.training.loop import Job, train
-from ddp_train.training.setup import build_job, build_module
+from ddp_train.training.setup import build_job, build_module, build_strategy, loader_options, open_datasets
 
 DIFFERENT, CLASSES, WARM_UP = 64, 8, 8
 
@@ -103,8 +102,7 @@ def config_for(
 
 
 def loader_of(config: Config, device: str, micro_batches: object) -> Loader:
-    source = build_datasets(config.data, config.seed)[0]
-    return Loader(source, micro_batches, config.tuning, device, RankStatus())  # type: ignore[arg-type]
+    return Loader(open_datasets(config)[0], micro_batches, device, loader_options(config))  # type: ignore[arg-type]
 
 
 def wait_for(device: str) -> None:
@@ -195,13 +193,18 @@ def main() -> None:
 
 def measure(arguments: argparse.Namespace, root: Path, file_size: float) -> list[str]:
     config = config_for(arguments, root)
-    switches.set_process_flags(config)
+    switches.set_process_flags(
+        threads=int(config.launch.threads_per_process),
+        cudnn_benchmark=bool(config.tuning.cudnn_benchmark),
+        tf32=bool(config.tuning.tf32),
+        deterministic=bool(config.deterministic),
+    )
     device = World().device(config.device)
     gpu, cores = device.startswith("cuda"), detect_hardware(None).cpus
-    sources = build_datasets(config.data, config.seed)
-    job = build_job(
-        config, World(), device, build_module(config, sources[0], device), sources, RankStatus(), first_step=0
-    )
+    sources = open_datasets(config)
+    strategy = build_strategy(config, World(), device)
+    module = build_module(config, sources[0], strategy, device)
+    job = build_job(config, World(), device, module, strategy, sources, RankStatus(), first_step=0)
     lines = [
         "# Reading an image folder",
         "",
@@ -212,7 +215,7 @@ def measure(arguments: argparse.Namespace, root: Path, file_size: float) -> list
         "| data.decode | workers | images/s |",
         "|---|---:|---:|",
     ]
-    rows = [("threads", count) for count in counts_up_to(cores)] + [("processes", cores), ("pil", cores)]
+    rows = [("processes", count) for count in counts_up_to(cores)] + [("pil", cores)]
     for decode, workers in [*rows, *([("gpu", min(4, cores))] if gpu else [])]:
         speed = images_per_second(config_for(arguments, root, decode, workers), job, device, arguments.seconds)
         lines.append(f"| {decode} | {workers} | {speed:,.0f} |")
@@ -233,8 +236,6 @@ def training(arguments: argparse.Namespace, root: Path, job: Job, device: str, c
             loader_of(config_for(arguments, root, decode, workers, beside), device, job.plan.micro_batches())
         )
 
-    spare = max(1, cores - 1)
-    ways |= {f"threads, {cores}": folder("threads", cores), f"threads, {spare}": folder("threads", spare)}
     ways |= {f"processes, {cores}": folder("processes", cores), f"pil, {cores}": folder("pil", cores)}
     if device.startswith("cuda"):
         ways[f"processes, {cores}, copied in training's stream"] = folder("processes", cores, beside=False)

@@ -46,7 +46,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -58,21 +58,23 @@ from torch.utils.data import DataLoader, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from ddp_train.config.schema import OPTIONS, CheckpointConfig, DdpConfig, TuningConfig
 from ddp_train.data.batch_plan import BatchPlan, evaluation_batches
 from ddp_train.data.datasets import ArraySource, build_datasets
-from ddp_train.data.loader import Batch, Loader
+from ddp_train.data.loader import Batch, Loader, LoaderOptions
 from ddp_train.data.rng import StepSeed
 from ddp_train.optim.optimizers import build_optimizer
 from ddp_train.optim.schedules import build_schedule
 from ddp_train.optim.stepper import Stepper
-from ddp_train.parallel.strategy import build_strategy
+from ddp_train.parallel.strategy import DistributedDataParallel as Ddp
+from ddp_train.parallel.strategy import Single
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.task import ModelWithLoss, Scorer, cross_entropy
 from ddp_train.telemetry.console import Display
+from ddp_train.telemetry.hardware_monitor import HardwareMonitor
 from ddp_train.telemetry.metrics_log import MetricsFile
-from ddp_train.training.hooks import Record, Save
+from ddp_train.training.hooks import CheckpointHook, MetricsHook
 from ddp_train.training.loop import Evaluation, Job, fit
+from ddp_train.training.phases import ReportedBatches, ReportedHook, ReportedStepper
 
 BATCH_SIZE, LOG_EVERY_STEPS, SEED = 32, 50, 0
 DIFFERENT_BATCHES = 40
@@ -125,11 +127,7 @@ class Scene:
 
     def __init__(self, steps: int, folder: Path) -> None:
         self.steps, self.folder, self.runs = steps, folder, 0
-        digits = OPTIONS["data"]["digits"](augment=False)
-        self.source, self.test_source = build_datasets(digits, SEED)
-        self.tuning = TuningConfig(
-            name="none", precision="fp32", num_workers=0, pin_memory=False, non_blocking=False, channels_last=False
-        )
+        self.source, self.test_source = build_datasets("digits", SEED, augment=False)
 
     def new_model(self) -> nn.Module:
         """The same weights on each call."""
@@ -178,14 +176,15 @@ def time_ours(
     scene.runs += 1
     run_dir = scene.folder / f"run_{scene.runs}"
     run_dir.mkdir()
-    strategy = build_strategy(DdpConfig() if ddp else OPTIONS["strategy"]["single"](), "cpu")
+    strategy = Ddp("cpu") if ddp else Single("cpu")
     module = strategy.place(ModelWithLoss(scene.new_model(), cross_entropy(10, 0.0), "cpu", None))
-    optimizer = build_optimizer(module.parameters(), OPTIONS["optimizer"]["sgd"](lr=0.05, momentum=0.9), "foreach")
-    schedule = build_schedule(OPTIONS["schedule"]["cosine"](), plan.steps, plan.steps_per_epoch)
+    arguments = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.0, "nesterov": False}
+    optimizer = build_optimizer(module.parameters(), "sgd", implementation="foreach", **arguments)
+    schedule = build_schedule("cosine", plan.steps, final_factor=0.0)
     evaluation = Evaluation(
         module=module,
         strategy=strategy,
-        batches=Loader(scene.test_source, evaluation_batches(32, 32, 0, 1), scene.tuning, "cpu", status),
+        batches=Loader(scene.test_source, evaluation_batches(32, 32, 0, 1), "cpu", LoaderOptions()),
         new_scorer=lambda: Scorer(1, "cpu"),
     )
     job = Job(
@@ -193,21 +192,24 @@ def time_ours(
         module=module,
         wrapped=strategy.wrap(module),
         strategy=strategy,
-        stepper=Stepper(optimizer, schedule, None, torch.amp.GradScaler("cpu", enabled=False), status),
+        stepper=cast(
+            Stepper, ReportedStepper(Stepper(optimizer, schedule, torch.amp.GradScaler("cpu", enabled=False)), status)
+        ),
         batches=batches,
         evaluation=evaluation,
         seed_step=StepSeed(SEED, 0, "cpu"),
     )
     with (run_dir / "console.txt").open("w") as stream:
-        display = Display(active=True, status=status)
+        display = Display(active=True)
         display.console = Console(
             file=stream, force_terminal=bar, width=100, highlight=False, soft_wrap=True, legacy_windows=False
         )
         never = plan.steps + 1  # but at the end of the run
         metrics = MetricsFile(run_dir, active=True, first_step=0)
-        record = Record(display, metrics, "cpu", 1, LOG_EVERY_STEPS, evaluate_every_epochs=never, status=status)
-        job.hooks = [record, Save(None, record, {}, CheckpointConfig(), status)]
-        display.start(job.step, plan.steps)
+        record = MetricsHook(display, metrics, HardwareMonitor(), 1, LOG_EVERY_STEPS, evaluate_every_epochs=never)
+        save = CheckpointHook(None, record, {})
+        job.hooks = [ReportedHook(record, status, "record"), ReportedHook(save, status, "checkpoint")]
+        display.start(plan.steps, lambda: job.step)
         record.start_clocks(job.step)
         clock = Clock()
         fit(job)
@@ -254,8 +256,8 @@ def build_rows(scene: Scene) -> list[Row]:
 
     def ours_with_data() -> Times:
         status = RankStatus()
-        loader = Loader(scene.source, list(many_epochs.micro_batches()), scene.tuning, "cpu", status)
-        return time_ours(scene, many_epochs, loader, status)
+        loader = Loader(scene.source, list(many_epochs.micro_batches()), "cpu", LoaderOptions())
+        return time_ours(scene, many_epochs, ReportedBatches(loader, status), status)
 
     return [
         Row("step", lambda: time_raw(scene, [pairs]), ours),
