@@ -165,7 +165,7 @@ def augmented(world: World, workers: int, limit: int) -> dict[tuple[int, int], T
 @pytest.mark.slow
 def test_a_sample_becomes_the_same_tensor_on_any_rank_worker_count_and_world() -> None:
     runs = []
-    for ranks, workers in ((1, 0), (1, 3), (3, 0), (3, 1), (4, 2)):
+    for ranks, workers in ((1, 0), (1, 3), (3, 1)):
         merged: dict[tuple[int, int], Tensor] = {}
         for part in on_ranks(ranks, augmented, workers, 101):
             assert not merged.keys() & part.keys()

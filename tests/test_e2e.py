@@ -213,7 +213,7 @@ def test_resume_never_starts_over_and_sets_the_old_checkpoints_aside(by_one: Pat
     assert done.returncode == 0, done.stderr
     assert "from step" not in done.stdout
     assert (
-        "note: checkpoint.resume=never: what an earlier run left" in done.stderr
+        "note: checkpoint.resume=never: files of an earlier run in" in done.stderr
         and "checkpoints_before_1" in done.stderr
     )
     assert [line["step"] for line in metrics(run_dir) if line["kind"] == "train"] == [3, 6, 9, 12, 15, 18, 20]

@@ -33,9 +33,9 @@ STEPS = 12
 
 
 class SlowSource(ArraySource):
-    def fetch(self, ids: np.ndarray, epoch: int | None) -> tuple[Tensor, Tensor]:
+    def get_batch(self, ids: np.ndarray, epoch: int | None) -> tuple[Tensor, Tensor]:
         time.sleep(DELAY)
-        return super().fetch(ids, epoch)
+        return super().get_batch(ids, epoch)
 
 
 def slow_all_reduce(_: object, bucket):  # type: ignore[no-untyped-def]  # torch looks at annotations, and wants classes

@@ -13,8 +13,9 @@ from ddp_train.performance.activation_checkpointing import checkpoint_blocks
 from ddp_train.task import ModelWithLoss
 
 
-def set_process_flags(threads: int, cudnn_benchmark: bool, tf32: bool, deterministic: bool) -> None:
-    """What torch keeps for the whole process. To be called before the model is built."""
+def set_process_flags(threads: int, deterministic: bool, cudnn_benchmark: bool, tf32: bool) -> None:
+    """What torch keeps for the whole process. To be called before the model is built. A parameter with the name of a
+    key of `tuning` gets its value."""
     torch.set_num_threads(threads)
     torch.backends.cudnn.benchmark = cudnn_benchmark
     torch.backends.cuda.matmul.allow_tf32 = tf32

@@ -61,12 +61,10 @@ class Run:
 
     def execute(self) -> bool:
         """Trains or evaluates. Returns whether the run is completed; if not, it was stopped and saved."""
-        tuning = self.config.tuning
         set_process_flags(
             threads=int(self.config.launch.threads_per_process),
-            cudnn_benchmark=bool(tuning.cudnn_benchmark),
-            tf32=bool(tuning.tf32),
             deterministic=bool(self.config.deterministic),
+            **setup.keys_taken_by(set_process_flags, self.config.tuning),
         )
         self.status.phase = "data set"
         sources = self.open_data()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, cast
@@ -41,6 +42,11 @@ AUTOCAST = {"fp32": None, "fp64": None, "bf16": torch.bfloat16, "fp16": torch.fl
 def arguments_of(section: Any, *but: str) -> dict[str, Any]:
     """The keys of a section as the arguments of what it names."""
     return {name: value for name, value in vars(section).items() if name not in ("name", *but)}
+
+
+def keys_taken_by(function: Callable[..., Any], section: Any) -> dict[str, Any]:
+    """The keys of a section that a function takes, by name: a switch reaches the place where it acts without a list."""
+    return {name: vars(section)[name] for name in inspect.signature(function).parameters if name in vars(section)}
 
 
 def open_datasets(config: Config) -> tuple[BatchSource, BatchSource]:
@@ -221,17 +227,8 @@ def build_evaluation(
 
 def loader_options(config: Config) -> LoaderOptions:
     """How batches come to the device."""
-    tuning = config.tuning
-    return LoaderOptions(
-        dtype=torch.float64 if tuning.precision == "fp64" else None,
-        channels_last=bool(tuning.channels_last),
-        num_workers=int(tuning.num_workers),
-        prefetch_factor=tuning.prefetch_factor,
-        persistent_workers=tuning.persistent_workers,
-        pin_memory=bool(tuning.pin_memory),
-        non_blocking=bool(tuning.non_blocking),
-        copy_stream=bool(tuning.copy_stream),
-    )
+    dtype = torch.float64 if config.tuning.precision == "fp64" else None
+    return LoaderOptions(dtype=dtype, **keys_taken_by(LoaderOptions, config.tuning))
 
 
 def _resident(config: Config) -> bool:
