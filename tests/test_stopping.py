@@ -325,18 +325,22 @@ SOME_STEPS = 3
 EPOCHS = 60
 
 
+WAYS = [(signal.SIGTERM, None, 75), (signal.SIGTERM, 2, 75), (signal.SIGUSR1, 0, 75), (signal.SIGHUP, None, 130)]
+"""The signal, the rank that it is sent to (None: the launcher), the exit code."""
+MORE_WAYS = [(signal.SIGUSR1, None, 75), (signal.SIGINT, None, 130)]
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # ten starts
-def test_a_run_that_is_stopped_in_every_way_ends_where_it_would_have(slowly: Slowly) -> None:
+@pytest.mark.timeout(900)  # eight or ten starts
+@pytest.mark.parametrize("ways", [
+    pytest.param(WAYS, id="gate"),
+    pytest.param(WAYS + MORE_WAYS, id="all", marks=pytest.mark.nightly),
+])  # fmt: skip
+def test_a_run_that_is_stopped_in_every_way_ends_where_it_would_have(
+    ways: list[tuple[signal.Signals, int | None, int]], slowly: Slowly
+) -> None:
     step = 0
-    for number, rank, code in (
-        (signal.SIGTERM, None, 75),
-        (signal.SIGUSR1, None, 75),
-        (signal.SIGTERM, 2, 75),
-        (signal.SIGUSR1, 0, 75),
-        (signal.SIGHUP, None, 130),
-        (signal.SIGINT, None, 130),
-    ):
+    for number, rank, code in ways:
         with slowly.running(f"train.epochs={EPOCHS}", training=0.05) as job:
             slowly.wait_for_steps(job, SOME_STEPS)
             os.kill(job.process.pid if rank is None else job.workers()[rank], number)
