@@ -4,8 +4,8 @@
 
 One process, on the GPU if there is one. Trains a torchvision model on synthetic images as the worker does, with the
 CheckpointHook. The stall is the time inside the hook, the device being idle before and after, once the checkpoint
-before is written; `while writing` are the steps that began while the thread wrote. Exit code 1 if the median stall is a step or
-more.
+before is written; `while writing` are the steps that began while the thread wrote. Exit code 1 if the median stall is a
+step or more.
 """
 
 from __future__ import annotations
