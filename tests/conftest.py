@@ -25,7 +25,8 @@ LEAVE_SECONDS = 5.0
 SET_BY_IMPORTS = ("PYTEST_", "KMP_", "TORCHINDUCTOR_CACHE_DIR")
 SET_BY_LIBRARIES = {signal.SIGALRM, signal.SIGCHLD}
 """pytest-timeout's, and for good that of torch's DataLoader with processes."""
-CACHES = {".pytest_cache", ".ruff_cache", ".hypothesis", "__pycache__"}
+CACHES = {".pytest_cache", ".ruff_cache", ".hypothesis", "__pycache__", "build"}
+"""Ignored by git. build/ holds SLURM's packages, which tests/slurmlab.py unpacks once."""
 
 
 @pytest.hookimpl(tryfirst=True)
