@@ -101,6 +101,14 @@ def test_rooms_are_few_and_imports_go_down() -> None:
     assert len(ROOMS) <= 20 and len(pairs) < 100
 
 
+def test_config_objects_stop_where_a_run_is_set_up() -> None:
+    """Constructors take plain values: no collaborator of the loop imports the config."""
+    plain = {"distributed", "resilience", "data", "models", "telemetry", "task", "optim", "parallel", "performance"}
+    assert not {pair for pair in arrows() if pair[0] in plain and pair[1] == "config"}
+    users = {path.stem for path in (PACKAGE / "training").glob("*.py") if "config.schema" in modules_imported(path)}
+    assert users == {"setup", "run", "worker", "plan_report"}
+
+
 def test_no_module_imports_itself_by_way_of_others() -> None:
     """Inside a room too."""
     graph = {
