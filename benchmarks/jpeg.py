@@ -7,9 +7,9 @@ The images are made: 64 JPEGs of 500 x 375 pixels with the spectrum of photograp
 
 The first table is `ddp_train.data.loader.Loader` over the training split, random crops of --size included, on this
 host's device, with nothing beside it: images per second from the second batch on, for --seconds. The second is
-`ddp_train.loop.train` as `build_job` makes it, with the same compiled model throughout: first over one batch that stays
-on the device, then from the folder, each way twice in turns, the better of the two shown; a step is timed from the
-second round of the prefetch queue on. On a GPU, what it decodes and crops is compared with what the host does.
+`ddp_train.training.loop.train` as `build_job` makes it, with the same compiled model throughout: first over one batch
+that stays on the device, then from the folder, each way twice in turns, the better of the two shown; a step is timed
+from the second round of the prefetch queue on. On a GPU, what it decodes and crops is compared with what the host does.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a training step costs beyond a raw PyTorch loop: ddp_train.loop.fit against a hand-written one.
+"""What a training step costs beyond a raw PyTorch loop: ddp_train.training.loop.fit against a hand-written one.
 
     python benchmarks/overhead.py [--rounds 15] [--steps 2000] [--limit 15] [--output docs/benchmarks/overhead.md]
 

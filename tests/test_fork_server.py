@@ -185,7 +185,8 @@ def test_a_stop_is_obeyed_while_torch_is_imported(tmp_path: Path) -> None:
         began = time.monotonic()
         job.process.terminate()
         assert job.end() in (-signal.SIGTERM, 143)  # the former between config and launcher
-        assert time.monotonic() - began < 1
+        assert time.monotonic() - began < 3, "which importing torch takes at least"
+        assert not any((job.run_dir / "logs").iterdir()), "no worker has begun"
         assert processes_of(job.run_dir) == {}
 
 

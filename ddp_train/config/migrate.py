@@ -20,7 +20,7 @@ def migrated(values: dict[str, Any]) -> dict[str, Any]:
     if isinstance(train, dict):
         reduction, shards = train.pop("reduction", None), train.pop("virtual_shards", None)
         if reduction == "ordered":
-            values["strategy"] = {"name": "ordered", "virtual_shards": shards}
+            values["strategy"] = {"name": "ordered"} | ({} if shards is None else {"virtual_shards": shards})
     if isinstance(data, dict) and data.get("name") != "custom":
         if "loader" in data:
             data["placement"] = data.pop("loader")

@@ -149,6 +149,8 @@ class Loader:
         self.resident = resident
         self.in_flight: deque[MicroBatch] = deque()
         """The micro-batches that loader processes are working on, the next one first."""
+        self.on_fetched: Callable[[], None] = lambda: None
+        """Is called when the host has a batch, before it is copied to the device."""
         self.folder = folder_of(source)
         decoded_on_gpu = self.folder is not None and self.folder.decode == "gpu"
         self.copies_beside = options.copy_stream and self.device.type == "cuda" and not resident and not decoded_on_gpu
@@ -188,6 +190,7 @@ class Loader:
                     raise batch
                 finally:
                     del batch  # it would keep this frame, and both the loader processes, until some later collection
+            self.on_fetched()
             if copies:
                 inputs, targets = copies.place([batch.inputs, batch.targets], self._place)
                 placed = Batch(inputs, targets, batch.micro_batch)

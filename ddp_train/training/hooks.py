@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -215,13 +215,16 @@ class WeightHistograms:
             self.slots.release()
 
 
-def tensorboard_details(threads: Sequence[TrackerThread], model: nn.Module, batch: Batch | None) -> list[Hook]:
-    """The hook that TensorBoard's details need. Shows it the model now, before training begins. batch: the first one,
-    as training sees it; None where there are no trackers."""
+def tensorboard_details(
+    threads: Sequence[TrackerThread], model: nn.Module, first_batch: Callable[[], Batch]
+) -> list[Hook]:
+    """The hook that TensorBoard's details need. Shows it the model now, before training begins. first_batch: as
+    training sees it; it is asked for only if TensorBoard is among the trackers."""
     for thread in threads:
-        if batch and isinstance(thread.tracker, TensorBoard):
-            if isinstance(batch.inputs, Tensor):
-                picture = functools.partial(thread.tracker.picture, model, batch.inputs[:IMAGES])
+        if isinstance(thread.tracker, TensorBoard):
+            inputs = first_batch().inputs
+            if isinstance(inputs, Tensor):
+                picture = functools.partial(thread.tracker.picture, model, inputs[:IMAGES])
                 thread.do(functools.partial(thread.show, picture))
                 thread.waiting.join()  # the model is traced: nobody else may use it
             return [WeightHistograms(thread, thread.tracker)]

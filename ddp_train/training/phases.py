@@ -25,29 +25,36 @@ class ReportedBatches:
         """prefix: of the names of its phases; an evaluation has its own, and one for its end."""
         self.loader = loader
         self.status = status
-        self.data, self.forward, self.end = prefix + "data", prefix + "forward", prefix + "end"
+        self.data = prefix + "data"
+        self.forward = prefix + "forward"
+        self.end = prefix + "end"
+        loader.on_fetched = self._fetched
 
     def __iter__(self) -> Iterator[Batch]:
-        status = self.status
         self._wait()
         for batch in self.loader:
-            status.batches += 1
-            status.phase = self.forward
             yield batch
             self._wait()
-        status.phase = self.end
+        self.status.phase = self.end
 
     def _wait(self) -> None:
         self.status.phase = self.data
         self.status.fetching = self.loader.in_flight
 
+    def _fetched(self) -> None:
+        """The host has the batch; what is waited for from here on is the device."""
+        self.status.batches += 1
+        self.status.phase = self.forward
+
 
 class ReportedStepper:
-    """A Stepper that reports its two parts, and the steps that are done. All else is the stepper's own."""
+    """A Stepper that reports its two parts, and the steps that are done. All else, assignments too, is its own."""
+
+    _stepper: Stepper
+    _status: RankStatus
 
     def __init__(self, stepper: Stepper, status: RankStatus) -> None:
-        self._stepper = stepper
-        self._status = status
+        vars(self).update(_stepper=stepper, _status=status)
 
     def backward(self, loss: Tensor, micro_batch: MicroBatch) -> None:
         self._status.phase = "backward"
@@ -63,7 +70,12 @@ class ReportedStepper:
         self._status.step = step
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # not there yet: while this is copied, for example
+            raise AttributeError(name)
         return getattr(self._stepper, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._stepper, name, value)
 
 
 class ReportedHook:

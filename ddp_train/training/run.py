@@ -128,8 +128,9 @@ class Run:
         self.start_trackers(tracking, metrics, first_step)
         details = []
         if config.tracker.details:
-            batch = setup.first_batch(config, job.plan, sources[0], device) if self.world.is_leader else None
-            details = tensorboard_details(tracking.threads, module.model, batch)
+            details = tensorboard_details(
+                tracking.threads, module.model, lambda: setup.first_batch(config, job.plan, sources[0], device)
+            )
         job.hooks = [
             ReportedHook(record, self.status, "record"),
             ReportedHook(save, self.status, "checkpoint"),
@@ -168,7 +169,7 @@ class Run:
 
     def start_trackers(self, tracking: Tracking, metrics: MetricsFile, first_step: int) -> None:
         config = self.config
-        hyperparameters = flat(to_values(config))
+        hyperparameters = flat({name: value for name, value in to_values(config).items() if name != "reasons"})
         run = TrackedRun(self.run_dir, config.name, config.tracker.project, hyperparameters, first_step)
         tracking.start(run, metrics.kept)
         metrics.listeners.append(tracking.write)

@@ -28,7 +28,7 @@ from ddp_train.distributed.environment import (
 from ddp_train.distributed.preflight import agree
 from ddp_train.distributed.process_group import Store, open_store, session, share_config
 from ddp_train.distributed.world import World
-from ddp_train.errors import LaunchError, PeerError
+from ddp_train.errors import LaunchError, NonFiniteLossError, PeerError
 from ddp_train.linux import end_with_parent
 from ddp_train.resilience import failure_report, heartbeat, peer_check
 from ddp_train.resilience.heartbeat import RankStatus, StatusBoard
@@ -106,7 +106,8 @@ def run(config: Config, world: World, get_store: Callable[[], Store]) -> int:
         heartbeat.remove_empty_stacks(run_dir, world.rank)
         return 0 if completed else SAVED
     except BaseException as error:
-        log.error("failed in step %d, %s", status.step, status.phase, exc_info=error)
+        step = error.step if isinstance(error, NonFiniteLossError) else status.step
+        log.error("failed in step %d, %s", step, status.phase, exc_info=error)
         return reporter.report(error, store)
     finally:
         status.wait_until_saved(config.launch.grace_seconds)
