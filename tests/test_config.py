@@ -288,6 +288,7 @@ BAD: dict[str, list[str]] = {
     "train.virtual_shards=4": ["no such key; use strategy=ordered strategy.virtual_shards=4"],
     "data.loader=device": ["no such key; use data.placement=device"],
     "probe=step_times": ["no such key; use hooks=[ddp_train.study.step_times.StepTimes]"],
+    "probe=[a]": ["probe=[a]: no such key; use hooks=[your_module.YourClass]"],
     "reasons.compile=mine": ["reasons=", "no such key"],
     "data=image_folder data.decode=threads": [REFUSED, "auto, pil, processes, gpu"],
     "strategy=sorted": [REFUSED, "ordered"],

@@ -87,7 +87,12 @@ def _expected(schema: type, name: str, hint: Any) -> str:
     return " or ".join([_TYPE_NAMES.get(kind, _LIST) for kind in kinds] + list(literals))
 
 
-_PROBES = {"step_times": "step_times.StepTimes", "gradients": "gradient_probe.GradientProbe"}
+_PROBES = {
+    "step_times": "ddp_train.study.step_times.StepTimes",
+    "gradients": "ddp_train.study.gradient_probe.GradientProbe",
+    "none": "",
+}
+_CLASS_PATH = "your_module.YourClass"
 
 
 def _replacement(key: str, value: Any) -> str:
@@ -99,7 +104,7 @@ def _replacement(key: str, value: Any) -> str:
     if key == "data.loader":
         return f"data.placement={shown(value)}"
     if key == "probe":
-        return f"hooks=[ddp_train.study.{_PROBES[value]}]" if value in _PROBES else "hooks=[]"
+        return f"hooks=[{_PROBES.get(str(value), _CLASS_PATH)}]"  # str: a list cannot be looked up
     return ""
 
 
