@@ -270,7 +270,7 @@ BAD: dict[str, list[str]] = {
     "launch.nproc_per_node=2 strategy=single": ["strategy=single: runs in one process", "launch.nproc_per_node=1"],
     "optimizer.momentum=0 optimizer.nesterov=true": ["nesterov=true: needs optimizer.momentum above 0"],
     "train.max_steps=10 schedule.warmup_steps=10": ["schedule.warmup_steps=10", "train.max_steps=10; use less than 10"],
-    "train.epochs=3 schedule.warmup_epochs=3": ["the run ends before the warm-up, train.epochs=3; use less than 3"],
+    "train.epochs=3 schedule.warmup_epochs=3": ["must end before the run, which has train.epochs=3; use less than 3"],
     "schedule.warmup_steps=9 schedule.warmup_epochs=1": ["contradicts schedule.warmup_steps=9; give one of them"],
     "optimizer.lr_base_batch=512": ["only with optimizer.lr_scaling=linear or sqrt"],
     "optimizer=adadelta tuning.optimizer=fused": ["no fused adadelta; use tuning.optimizer=foreach"],
@@ -313,7 +313,7 @@ BAD: dict[str, list[str]] = {
     "deterministic=true tuning.cudnn_benchmark=true": ["which deterministic=true forbids"],
     "data=linear_regression": ["model=cnn: needs images", "use model=linear_regression or mlp"],
     "experiment=linear_regression train.loss=cross_entropy": ["loss=cross_entropy", "use train.loss=mse"],
-    "experiment=linear_regression train.label_smoothing=0.1": ["label_smoothing=0.1", "use 0"],
+    "experiment=linear_regression train.label_smoothing=0.1": ["label_smoothing=0.1", "use train.label_smoothing=0"],
     "experiment=linear_regression objective=test.accuracy": ["no classes; use objective=test.loss"],
     "train.loss=mse": ["data=digits has class labels", "use train.loss=cross_entropy"],
     "run_dir=here launch.nnodes=2": ["add launch.rdzv_endpoint=HOST:PORT"],
@@ -325,7 +325,7 @@ BAD: dict[str, list[str]] = {
     "data=mnist data.root=empty": ["data.root=empty", "is missing; add data.download=true"],
     "data=cifar10 data.root=empty": ["empty/cifar-10-batches-py/data_batch_1 is missing"],
     "data=image_folder data.decode=gpu": ["data.decode=gpu: needs a GPU; use data.decode=processes"],
-    "data=image_folder data.root=nowhere": ["nowhere/train must be a folder with one sub-folder per class"],
+    "data=image_folder data.root=nowhere": ["nowhere/train must hold a folder per class"],
     "model=resnet50 model.arch=resnet_50": ["no classifier of that name; did you mean resnet50?"],
     "checkpoint.resume=/nowhere": ["no such folder; use auto, never, or the path"],
     "checkpoint.resume=.": ["holds no checkpoint; use the path of a run or a checkpoint"],
@@ -482,7 +482,9 @@ def test_arguments_are_judged_by_the_signature_and_errors_inside_come_through(
         instantiate("model", CustomConfig(target="mine_broken.Thing", arguments={"size": 1, "width": 3}))
     with pytest.raises(ConfigError, match=r"cannot be called with siez=1: .*'size'; did you mean size\?"):
         instantiate("model", CustomConfig(target="mine_broken.Thing", arguments={"siez": 1}))
-    with pytest.raises(ConfigError, match=r"model._target_=mine_broken.SIZE: is of type int, which cannot be called"):
+    with pytest.raises(
+        ConfigError, match=r"model._target_=mine_broken.SIZE: must be a class or function, and is of type int"
+    ):
         instantiate("model", CustomConfig(target="mine_broken.SIZE"))
     with pytest.raises(TypeError, match="not iterable") as raised:  # dict has no signature
         instantiate("model", CustomConfig(target="mine_broken.Dict"), 3)
@@ -496,6 +498,57 @@ def test_arguments_are_judged_by_the_signature_and_errors_inside_come_through(
 
 
 # --- a run that is continued ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("watch", "a function"),
+        ("managed", "a function"),
+        ("short", "a function"),
+        ("SIZE", "a value"),
+        ("Closed", "a class without them"),
+        ("Whole", ""),
+        ("Derived", ""),  # what the source alone does not show is left to the workers
+        ("Assigned", ""),
+        ("Other", ""),
+        ("nosuch", ""),
+    ],
+)
+@pytest.mark.parametrize("module", ["my_hooks", "my_tools.parts.hooks"])
+def test_what_is_no_hook_is_refused_before_it_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, name: str, found: str
+) -> None:
+    source = tmp_path / f"{module.replace('.', '/')}.py"
+    source.parent.mkdir(parents=True, exist_ok=True)
+    if source.parent != tmp_path:
+        (tmp_path / "my_tools/__init__.py").write_text("raise AssertionError('imported')\n")
+    methods = "    def __enter__(self): pass\n    def __exit__(self, *_): pass\n"
+    source.write_text(
+        "import contextlib\nfrom elsewhere import Other\nraise AssertionError('imported')\n"
+        "def watch(job, run_dir, world): pass\n@contextlib.contextmanager\ndef managed(*_): yield\n"
+        "short = lambda *_: None\nSIZE = 3\nclass Closed:\n    def close(self): pass\n"
+        f"class Whole:\n{methods}class Derived(Other): pass\ndef Assigned(): pass\nAssigned = Other\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    words = [f"hooks=[{module}.{name}]", "run_dir=run"]
+    if not found:
+        assert prepare(CONF, words, None).config.hooks == [f"{module}.{name}"]
+        return
+    rule = "must be a class with __enter__ and __exit__, called as Class(job, run_dir, world)"
+    assert problems_of(*words) == [f"hooks=[{module}.{name}]: {rule}, and is {found}"]
+
+
+def test_a_hook_whose_source_does_not_show_it_is_refused_by_the_workers() -> None:
+    from ddp_train.config.user_code import build_hook
+
+    for path in ("json.JSONDecoder", "json.dumps"):
+        with pytest.raises(
+            ConfigError, match=rf"hooks=\[{path}\]: must be a class with __enter__ and __exit__, called"
+        ):
+            build_hook(path)
+    with pytest.raises(ConfigError, match="has no StepTime; did you mean StepTimes"):
+        build_hook("ddp_train.study.step_times.StepTime")
 
 
 def checkpoint_of(run_dir: Path, *words: str) -> Path:
@@ -544,7 +597,7 @@ def test_a_run_that_goes_on_otherwise_says_so(tmp_path: Path) -> None:
     same.lock.release()
     other = prepare(CONF, ["model=mlp", "train.epochs=3", words[-1]], None)
     (notice,) = (notice for notice in other.notices if "resumes with" in notice)
-    for change in ("train.epochs=3 and not 30", "optimizer.lr=0.05 and not 0.3", "schedule=cosine and not constant"):
+    for change in ("train.epochs=3 (was 30)", "optimizer.lr=0.05 (was 0.3)", "schedule=cosine (was constant)"):
         assert change in notice
 
 
@@ -638,6 +691,14 @@ def test_no_file_is_blamed_for_what_the_command_line_said() -> None:
 def test_a_switch_without_effect_is_noted(line: str, notice: str) -> None:
     (told,) = prepare(CONF, [*line.split(" "), "run_dir=run"], None).notices
     assert told.startswith(notice)
+
+
+def test_an_evaluation_says_that_it_enters_no_hooks(tmp_path: Path) -> None:
+    checkpoint_of(tmp_path / "run")
+    words = ["mode=evaluate", "checkpoint.resume=run", "run_dir=out"]
+    hooks = "hooks=[ddp_train.study.step_times.StepTimes]"
+    notices = prepare(CONF, [*words, hooks], None).notices
+    assert notices == [f"{hooks} has no effect: mode=evaluate does not train"]
 
 
 def test_no_tip_is_on_in_tuning_none() -> None:

@@ -208,7 +208,9 @@ def test_a_small_dev_shm_fails_if_loader_processes_need_more() -> None:
     )
     assert apart(small, host_checks.shared_memory, config()).status == OK, "nobody uses it"
     on_gpus = dataclasses.replace(config(), device="cuda")
-    is_warning(apart(tmpfs(Path("/dev/shm"), "64m"), host_checks.shared_memory, on_gpus), "64.0 MiB free: NCCL")
+    is_warning(
+        apart(tmpfs(Path("/dev/shm"), "64m"), host_checks.shared_memory, on_gpus), "free, 1.0 GiB are recommended"
+    )
     is_warning(host_checks.shared_memory(config(), Path("/nowhere")), "there is no /nowhere")
 
 
@@ -371,7 +373,7 @@ def test_a_data_set_that_is_not_there_fails_on_this_host(tmp_path: Path) -> None
     fetched = config(data={"name": "mnist", "root": str(tmp_path), "download": True})
     assert host_checks.data_set(fetched).status == OK
     folders = config(data={"name": "image_folder", "root": str(tmp_path)})
-    is_failure(host_checks.data_set(folders), 65, "one sub-folder per class")
+    is_failure(host_checks.data_set(folders), 65, "must hold a folder per class")
     for split in ("train", "val"):
         (tmp_path / split / "cat").mkdir(parents=True)
     assert host_checks.data_set(folders).status == OK

@@ -266,7 +266,7 @@ def test_a_host_that_never_arrives_is_not_waited_for(cluster: Cluster) -> None:
     cluster.start(cluster.lab.hosts[0], "launch.nnodes=2", ENDPOINT, "launch.join_timeout_seconds=6")
     assert cluster.end() == 69
     (fatal,) = fatal_lines(cluster.said())
-    assert re.search(r"1 of 2 hosts came within \d+ s: node0$", fatal)
+    assert re.search(r"1 of 2 hosts joined within \d+ s: node0$", fatal)
     assert not cluster.lab.hosts[0].commands()
 
 

@@ -17,7 +17,7 @@ from ddp_train.data.datasets import ArraySource
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
 from ddp_train.launcher.local import StopRequests
-from ddp_train.study import scaling, trials
+from ddp_train.study import gradients, scaling, trials, variants
 from ddp_train.study.scaling import Cell, StepBreakdown, _efficiency, read_breakdown, verdict
 from ddp_train.study.step_times import StepTimes
 from ddp_train.study.trials import Outcome, Trial
@@ -173,6 +173,13 @@ def test_a_study_runs_both_ways_and_splits_the_steps_of_each(tmp_path: Path, mon
     assert [row[:2] for row in where] == [[1, 48], [1, 96], [2, 48]]
     for row in where:
         assert row[2] == pytest.approx(sum(row[3:8])) and row[3] > 0 and row[8], row
+
+
+@pytest.mark.parametrize("study", ["scaling", "gradients", "strategies"])
+def test_a_number_of_processes_that_is_none_is_told(study: str) -> None:
+    module = {"scaling": scaling.study, "gradients": gradients.study, "strategies": variants.plan}[study]
+    with pytest.raises(ConfigError, match=r"study\.processes=many: must be a whole number or auto"):
+        module(asked(f"study={study}", "study.processes=many"))
 
 
 def test_a_batch_that_the_processes_cannot_share_is_told_once() -> None:

@@ -311,7 +311,7 @@ def slowly(tmp_path: Path) -> Slowly:
 def stopped_step(job: Running, more_than: int = 0) -> int:
     """The step after which a run says that it stopped. What it left says the same, and no process is left."""
     assert processes_of(job.run_dir) == {}
-    (step,) = re.findall(r"^stopped after step (\d+) and saved; go on with run_dir=", job.output.read_text(), re.M)
+    (step,) = re.findall(r"^stopped after step (\d+) and saved; resume with run_dir=", job.output.read_text(), re.M)
     summary = read(job.run_dir, "summary.json")
     assert (summary["status"], summary["steps"], summary["test"]) == ("preempted", int(step), None)
     assert checkpoints(job.run_dir)[-1] == f"step_{int(step):08d}"

@@ -319,7 +319,7 @@ def test_each_later_line_is_tried_and_nobody_waits_for_ever(tmp_path: Path, capl
     warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert warnings == [
         "tracker noted failed: ConnectionError: nobody there; training goes on",
-        "tracker noted did not finish within 0.5 s and is left behind",
+        "tracker noted did not finish within 0.5 s: its last lines may be missing",
     ]
     tracker.closed.set()
 
@@ -369,7 +369,7 @@ def test_a_wrong_tracker_and_a_missing_library_are_told_before_the_start(
     with pytest.raises(ConfigError) as caught:
         prepare(CONF, ["tracker=[tensorboard,wandb]", "device=cpu"], None)
     (problem,) = caught.value.problems
-    assert problem == f"tracker.wandb=true: wandb is not installed; {sys.executable} -m pip install '.[wandb]'"
+    assert problem == f"tracker.wandb=true: wandb is not installed; run {sys.executable} -m pip install '.[wandb]'"
     read_words = read_overrides(CONF, ["tracker=[tensorboard,wandbb]"])
     assert read_words.problems == [
         "tracker=[tensorboard,wandbb]: must be one of mlflow, none, tensorboard, wandb; did you mean wandb?"

@@ -148,7 +148,7 @@ def _on_unless(why: str, *against: tuple[bool, str]) -> Choice:
 
 
 def capture_blockers(config: Config) -> dict[str, str]:
-    """Reasons a step cannot be captured: key -> (required value; why). All keys but tuning.cuda_graph are resolved."""
+    """Reasons a step cannot be captured: key -> `required value (why)`. All keys but tuning.cuda_graph are resolved."""
     train, strategy, tuning = config.train, config.strategy, config.tuning
     no_python = "a captured step runs no Python"
     rules = {
@@ -175,11 +175,11 @@ def capture_blockers(config: Config) -> dict[str, str]:
             config.optimizer.has_fused and tuning.optimizer != "fused", "fused",
             "the other implementations read the learning rate on the host"
         ),
-        "strategy.find_unused_parameters": (strategy.find_unused_parameters, "false", "it walks each step's own graph"),
+        "strategy.find_unused_parameters": (strategy.find_unused_parameters, "false", "it walks each autograd graph"),
         "strategy.comm_hook": (strategy.comm_hook == "powersgd", "none", no_python),
         "strategy.sync_bn": (strategy.sync_bn, "false", "it reads its counts from the device"),
     }  # fmt: skip
-    return {key: f"{value}; {why}" for key, (against, value, why) in rules.items() if against}
+    return {key: f"{value} ({why})" for key, (against, value, why) in rules.items() if against}
 
 
 def optimizer_at_batch(config: Config) -> Any:

@@ -97,15 +97,12 @@ _CLASS_PATH = "your_module.YourClass"
 
 def _replacement(key: str, value: Any) -> str:
     """What to type instead of a key that an earlier version had."""
-    if key == "train.reduction":
-        return "strategy=ordered" if value == "ordered" else "strategy=ddp"
-    if key == "train.virtual_shards":
-        return f"strategy=ordered strategy.virtual_shards={shown(value)}"
-    if key == "data.loader":
-        return f"data.placement={shown(value)}"
-    if key == "probe":
-        return f"hooks=[{_PROBES.get(str(value), _CLASS_PATH)}]"  # str: a list cannot be looked up
-    return ""
+    return {
+        "train.reduction": "strategy=ordered" if value == "ordered" else "strategy=ddp",
+        "train.virtual_shards": f"strategy=ordered strategy.virtual_shards={shown(value)}",
+        "data.loader": f"data.placement={shown(value)}",
+        "probe": f"hooks=[{_PROBES.get(str(value), _CLASS_PATH)}]",  # str: a list cannot be looked up
+    }.get(key, "")
 
 
 def _unknown_key(prefix: str, name: str, value: Any, schema: type) -> str:

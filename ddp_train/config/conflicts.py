@@ -6,6 +6,7 @@ Each check is given what the user wrote (asked), the same after `resolve` (confi
 from __future__ import annotations
 
 import shutil
+from typing import Any
 
 from ddp_train.config.auto import OWN_GRAPHS, capture_blockers, process_count
 from ddp_train.config.hardware import Hardware
@@ -30,39 +31,27 @@ def _batch(asked: Config, config: Config, hardware: Hardware, world: World | Non
 
 
 def _ddp(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
-    strategy, problems = config.strategy, []
+    strategy, steps = config.strategy, config.train.accumulation_steps
     if not isinstance(strategy, DdpConfig):
         return []
-    if strategy.bucket_cap_mb is not None and strategy.bucket_cap_mb_list is not None:
-        problems.append(
-            f"strategy.bucket_cap_mb_list={shown(strategy.bucket_cap_mb_list)}: contradicts "
-            f"strategy.bucket_cap_mb={strategy.bucket_cap_mb}; give one of them"
-        )
-    if strategy.skip_all_reduce_unused_params and not strategy.find_unused_parameters:
-        problems.append("strategy.skip_all_reduce_unused_params=true: needs strategy.find_unused_parameters=true")
-    if strategy.static_graph and strategy.find_unused_parameters:
-        problems.append(
-            "strategy.find_unused_parameters=true: strategy.static_graph=true already finds them, once; "
-            "give one of them"
-        )
-    if strategy.static_graph and config.train.accumulation_steps > 1:
-        problems.append(
-            f"strategy.static_graph=true: torch's reducer fails if some passes exchange no gradients, as with "
-            f"train.accumulation_steps={config.train.accumulation_steps}; "
-            "use strategy.static_graph=false, or train.accumulation_steps=1"
-        )
-    if strategy.comm_hook != "powersgd" and strategy.powersgd_rank != 1:
-        problems.append(
-            f"strategy.powersgd_rank={strategy.powersgd_rank}: has an effect only with strategy.comm_hook=powersgd"
-        )
-    if strategy.comm_hook == "powersgd" and strategy.static_graph:
-        problems.append(
-            "strategy.comm_hook=powersgd: cannot be combined with strategy.static_graph=true, which rebuilds the "
-            "buckets; use strategy.static_graph=false"
-        )
-    if strategy.comm_hook != "none" and config.tuning.precision == "fp64":
-        problems.append(f"strategy.comm_hook={strategy.comm_hook}: would undo tuning.precision=fp64; drop one of them")
-    return problems
+    cap, caps, hook = strategy.bucket_cap_mb, strategy.bucket_cap_mb_list, strategy.comm_hook
+    return _true({
+        f"strategy.bucket_cap_mb_list={shown(caps)}: contradicts strategy.bucket_cap_mb={cap}; give one of them":
+            cap is not None and caps is not None,
+        "strategy.skip_all_reduce_unused_params=true: needs strategy.find_unused_parameters=true":
+            strategy.skip_all_reduce_unused_params and not strategy.find_unused_parameters,
+        "strategy.find_unused_parameters=true: strategy.static_graph=true finds them already, in its first step; give "
+        "one of them": strategy.static_graph and strategy.find_unused_parameters,
+        "strategy.static_graph=true: torch's reducer fails if some passes exchange no gradients, as with "
+        f"train.accumulation_steps={steps}; use strategy.static_graph=false, or train.accumulation_steps=1":
+            strategy.static_graph and steps > 1,
+        f"strategy.powersgd_rank={strategy.powersgd_rank}: has an effect only with strategy.comm_hook=powersgd":
+            hook != "powersgd" and strategy.powersgd_rank != 1,
+        "strategy.comm_hook=powersgd: cannot be combined with strategy.static_graph=true, which rebuilds the buckets; "
+        "use strategy.static_graph=false": hook == "powersgd" and strategy.static_graph,
+        f"strategy.comm_hook={hook}: would undo tuning.precision=fp64; drop one of them":
+            hook != "none" and config.tuning.precision == "fp64",
+    })  # fmt: skip
 
 
 def _ordered(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
@@ -79,10 +68,10 @@ def _ordered(asked: Config, config: Config, hardware: Hardware, world: World | N
             f"launch.nproc_per_node={config.launch.nproc_per_node}: strategy=ordered cannot divide "
             f"{counted(shards, 'virtual shard')} evenly among {counted(processes, 'process')}; use {use}"
         )
-    shapes = "torch.compile depends on the shapes that a process meets first"
+    shapes = "the code of torch.compile depends on the shapes that a process meets first"
     needed = {  # key: its value, the required value, why
         "train.accumulation_steps": (config.train.accumulation_steps, 1, "raise strategy.virtual_shards instead"),
-        "deterministic": (config.deterministic, True, "else the bits vary"),
+        "deterministic": (config.deterministic, True, "otherwise bits vary between runs"),
         "launch.threads_per_process": (config.launch.threads_per_process, 1, "the number of threads changes the bits"),
         "tuning.compile": (config.tuning.compile, False, shapes),
         "model.fused": (config.model.fused, False, shapes),
@@ -168,35 +157,34 @@ def _optimizer(asked: Config, config: Config, hardware: Hardware, world: World |
 
 def _warmup(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
     steps, warmup, epochs = config.train.max_steps, config.schedule.warmup_steps, config.schedule.warmup_epochs
-    problems = []
-    if epochs is not None and warmup:
-        problems.append(
-            f"schedule.warmup_epochs={epochs:g}: contradicts schedule.warmup_steps={warmup}; give one of them"
-        )
-    elif epochs is not None and epochs >= config.train.epochs:
-        problems.append(
-            f"schedule.warmup_epochs={epochs:g}: the run ends before the warm-up, train.epochs={config.train.epochs}; "
-            f"use less than {config.train.epochs}"
-        )
-    if steps is not None and warmup >= steps:
-        problems.append(
-            f"schedule.warmup_steps={warmup}: the run ends before the warm-up, train.max_steps={steps}; use less than "
-            f"{steps}"
-        )
-    return problems
+    length, most = f"{epochs or 0:g}", config.train.epochs
+    return _true({
+        f"schedule.warmup_epochs={length}: contradicts schedule.warmup_steps={warmup}; give one of them":
+            epochs is not None and warmup,
+        f"schedule.warmup_epochs={length}: must end before the run, which has train.epochs={most}; use less than "
+        f"{most}": epochs is not None and not warmup and epochs >= most,
+        f"schedule.warmup_steps={warmup}: must end before the run, which has train.max_steps={steps}; use less than "
+        f"{steps}": steps is not None and warmup >= steps,
+    })  # fmt: skip
 
 
 def _task(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
-    data, loss, problems = config.data, config.train.loss, []
-    if data.is_regression and loss == "cross_entropy":
-        problems.append(f"train.loss=cross_entropy: data={data.name} has numbers as targets; use train.loss=mse")
-    if data.is_regression is False and data.in_memory_bytes() is not None and loss == "mse":
-        problems.append(f"train.loss=mse: data={data.name} has class labels as targets; use train.loss=cross_entropy")
-    if config.train.label_smoothing and (data.is_regression or loss == "mse"):
-        problems.append(f"train.label_smoothing={config.train.label_smoothing}: applies to cross entropy only; use 0")
-    if data.is_regression and asked.objective == "test.accuracy":
-        problems.append(f"objective=test.accuracy: data={data.name} has no classes; use objective=test.loss")
-    return problems
+    data, loss, smoothing = config.data, config.train.loss, config.train.label_smoothing
+    return _true({
+        f"train.loss=cross_entropy: data={data.name} has numbers as targets; use train.loss=mse":
+            data.is_regression and loss == "cross_entropy",
+        f"train.loss=mse: data={data.name} has class labels as targets; use train.loss=cross_entropy":
+            data.is_regression is False and data.in_memory_bytes() is not None and loss == "mse",
+        f"train.label_smoothing={smoothing}: applies to cross entropy only; use train.label_smoothing=0":
+            smoothing and (data.is_regression or loss == "mse"),
+        f"objective=test.accuracy: data={data.name} has no classes; use objective=test.loss":
+            data.is_regression and asked.objective == "test.accuracy",
+    })  # fmt: skip
+
+
+def _true(problems: dict[str, Any]) -> list[str]:
+    """The problems whose condition holds."""
+    return [problem for problem, holds in problems.items() if holds]
 
 
 CHECKS = (_batch, _ddp, _ordered, _precision, _tuning, _placement, _optimizer, _warmup, _task)
@@ -204,37 +192,33 @@ CHECKS = (_batch, _ddp, _ordered, _precision, _tuning, _placement, _optimizer, _
 
 def notices(asked: Config, config: Config) -> list[str]:
     """Switches that the user set and that have no effect here. Not errors: the same command runs elsewhere."""
-    found = []
+    tuning, strategy, model, launch = config.tuning, config.strategy, config.model, config.launch
+    on_cpu, optimizer, prefetch = config.device == "cpu", config.optimizer, asked.tuning.prefetch_factor
     on_gpus_only = ("pin_memory", "non_blocking", "copy_stream", "cudnn_benchmark", "tf32", "cuda_graph")
-    if config.device == "cpu":
-        found += [
-            f"tuning.{name}=true has no effect on CPU" for name in on_gpus_only if getattr(asked.tuning, name) is True
-        ]
-    if config.tuning.num_workers == 0 and asked.tuning.prefetch_factor != type(asked.tuning)().prefetch_factor:
-        found.append(
-            f"tuning.prefetch_factor={asked.tuning.prefetch_factor} has no effect without loader processes "
-            "(tuning.num_workers=0)"
-        )
-    if not config.tuning.compile and config.tuning.compile_mode != "default":
-        found.append(f"tuning.compile_mode={config.tuning.compile_mode} has no effect: tuning.compile=false")
-    if config.strategy.spreads_over_gpus and config.device == "cpu":
-        found.append(f"strategy={config.strategy.name} has no GPUs to spread over: the model runs once, on the CPU")
-    if config.strategy.sync_bn and config.model.has_batch_norm() is False:
-        found.append(f"strategy.sync_bn=true has no effect: model={config.model.name} has no batch norm here")
-    if not config.strategy.has_process_group and asked.launch.backend != "auto":
-        found.append(
-            f"launch.backend={asked.launch.backend} has no effect: strategy={config.strategy.name} runs in one process "
-            "and opens no process group"
-        )
-    optimizer = config.optimizer
-    if not isinstance(optimizer, CustomConfig) and not (
-        optimizer.decay_norm_and_bias or optimizer.weight_decay or optimizer.adapts_per_layer
-    ):
-        found.append("optimizer.decay_norm_and_bias=false has no effect: optimizer.weight_decay=0.0")
-    if asked.tuning.channels_last is True and config.model.takes_images is False:
-        found.append(f"tuning.channels_last=true has no effect: model={config.model.name} has no convolution")
-    if config.tracker.details and not config.tracker.tensorboard:
-        found.append("tracker.details=true has no effect without tracker=tensorboard")
-    if config.launch.backend == "gloo" and config.device == "cuda":
-        found.append("launch.backend=gloo copies the gradients of GPUs through host memory, which is slow")
-    return found
+    applies = {
+        f"tuning.{name}=true has no effect on CPU": on_cpu and getattr(asked.tuning, name) is True
+        for name in on_gpus_only
+    }
+    return _true(applies | {
+        f"tuning.prefetch_factor={prefetch} has no effect without loader processes (tuning.num_workers=0)":
+            tuning.num_workers == 0 and prefetch != type(tuning)().prefetch_factor,
+        f"tuning.compile_mode={tuning.compile_mode} has no effect: tuning.compile=false":
+            not tuning.compile and tuning.compile_mode != "default",
+        f"strategy={strategy.name} has no GPUs to spread over: the model runs once, on the CPU":
+            strategy.spreads_over_gpus and on_cpu,
+        f"strategy.sync_bn=true has no effect: model={model.name} has no batch norm here":
+            strategy.sync_bn and model.has_batch_norm() is False,
+        f"launch.backend={asked.launch.backend} has no effect: strategy={strategy.name} runs in one process and opens "
+        "no process group": not strategy.has_process_group and asked.launch.backend != "auto",
+        "optimizer.decay_norm_and_bias=false has no effect: optimizer.weight_decay=0.0":
+            not isinstance(optimizer, CustomConfig)
+            and not (optimizer.decay_norm_and_bias or optimizer.weight_decay or optimizer.adapts_per_layer),
+        f"tuning.channels_last=true has no effect: model={model.name} has no convolution":
+            asked.tuning.channels_last is True and model.takes_images is False,
+        "tracker.details=true has no effect without tracker=tensorboard":
+            config.tracker.details and not config.tracker.tensorboard,
+        "launch.backend=gloo copies the gradients of GPUs through host memory; launch.backend=nccl is faster":
+            launch.backend == "gloo" and config.device == "cuda",
+        f"hooks={shown(config.hooks)} has no effect: mode=evaluate does not train":
+            config.hooks and config.mode == "evaluate",
+    })  # fmt: skip

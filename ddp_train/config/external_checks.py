@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import math
@@ -31,6 +32,7 @@ TRUSTED_MODULES = (
 )
 
 TRUSTED_HOOKS = ("ddp_train.study",)
+HOOK_RULE = "must be a class with __enter__ and __exit__, called as Class(job, run_dir, world)"
 _DOTTED_PATH = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+"
 
 
@@ -82,7 +84,7 @@ def missing_data(config: Config) -> list[str]:
     for name in data.class_folders:
         folder = Path(data.root, name)
         if not folder.is_dir() or not any(entry.is_dir() for entry in folder.iterdir()):
-            return [f"data.root={data.root}: {folder} must be a folder with one sub-folder per class"]
+            return [f"data.root={data.root}: {folder} must hold a folder per class; name the folder that holds {name}/"]
     return []
 
 
@@ -202,14 +204,14 @@ def held_run(config: Config) -> Config | None:
 
 
 def changed(before: Config, config: Config) -> list[str]:
-    """What a resumed run does differently, of the keys that may change: `optimizer.lr=0.05 and not 0.3`."""
+    """What a resumed run does differently, of the keys that may change: `optimizer.lr=0.05 (was 0.3)`."""
     found = []
     for section in ("train", "optimizer", "schedule"):
         one, other = (vars(getattr(c, section)) for c in (before, config))
         for name in dict.fromkeys((*one, *other)):
             if one.get(name) != other.get(name) and name in other:
                 key = section if name == "name" else f"{section}.{name}"
-                was = f" and not {shown(one[name])}" if name in one else ""
+                was = f" (was {shown(one[name])})" if name in one else ""
                 found.append(f"{key}={shown(other[name])}{was}")
     return found
 
@@ -236,7 +238,8 @@ def _code(asked: Config, config: Config, hardware: Hardware, world: World | None
         else:
             problems += _not_loadable(found, custom.target, TRUSTED_MODULES, config.trusted_modules)
     for path in config.hooks:
-        problems += _not_loadable(f"hooks=[{path}]", path, TRUSTED_HOOKS, config.trusted_modules)
+        found = f"hooks=[{path}]"
+        problems += _not_loadable(found, path, TRUSTED_HOOKS, config.trusted_modules) or _no_hook(found, path)
     return problems
 
 
@@ -252,6 +255,35 @@ def _not_loadable(found: str, path: str, trusted: tuple[str, ...], trusted_modul
     if importlib.util.find_spec(package) is None:
         return [f"{found}: no module {package} beside launch.py or installed; for code elsewhere set PYTHONPATH"]
     return []
+
+
+def _no_hook(found: str, path: str) -> list[str]:
+    """Why a dotted path names no hook, by the source of its module. What that does not show (names that are imported,
+    base classes, decorators) `user_code.build_hook` finds out in the workers. found: as above."""
+    package, *inner, name = path.split(".")
+    spec = importlib.util.find_spec(package)  # of a module inside, it would import the packages above
+    places = [Path(root, *inner) for root in (spec and spec.submodule_search_locations) or []]
+    files = [file for place in places for file in (place / "__init__.py", place.with_suffix(".py"))]
+    files = files if inner else [Path((spec and spec.origin) or "")]
+    try:
+        source = ast.parse(next((file for file in files if file.is_file()), Path()).read_bytes()).body
+    except (OSError, SyntaxError, ValueError):  # none, or the worker shows where it is wrong
+        return []
+    what = ""
+    match [statement for statement in source if name in _bound([statement])][-1:]:
+        case [ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Assign(value=ast.Lambda())]:
+            what = "a function"
+        case [ast.Assign(value=ast.Constant() | ast.List() | ast.Tuple() | ast.Dict())]:
+            what = "a value"
+        case [ast.ClassDef(bases=[], keywords=[], decorator_list=[], body=body)]:
+            what = "" if {"__enter__", "__exit__"} <= _bound(body) else "a class without them"
+    return [f"{found}: {HOOK_RULE}, and is {what}"] if what else []
+
+
+def _bound(statements: Sequence[ast.stmt]) -> set[str]:
+    """The names that definitions and assignments bind."""
+    targets = [target for statement in statements for target in (statement, *getattr(statement, "targets", ()))]
+    return {getattr(target, "name", getattr(target, "id", "")) for target in targets}
 
 
 def package_of(path: str) -> list[str]:
@@ -279,7 +311,7 @@ def _secrets(asked: Config, config: Config, hardware: Hardware, world: World | N
 def _tracker(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
     """Whether the library of each tracker is installed. It is not imported, which would take over a second."""
     return [
-        f"tracker.{name}=true: {name} is not installed; {sys.executable} -m pip install '.[{name}]'"
+        f"tracker.{name}=true: {name} is not installed; run {sys.executable} -m pip install '.[{name}]'"
         for name in TRACKERS
         # A folder of that name, as wandb and mlflow make them, would be found too: as a package without a file.
         if getattr(config.tracker, name) and ((spec := importlib.util.find_spec(name)) is None or spec.origin is None)

@@ -111,7 +111,7 @@ def _read_override(conf: Path, override: Override, sweep: bool, read: Overrides)
     elif is_group:
         _read_choice(conf, name, override.value(), argument, read)
     elif name.endswith(".name") and (conf / name[:-5]).is_dir():
-        read.problems.append(f"{argument}: an option is chosen by {name[:-5]}={shown(override.value())}")
+        read.problems.append(f"{argument}: an option is chosen by its group; use {name[:-5]}={shown(override.value())}")
     else:
         read.given[name] = override.value()
         read.arguments.append("++" + argument.lstrip("+"))

@@ -86,7 +86,7 @@ def _locked_and_frozen(config: Config, problems: list[str], world: World | None)
     held = lock_run_dir(resolved, world)
     before = held_run(resolved)
     if before and (other := changed(before, resolved)):
-        notes.append(f"run_dir={resolved.run_dir} resumes with {', '.join(other)}")
+        notes.append(f"run_dir={resolved.run_dir} resumes with other values: {', '.join(other)}")
     if resolved.mode == "train" and resolved.checkpoint.resume == "never" and not (world and world.attempt):
         notes += archive_previous_run(Path(str(resolved.run_dir)))
     return Prepared(resolved, freeze(resolved), notes, held)

@@ -31,11 +31,11 @@ def key(default: Any, meaning: str, **rules: Any) -> Any:
 class LaunchConfig:
     nproc_per_node: Union[int, str] = key("auto", "processes per host; auto: one per GPU, else 2", at_least=1, **AUTO)
     nnodes: int = key(1, "number of hosts", at_least=1)
-    rdzv_endpoint: str | None = key(None, "host:port where the hosts of a run meet")
-    max_restarts: int = key(0, "restarts allowed between two checkpoints", at_least=0)
-    backend: str = key("auto", "auto: nccl on GPUs, gloo on CPU", choices=("auto", "nccl", "gloo"))
+    rdzv_endpoint: str | None = key(None, "HOST:PORT of one of the hosts, where all hosts of a run meet")
+    max_restarts: int = key(0, "restarts after a failure; the count begins anew with each checkpoint", at_least=0)
+    backend: str = key("auto", "for collectives; auto: nccl on GPUs, gloo on CPU", choices=("auto", "nccl", "gloo"))
     timeout_seconds: float = key(
-        600.0, "fail after this long without progress of a process; also for collectives", above=0, at_most=1e6
+        600.0, "the run fails if a process, or a collective, makes no progress for so long", above=0, at_most=1e6
     )
     join_timeout_seconds: int = key(
         600, "longest wait for other hosts and processes before the first step", at_least=1, at_most=10**6
@@ -46,7 +46,7 @@ class LaunchConfig:
     threads_per_process: Union[int, str] = key(
         "auto", "CPU threads of torch; auto: cores / processes, at most 4 with GPUs", at_least=1, **AUTO
     )
-    fork_server: bool = key(True, "fork the processes from one that has imported torch")
+    fork_server: bool = key(True, "fork workers from a process that has imported torch: a faster start")
 
 
 @dataclass
@@ -56,25 +56,25 @@ class TrainConfig:
     epochs: int = key(30, "passes over the training set", at_least=1)
     max_steps: int | None = key(None, "stop after this many optimizer steps", at_least=1)
     max_grad_norm: float | None = key(None, "clip the global gradient norm to this value", above=0)
-    on_non_finite: str = key("stop", "when the loss is NaN or infinite", choices=("stop", "skip"))
+    on_non_finite: str = key("stop", "at a NaN or infinite loss: stop, or skip that step", choices=("stop", "skip"))
     loss: str = key(
         "auto",
-        "auto: cross_entropy for class labels, mse for numbers; a name is only checked",
+        "the targets decide: cross_entropy for class labels, mse for numbers; a name is checked against them",
         choices=("auto", "cross_entropy", "mse"),
     )
     label_smoothing: float = key(0.0, "label smoothing of the cross entropy", at_least=0, below=1)
     log_every_steps: int = key(50, "optimizer steps between two lines of metrics.jsonl", at_least=1)
-    evaluate_every_epochs: int = key(1, "epochs between evaluations; the last is always evaluated", at_least=1)
+    evaluate_every_epochs: int = key(1, "epochs between evaluations; the last epoch is always evaluated", at_least=1)
     evaluate_batch_size: int = key(200, "samples per forward pass of an evaluation, on each process", at_least=1)
 
 
 @dataclass
 class CheckpointConfig:
     every_steps: int | None = key(None, "optimizer steps between two checkpoints; null: one per epoch", at_least=1)
-    every_minutes: float | None = key(None, "also save at the first logging interval after this long", above=0)
+    every_minutes: float | None = key(None, "also save after so long, at the end of a logging interval", above=0)
     keep: int = key(2, "number of newest checkpoints to keep", at_least=1)
-    best: bool = key(False, "save after every evaluation, and keep the best checkpoint too")
-    resume: str = key("auto", "auto: the newest valid one in run_dir; never; or the path of a checkpoint or a run")
+    best: bool = key(False, "save after every evaluation, and keep the best too (by test accuracy, else by loss)")
+    resume: str = key("auto", "auto: the newest valid checkpoint in run_dir; never; or the path of a checkpoint or run")
 
 
 @dataclass
@@ -99,7 +99,7 @@ class TuningConfig:
     persistent_workers: bool = key(True, "keep the loader processes of an evaluation for the next one")
     pin_memory: Union[bool, str] = key("auto", "page-locked batches; auto: on GPUs", **AUTO)
     non_blocking: Union[bool, str] = key("auto", "asynchronous copies to the GPU; auto: on GPUs", **AUTO)
-    copy_stream: Union[bool, str] = key("auto", "copy in a stream of its own; auto: on GPUs", **AUTO)
+    copy_stream: Union[bool, str] = key("auto", "copy batches in a CUDA stream of their own; auto: on GPUs", **AUTO)
     channels_last: Union[bool, str] = key("auto", "NHWC memory format; auto: convolutions on GPUs", **AUTO)
     cudnn_benchmark: Union[bool, str] = key(
         "auto", "let cuDNN choose algorithms by timing; auto: with one GPU per process", **AUTO
@@ -112,7 +112,7 @@ class TuningConfig:
         choices=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
     )
     activation_checkpointing: list[str] = key(
-        [], "classes of blocks that recompute their activations in the backward pass: [Bottleneck]"
+        [], "classes of blocks that recompute their activations in the backward pass, for example [Bottleneck]"
     )
     cuda_graph: Union[bool, str] = key(
         "auto", "capture training steps as a CUDA graph; auto: small models on GPUs", **AUTO
@@ -121,7 +121,7 @@ class TuningConfig:
     bias_lint: bool = key(True, "report biases directly before a norm layer, which cancels them")
     optimizer: str = key(
         "auto",
-        "auto: fused on GPUs where torch has it, else foreach; default: as torch or your own class chooses",
+        "implementation; auto: fused on GPUs where torch has it, else foreach; default: torch or your class decides",
         choices=("auto", "loop", "foreach", "fused", "default"),
     )
 
@@ -201,7 +201,7 @@ class OrderedConfig(StrategyConfig):
     name: str = "ordered"
     has_process_group: ClassVar[bool] = True
     capture_blocker: ClassVar[str] = "a captured step runs no Python"
-    virtual_shards: int = key(8, "parts of a global batch; a power of two that the processes divide", at_least=1)
+    virtual_shards: int = key(8, "parts of a global batch; a power of two, and a multiple of the processes", at_least=1)
 
 
 # --- model ----------------------------------------------------------------------------------------------------------
@@ -401,7 +401,7 @@ class ImageFolderConfig(DataConfig):
     augment: bool = key(True, "random resized crop and horizontal flip")
     decode: str = key(
         "auto",
-        "JPEG decoder: PIL, torchvision in loader processes, or the GPU; auto: gpu with under 8 cores per GPU",
+        "JPEG decoder: PIL, torchvision in processes, or the GPU; auto: gpu with under 8 cores per GPU, else processes",
         choices=("auto", "pil", "processes", "gpu"),
     )
 
@@ -575,14 +575,14 @@ class StepConfig(ScheduleConfig):
 @dataclass
 class CosineConfig(ScheduleConfig):
     name: str = "cosine"
-    final_factor: float = key(0.0, "learning rate of the last step, as a part of lr", at_least=0, at_most=1)
+    final_factor: float = key(0.0, "learning rate of the last step, as a fraction of lr", at_least=0, at_most=1)
 
 
 @dataclass
 class PolynomialConfig(ScheduleConfig):
     name: str = "polynomial"
     power: float = key(2.0, "exponent of the decay", above=0)
-    final_factor: float = key(0.0, "learning rate of the last step, as a part of lr", at_least=0, at_most=1)
+    final_factor: float = key(0.0, "learning rate of the last step, as a fraction of lr", at_least=0, at_most=1)
 
 
 @dataclass
@@ -590,7 +590,7 @@ class OneCycleConfig(ScheduleConfig):
     """Leslie Smith's 1cycle (arXiv:1708.07120): up from lr / div_factor to lr, then down to almost nothing."""
 
     name: str = "one_cycle"
-    pct_start: float = key(0.3, "part of the steps in which the learning rate goes up", above=0, below=1)
+    pct_start: float = key(0.3, "fraction of the steps in which the learning rate goes up", above=0, below=1)
     div_factor: float = key(25.0, "lr divided by the first learning rate", at_least=1)
     final_div_factor: float = key(1e4, "first learning rate divided by the last", at_least=1)
 
@@ -620,14 +620,14 @@ class Config:
     run_dir: str | None = key(None, "directory of the run; given again, the run resumes")
     seed: int = key(0, "seed of all random numbers", at_least=0, below=2**63)
     device: str = key("auto", "where to compute; auto: cuda if there is a GPU", choices=("auto", "cuda", "cpu"))
-    deterministic: Union[bool, str] = key("auto", "bit for bit; auto: on CPU and with strategy=ordered", **AUTO)
+    deterministic: Union[bool, str] = key("auto", "repeatable bits; auto: on CPU and with strategy=ordered", **AUTO)
     objective: str = key(
         "test.loss",
         "number in summary.json that a sweep optimizes",
         choices=("test.loss", "test.accuracy", "samples_per_second", "seconds"),
     )
-    hooks: list[str] = key([], "context managers around training: classes, called with (job, run_dir, world)")
-    trusted_modules: list[str] = key([], "packages that a checkpoint's _target_ may load code from")
+    hooks: list[str] = key([], "your classes, package.Name: called with (job, run_dir, world), entered around training")
+    trusted_modules: list[str] = key([], "packages whose code a checkpoint's _target_ may name")
     reasons: dict[str, str] = field(default_factory=dict)
     """Why `auto` chose its value, by the name of the switch. Not a key: filled in when `auto` is resolved."""
     launch: LaunchConfig = field(default_factory=LaunchConfig)

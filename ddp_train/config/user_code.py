@@ -6,7 +6,7 @@ import importlib
 import inspect
 from typing import Any
 
-from ddp_train.config.external_checks import TRUSTED_HOOKS, TRUSTED_MODULES, is_trusted
+from ddp_train.config.external_checks import HOOK_RULE, TRUSTED_HOOKS, TRUSTED_MODULES, is_trusted
 from ddp_train.config.schema import CustomConfig
 from ddp_train.config.values import from_environment
 from ddp_train.errors import ConfigError
@@ -22,9 +22,10 @@ def instantiate(section: str, custom: CustomConfig, *args: Any, **more: Any) -> 
     found = f"{section}._target_={custom.target}"
     target = _imported(found, custom.target)
     if is_trusted(custom.target, TRUSTED_MODULES) and not _is_harmless(target):
-        raise ConfigError([f"{found}: neither a class of {', '.join(TRUSTED_MODULES)} nor a model of torchvision"])
+        rule = f"neither a class of {', '.join(TRUSTED_MODULES)} nor a model of torchvision"
+        raise ConfigError([f"{found}: {rule}, and nothing else may be named there; call it in a class of your own"])
     if not callable(target):
-        raise ConfigError([f"{found}: is of type {type(target).__name__}, which cannot be called"])
+        raise ConfigError([f"{found}: must be a class or function, and is of type {type(target).__name__}"])
     values = from_environment(custom.arguments, section)
     try:
         inspect.signature(target).bind(*args, **values, **more)
@@ -44,8 +45,10 @@ def build_hook(path: str, *args: Any) -> Any:
     found = f"hooks=[{path}]"
     hook = _imported(found, path)
     made_in = str(getattr(hook, "__module__", ""))
-    if not isinstance(hook, type) or (is_trusted(path, TRUSTED_HOOKS) and not is_trusted(made_in, TRUSTED_HOOKS)):
-        raise ConfigError([f"{found}: must be a class, called as Class(job, run_dir, world)"])
+    if not isinstance(hook, type) or not (hasattr(hook, "__enter__") and hasattr(hook, "__exit__")):
+        raise ConfigError([f"{found}: {HOOK_RULE}"])
+    if is_trusted(path, TRUSTED_HOOKS) and not is_trusted(made_in, TRUSTED_HOOKS):
+        raise ConfigError([f"{found}: is a class of {made_in}, not of {', '.join(TRUSTED_HOOKS)}"])
     return hook(*args)
 
 

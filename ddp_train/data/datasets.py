@@ -123,9 +123,12 @@ class UserDataset:
         """Raises DataError if it is none, or empty."""
         self.dataset, self.seed, self.name = dataset, seed, type(dataset).__name__
         if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
-            raise DataError(f"data._target_: {self.name} has no length", "use a map-style dataset, not an iterable one")
+            raise DataError(
+                f"data._target_: {self.name} has no __getitem__ or no __len__",
+                "name a map-style dataset, not an iterable one",
+            )
         if not len(dataset):
-            raise DataError(f"data._target_: {self.name} has no samples", "see what it was given")
+            raise DataError(f"data._target_: {self.name} has no samples", "check its arguments, data.NAME=VALUE")
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -152,14 +155,17 @@ class UserDataset:
                 sample = self.dataset[number]
                 if not isinstance(sample, tuple | list) or len(sample) != 2:
                     what = type(sample).__name__ + (f" of {len(sample)}" if isinstance(sample, tuple | list) else "")
-                    raise DataError(f"sample {number} of {self.name} is a {what}", "return (input, label)")
+                    raise DataError(
+                        f"data._target_: sample {number} of {self.name} is a {what}",
+                        "return (input, label) from its __getitem__",
+                    )
                 samples.append(sample)
         random.setstate(state)
         try:
             return default_collate(samples)
         except (TypeError, RuntimeError) as error:
             raise DataError(
-                f"samples of {self.name} make no batch: {first_line(error)}",
+                f"data._target_: samples of {self.name} cannot be put into one batch: {first_line(error)}",
                 "return tensors, arrays or numbers, of the same shape in each sample",
             ) from error
 
@@ -216,10 +222,10 @@ def check_same_data(name: str, root: str | None, then: dict[str, str], now: dict
         return
     where = f" in data.root={root}" if root else ""
     number = next((key for key in then if then[key] != now.get(key)), "count")
-    what = f"sample {number} is another one" if number != "count" else f"{now['count']} samples, not {then['count']}"
+    what = f"sample {number} differs" if number != "count" else f"{now['count']} samples, not {then['count']}"
     raise DataError(
         f"data={name}{where} changed since the checkpoint: {what}",
-        "bring the old data back, or start anew with checkpoint.resume=never",
+        "restore the old data, or start a new run with checkpoint.resume=never",
     )
 
 
@@ -243,6 +249,7 @@ def _digits(augment: bool, seed: int) -> tuple[BatchSource, BatchSource]:
 
 def _torchvision(
     name: str,
+    cls: str,
     mean: tuple[float, ...],
     std: tuple[float, ...],
     shift: int,
@@ -252,16 +259,17 @@ def _torchvision(
     augment: bool,
     seed: int,
 ) -> tuple[BatchSource, BatchSource]:
-    """A data set of torchvision that is held in memory, by the name of its class. shift: by so many pixels at most."""
+    """A data set of torchvision that is held in memory. name: as in `data=NAME`. cls: its class there. shift: the most
+    pixels to shift by."""
     from torchvision import datasets
 
     splits = []
     for train in (True, False):
         try:
-            split = getattr(datasets, name)(root, train=train, download=download)
+            split = getattr(datasets, cls)(root, train=train, download=download)
         except (RuntimeError, OSError, ValueError) as error:
-            remedy = "check the network, or put the files there" if download else "add data.download=true"
-            raise DataError(f"{name} in data.root={root}: {error}", f"check data.root; {remedy}") from error
+            remedy = "check the network, or copy the files there" if download else "add data.download=true"
+            raise DataError(f"data={name} in data.root={root}: {error}", f"check data.root; {remedy}") from error
         images = torch.as_tensor(split.data)
         images = images[:, None] if images.ndim == 3 else images.permute(0, 3, 1, 2).contiguous()
         moved = functools.partial(augmentation.move, by=shift, flips=flips) if augment and train else None
@@ -274,7 +282,10 @@ def _image_folder(root: str, image_size: int, augment: bool, decode: str, seed: 
     test = FolderSource(Path(root, "val"), image_size, False, seed, decode)
     if train.classes != test.classes:
         odd = sorted(set(train.classes) ^ set(test.classes))
-        raise DataError(f"data.root={root}: train/ and val/ differ in classes: {', '.join(odd[:5])}", "complete them")
+        raise DataError(
+            f"data.root={root}: train/ and val/ differ in classes: {', '.join(odd[:5])}",
+            "make a folder of each in both",
+        )
     return train, test
 
 
@@ -306,9 +317,11 @@ def _linear_regression(
 
 _BUILDERS: dict[str, Callable[..., tuple[BatchSource, BatchSource]]] = {
     "digits": _digits,
-    "mnist": functools.partial(_torchvision, "MNIST", (0.1307,), (0.3081,), 2, False),
-    "fashion_mnist": functools.partial(_torchvision, "FashionMNIST", (0.2860,), (0.3530,), 2, True),
-    "cifar10": functools.partial(_torchvision, "CIFAR10", (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616), 4, True),
+    "mnist": functools.partial(_torchvision, "mnist", "MNIST", (0.1307,), (0.3081,), 2, False),
+    "fashion_mnist": functools.partial(_torchvision, "fashion_mnist", "FashionMNIST", (0.2860,), (0.3530,), 2, True),
+    "cifar10": functools.partial(
+        _torchvision, "cifar10", "CIFAR10", (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616), 4, True
+    ),
     "image_folder": _image_folder,
     "synthetic": _synthetic,
     "linear_regression": _linear_regression,

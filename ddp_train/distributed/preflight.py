@@ -106,7 +106,7 @@ def source_digest() -> str:
 def seen_here(frozen: Path, text: str) -> str:
     """`shared` if this host sees the file that rank 0 wrote, else a text that says it does not."""
     visible = _wait_until(lambda: frozen.is_file() and frozen.read_text() == text, SHARED_FILE_SECONDS)
-    return "shared" if visible else f"{frozen} is not rank 0's"
+    return "shared" if visible else f"{frozen} is not the file that rank 0 wrote"
 
 
 def _address() -> str:

@@ -17,7 +17,7 @@ SLOWER = {"cpu": 2.0, "cuda": 1.15}
 should not be."""
 LINK_SHARE = 0.5
 """Least share of the link's bandwidth. NCCL reached 70 to 90 % of NVLink with 256 MiB on H200s."""
-TOO_EARLY = "the test processes did not get that far: see exchange"
+TOO_EARLY = "the test processes did not get that far: see the row exchange"
 
 
 def exchange(results: list[RankResult], backend: str, without_peer_access: list[RankResult] | None = None) -> Finding:
@@ -132,7 +132,7 @@ def bandwidth(results: list[RankResult], link: tuple[float, str]) -> Finding:
     if best < LINK_SHARE * capacity:
         remedy = "check with NCCL_DEBUG=INFO, or GLOO_SOCKET_IFNAME for gloo, which interface is used, and whether "
         remedy += "GPUDirect is on"
-        return warning(check, detail, remedy, **numbers)
+        return warning(check, f"{detail}, less than {LINK_SHARE:.0%}", remedy, **numbers)
     return ok(check, detail, **numbers)
 
 
@@ -146,7 +146,7 @@ def stragglers(results: list[RankResult]) -> Finding:
     fastest = min(seconds.values())
     limit = SLOWER["cpu" if any(result["name"] == "cpu" for result in computed.values()) else "cuda"]
     slow = [
-        f"{name} takes {time / fastest:.2f} times as long as the fastest rank"
+        f"{name} takes {time / fastest:.2f} times as long as the fastest rank (limit {limit})"
         for name, time in seconds.items()
         if time > limit * fastest
     ]

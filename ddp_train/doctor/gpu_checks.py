@@ -225,7 +225,7 @@ def count(found: Gpus, wanted: int) -> Finding:
     if lost:
         return failure(check, "; ".join(lost), "see `dmesg | grep -i xid`; reset the GPU or reboot the host")
     if not alive:
-        return skipped(check, "CUDA_VISIBLE_DEVICES hides all of them")
+        return skipped(check, "CUDA_VISIBLE_DEVICES hides all GPUs of this host")
     if len(alive) < wanted:
         detail = f"{counted(len(alive), 'GPU')} visible, {counted(wanted, 'process')} need one each"
         return failure(check, detail, f"use launch.nproc_per_node={len(alive)}, or check CUDA_VISIBLE_DEVICES")

@@ -57,7 +57,12 @@ def shared_memory(config: Config, folder: Path = Path("/dev/shm")) -> Finding:
         remedy += f", or lower tuning.num_workers={config.tuning.num_workers}"
         return failure(check, detail, remedy, **numbers)
     if free < FEW_SHARED_BYTES and (config.device == "cuda" or needed):
-        return warning(check, f"{detail}: NCCL and loader processes share it", remedy, **numbers)
+        return warning(
+            check,
+            f"{detail}, {_bytes(FEW_SHARED_BYTES)} are recommended for NCCL and loader processes",
+            remedy,
+            **numbers,
+        )
     return ok(check, detail + (f", batches need {_bytes(needed)}" if needed else ""), **numbers)
 
 

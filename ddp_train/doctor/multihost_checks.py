@@ -98,7 +98,9 @@ class Peers:
         try:
             self.store.get(f"clock/ask/{self.number}")
         except DistError as error:
-            raise PeerError(f"host 0 did not ask for the clock ({first_line(error)})", "check that host") from error
+            raise PeerError(
+                f"host 0 did not ask for this host's clock ({first_line(error)})", "check host 0"
+            ) from error
         self.store.set(f"clock/{self.number}", str(time.time()))
 
 

@@ -115,7 +115,7 @@ def find_location(endpoint: str) -> NetworkLocation:
     except OSError as error:
         raise PeerError(
             f"launch.rdzv_endpoint={endpoint}: {name} does not resolve on {here} ({error.args[-1]})",
-            "add the name to /etc/hosts, or use an address",
+            "add the name to /etc/hosts, or use an IP address",
         ) from error
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
@@ -123,7 +123,7 @@ def find_location(endpoint: str) -> NetworkLocation:
         except OSError as error:
             raise PeerError(
                 f"launch.rdzv_endpoint={endpoint}: no route from {here} to {target[0]} ({error.strerror})",
-                "check the address and this host's network",
+                "check the address, and the routes of this host: `ip route`",
             ) from error
         address = str(probe.getsockname()[0])
     if ipaddress.ip_address(address).is_loopback:
@@ -134,7 +134,7 @@ def find_location(endpoint: str) -> NetworkLocation:
         raise PeerError(
             f"launch.rdzv_endpoint={endpoint}: {name} resolves to {target[0]} on {here}, a loopback address that no "
             "other host can reach",
-            f"give {name} its own address in /etc/hosts (Debian writes 127.0.1.1), or use the address",
+            f"give {name} its own address in /etc/hosts (Debian writes 127.0.1.1), or use that IP address",
         )
     is_head = address == target[0]
     if is_head:
@@ -236,7 +236,7 @@ def _watch(
         return stop.exit_code(UNSAVED)
     if not hosts_at_start and not codes:
         raise PeerError(
-            f"{len(present)} of {launch.nnodes} hosts came within {time.monotonic() - began:.0f} s: "
+            f"{len(present)} of {launch.nnodes} hosts joined within {time.monotonic() - began:.0f} s: "
             + ", ".join(present),
             f"start the same command on all of them, within launch.join_timeout_seconds={launch.join_timeout_seconds}; "
             f"each must reach {launch.rdzv_endpoint}",
@@ -244,7 +244,9 @@ def _watch(
     if not reported and not _print_report_of_other_host(run_dir):
         ended = f"torchrun's agent exited with {agent.returncode}, and no worker reported a failure"
         gone = ", ".join(sorted(set(hosts_at_start) - set(present)))
-        raise PeerError(f"{gone} is gone; {ended}", "look at that host") if gone else LaunchError(ended, "see above")
+        raise (
+            PeerError(f"{gone} is gone; {ended}", "look at that host") if gone else LaunchError(ended, "see its output")
+        )
     return next((code for code in codes if code not in (0, LaunchError.exit_code)), LaunchError.exit_code)
 
 

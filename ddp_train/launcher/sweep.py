@@ -98,7 +98,7 @@ class Trials:
         if self.job_launcher:
             results = self.sweep_dir / RESULTS
             self.rows_begin = results.stat().st_size if results.exists() else 0
-            print(f"trials run by hydra/launcher={self.job_launcher}; results {results}", flush=True)
+            print(f"trials are run by hydra/launcher={self.job_launcher}; results: {results}", flush=True)
         return [*hydra_argv, f"hydra.sweep.dir='{self.sweep_dir}'"]
 
     def run(self, _: DictConfig) -> float:

@@ -115,7 +115,7 @@ def _torchvision(shape: tuple[int, ...], outputs: int, arch: str) -> nn.Module:
             get_model(arch, weights=None, **more).eval()(torch.empty(2, 3, *shape[1:]))
     except (RuntimeError, AssertionError, ValueError) as error:
         what = f"cannot take images of {shape[1]} x {shape[2]} pixels: {first_line(error)}"
-        raise ConfigError([f"model.arch={arch}: {what}"]) from error
+        raise ConfigError([f"model.arch={arch}: {what}; use larger images, or another model.arch"]) from error
     network = get_model(arch, weights=None, **more)
     return nn.Sequential(_Rgb(), network) if shape[0] == 1 else network
 

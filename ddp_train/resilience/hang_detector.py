@@ -112,7 +112,7 @@ class HangDetector:
             phase = max(WORK, key=lambda phase: self.observed[slowest].samples[phase])
             print(
                 f"warning: rank {slowest} is slower than the others: it spends {work_shares[slowest]:.0%} of its time "
-                f"in data and forward, mostly {phase}; the others {max(others):.0%} at most, then they wait for it",
+                f"in data and forward, mostly {phase}; the others at most {max(others):.0%}, and then wait for it",
                 file=sys.stderr,
             )
         for observed in self.observed:
@@ -148,7 +148,8 @@ class HangDetector:
             return rank, f"the process is {STATES[states[rank]]}"
         undecided = len(behind) > 1 and not at_work
         ranks = ", ".join(map(str, behind))
-        return rank, f"ranks {ranks} all wait there, none is further behind; this is the first" if undecided else ""
+        reason = f"ranks {ranks} all wait at the same place, none is behind the others; the first is named"
+        return rank, reason if undecided else ""
 
     def _stacks(self, run_dir: Path) -> list[list[str]]:
         """The stack of each worker's working thread; empty for those that wrote none within STACK_SECONDS."""

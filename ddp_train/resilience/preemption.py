@@ -158,7 +158,9 @@ class StopController:
 
     def _leave_without_agreement(self) -> None:
         if not self.is_agreed.is_set() and not self.is_over.is_set():
-            log.error("no agreement on a stop within %g s: exiting without it", self.patience_seconds)
+            log.error(
+                "the ranks did not agree on a last step within %g s: exiting without saving", self.patience_seconds
+            )
             self.leave(exit_code(self.signal_number))
 
 

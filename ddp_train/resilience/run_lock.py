@@ -95,5 +95,5 @@ def check_owner(run_dir: Path, expected: dict[str, str]) -> None:
     if now != expected:
         raise OwnershipLostError(
             f"{run_dir} belongs to another run now: {described(now)}",
-            "this process has written nothing since; the other run resumes from the checkpoints that are there",
+            "leave it to that run, which resumes from the checkpoints there; this process has written nothing since",
         )

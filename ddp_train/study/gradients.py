@@ -10,7 +10,7 @@ from typing import Any, Union
 
 import numpy as np
 
-from ddp_train.config.schema import Config, key
+from ddp_train.config.schema import AUTO, Config, key
 from ddp_train.errors import ConfigError, LaunchError
 from ddp_train.resilience.preemption import UNSAVED
 from ddp_train.study.provenance import provenance
@@ -38,10 +38,7 @@ class GradientsConfig:
 
     kind: str = key("gradients", "the kind of study", choices=("gradients",))
     processes: Union[int, str] = key(
-        "auto",
-        "number of processes to compare with one; auto: one per GPU, or 3 without GPUs",
-        at_least=2,
-        overrides=("auto",),
+        "auto", "number of processes to compare with one; auto: one per GPU, or 3 without GPUs", at_least=2, **AUTO
     )
 
 

@@ -163,7 +163,7 @@ def _interpolated(value: Any, settings: dict[str, Any], problems: list[str]) -> 
 
     def found(match: re.Match[str]) -> str:
         if match[1] not in settings:
-            problems.append(f"{match[0]}: the study has no key of that name")
+            problems.append(f"{match[0]}: the file of the study has no key study.{match[1]}; correct it there")
         return str(settings.get(match[1]))
 
     return re.sub(r"\$\{study\.(\w+)\}", found, value)

@@ -12,7 +12,7 @@ from typing import Any, Union
 import numpy as np
 
 from ddp_train.config.hardware import Hardware
-from ddp_train.config.schema import key
+from ddp_train.config.schema import AUTO, key
 from ddp_train.errors import ConfigError, LaunchError
 from ddp_train.resilience.preemption import UNSAVED
 from ddp_train.study.plots import Axis, Curve, curves
@@ -37,10 +37,7 @@ class ScalingConfig:
 
     kind: str = key("scaling", "the kind of study", choices=("scaling",))
     processes: Union[int, str] = key(
-        "auto",
-        "largest number of processes; auto: one per GPU, or one per core without GPUs",
-        at_least=1,
-        overrides=("auto",),
+        "auto", "largest number of processes; auto: one per GPU, or one per core without GPUs", at_least=1, **AUTO
     )
     steps: int = key(60, "optimizer steps of each run", at_least=20)
     repeats: int = key(1, "runs of each number of processes and batch", at_least=1)

@@ -25,6 +25,7 @@ from ddp_train.study.provenance import provenance
 from ddp_train.study.report import Plot, Report, Table
 from ddp_train.study.request import Request, bind_settings
 from ddp_train.study.trials import lock_run_dir
+from ddp_train.text import shown
 
 DRY_PLAN = "ddp_train.study.dry_plan"
 RANKS = (1, 64, 4096)
@@ -69,7 +70,8 @@ def study(request: Request) -> tuple[Report, int]:
     ]
     if (config.from_run is None) == (config.step_ms is None or config.gradient_mb is None):
         problems.append(
-            "study.from_run=null: give either study.from_run=RUN_DIR, or study.step_ms and study.gradient_mb"
+            f"study.from_run={shown(config.from_run)}: give either study.from_run=RUN_DIR, or study.step_ms and "
+            "study.gradient_mb"
         )
     if not config.gpus or min(config.gpus) < 1:
         problems.append(f"study.gpus={config.gpus}: must be numbers of at least 1")
@@ -139,7 +141,7 @@ def gradient_bytes(run_dir: Path) -> float:
     weights = sorted(run_dir.glob("checkpoints/step_????????/model.safetensors"))
     if not weights:
         raise ConfigError(
-            [f"study.from_run={run_dir}: no checkpoint, from which the size of the model is read; keep one"]
+            [f"study.from_run={run_dir}: has no checkpoint, which holds the size of the model; use a run with one"]
         )
     with weights[-1].open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Union
 
 from ddp_train.config.hardware import Hardware
-from ddp_train.config.schema import Config, key
+from ddp_train.config.schema import AUTO, Config, key
 from ddp_train.errors import ConfigError
 from ddp_train.study.request import Request, bind_settings, key_of, resolve_run, this_hardware
 from ddp_train.study.results import METRICS
@@ -30,10 +30,7 @@ class VariantsConfig:
     about: str = key("", "text above the tables: what is compared", may_be_empty=True)
     repeats: int = key(3, "runs of each variant", at_least=1)
     processes: Union[int, str] = key(
-        "auto",
-        "processes of variants with several; auto: one per GPU, or 2 without GPUs",
-        at_least=1,
-        overrides=("auto",),
+        "auto", "processes of variants with several; auto: one per GPU, or 2 without GPUs", at_least=1, **AUTO
     )
     vary_seed: bool = key(False, "use another seed in each repeat, the same ones for all variants")
     metric: str = key("epoch_seconds", "the metric that variants are compared by", choices=tuple(METRICS))

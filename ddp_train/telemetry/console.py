@@ -107,7 +107,7 @@ class Display:
         """The end of a run, or of its part until it was stopped."""
         test = summary["test"]
         if summary["status"] == "preempted":
-            self.line(f"stopped after step {summary['steps']:,} and saved; go on with run_dir={run_dir}")
+            self.line(f"stopped after step {summary['steps']:,} and saved; resume with run_dir={run_dir}")
             return
         if test["accuracy"] is not None:
             self.line(

@@ -48,7 +48,7 @@ class DeliveryLog:
             try:
                 self.entries = {name: dict(entry) for name, entry in json.loads(self.path.read_text()).items()}
             except (ValueError, TypeError, AttributeError) as error:
-                log.warning("%s is damaged (%s): the trackers begin new runs", self.path, first_line(error))
+                log.warning("%s is damaged (%s): each tracker begins a new run", self.path, first_line(error))
 
     def keep(self, name: str, entry: dict[str, Any]) -> None:
         with self.lock:
@@ -184,7 +184,9 @@ class Tracking:
         for thread in threads:
             thread.thread.join(max(0.0, deadline - time.monotonic()))
             if thread.thread.is_alive():
-                log.warning("tracker %s did not finish within %g s and is left behind", thread.tracker.name, seconds)
+                log.warning(
+                    "tracker %s did not finish within %g s: its last lines may be missing", thread.tracker.name, seconds
+                )
 
 
 @contextlib.contextmanager
