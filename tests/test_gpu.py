@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor.async_compile import shutdown_compile_workers
 from torchvision.models import resnet50
 
 from ddp_train.config.hardware import Hardware
@@ -36,6 +38,15 @@ CASES: dict[str, dict[str, Any]] = {
     "lars": {"optimizer": {"name": "lars", "trust_coefficient": 0.02}},
     "lamb, fp16": {"optimizer": {"name": "lamb"}, "tuning": {"precision": "fp16"}},
 }
+
+
+@pytest.fixture(autouse=True)
+def as_it_was(leaves_nothing: None) -> Iterator[None]:
+    """The flags that `job` sets, and the processes in which torch.compile builds kernels, do not outlive a test."""
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.deterministic = False
+    shutdown_compile_workers()
 
 
 def inner(job: Job) -> Any:

@@ -671,7 +671,7 @@ def test_what_cannot_be_recorded_is_refused_or_left_out() -> None:
     against = ("launch.backend=gloo", "train.accumulation_steps=2", "optimizer=rmsprop", "strategy=dp",
                "train.on_non_finite=skip", "strategy.sync_bn=true", "strategy=ordered",
                "tuning.compile=true tuning.compile_mode=max-autotune",
-               "tuning.activation_checkpointing=[Linear]")  # fmt: skip
+               "tuning.activation_checkpointing=[Linear]", "tuning.precision=fp64")  # fmt: skip
     assert case_of("model=mlp", GPU).config.tuning.cuda_graph is True
     for words in ("optimizer=lars", "optimizer=lamb tuning.optimizer=loop", "tuning.compile_mode=reduce-overhead"):
         assert case_of(f"model=mlp {words}", GPU).config.tuning.cuda_graph is True, words

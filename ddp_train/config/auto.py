@@ -175,6 +175,9 @@ def capture_blockers(config: Config) -> dict[str, str]:
             config.optimizer.has_fused and tuning.optimizer != "fused", "fused",
             "the other implementations read the learning rate on the host"
         ),
+        "tuning.precision": (
+            tuning.precision == "fp64", "fp32, bf16 or fp16", "fused optimizers read its learning rate as float32"
+        ),
         "strategy.find_unused_parameters": (strategy.find_unused_parameters, "false", "it walks each autograd graph"),
         "strategy.comm_hook": (strategy.comm_hook == "powersgd", "none", no_python),
         "strategy.sync_bn": (strategy.sync_bn, "false", "it reads its counts from the device"),
