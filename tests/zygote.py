@@ -41,11 +41,11 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = str(ROOT / "launch.py")
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 AGENT = "torch.distributed.run"
-MODULES = ("ddp_train.launcher.fork_server", "ddp_train.training.worker", "ddp_train.study.worker", AGENT)
+MODULES = ("ddp_train.launcher.fork_server", "ddp_train.training.worker", "ddp_train.doctor.collective_test", AGENT)
 PRELOAD = (
     *("torch", "torch._dynamo", "hydra", "rich.progress", "sklearn.datasets", "torch.distributed.run"),
     *("ddp_train.training.worker", "ddp_train.config.prepare", "ddp_train.launcher.local", "ddp_train.launcher.cli"),
-    *("ddp_train.launcher.multihost", "ddp_train.study.main", "ddp_train.doctor.examination"),
+    *("ddp_train.launcher.multihost", "ddp_train.study.main", "ddp_train.doctor.main"),
     *("torch.distributed.algorithms.ddp_comm_hooks", "hydra._internal.core_plugins", "rich._emoji_codes"),
 )
 ROOM = 8192
@@ -167,6 +167,10 @@ def _ask(connection: socket.socket, message: bytes, descriptors: list[int]) -> i
             socket.send_fds(connection, [message], descriptors)
             return int(connection.recv(64) or 0)
     except OSError:  # it has ended
+        if connection is _connection and _process and _process.wait(5) == 1:
+            raise RuntimeError(
+                "the zygote failed; its traceback is above: tests would be right, and twice as slow"
+            ) from None
         return 0
 
 
