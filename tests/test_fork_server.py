@@ -54,7 +54,10 @@ FORKED = gc.get_freeze_count() > 0
 
 def kind(descriptor):
     """What an open file is, without the numbers that are its own."""
-    name = os.readlink(f"/proc/self/fd/{descriptor}")
+    try:
+        name = os.readlink(f"/proc/self/fd/{descriptor}")
+    except FileNotFoundError:  # the status board's thread had it open for a moment
+        return "closed"
     return name.split(":")[0] if ":" in name else name
 
 
@@ -77,7 +80,7 @@ class Net(nn.Module):
             "BLAS threads": [info["num_threads"] for info in threadpool_info() if info["user_api"] == "blas"],
             "garbage collection": gc.isenabled(),
             "handlers": [str(signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE)],
-            "open": collections.Counter(kind(entry) for entry in open_files),
+            "open": collections.Counter(kind(entry) for entry in open_files) - collections.Counter(closed=99),
             "leads its session": os.getsid(0) == os.getpid(),
             "command line": Path("/proc/self/cmdline").read_bytes().rstrip(b"\\0").split(b"\\0")[1:5] == [
                 b"-P", b"-m", b"ddp_train.training.worker", sys.argv[1].encode()],
