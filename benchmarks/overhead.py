@@ -68,7 +68,9 @@ from ddp_train.optim.stepper import Stepper
 from ddp_train.parallel.strategy import DistributedDataParallel as Ddp
 from ddp_train.parallel.strategy import Single
 from ddp_train.resilience.heartbeat import RankStatus
-from ddp_train.task import ModelWithLoss, Scorer, cross_entropy
+from ddp_train.tasks.builtin import Classification
+from ddp_train.tasks.score import Scorer
+from ddp_train.tasks.task import ModelWithTask
 from ddp_train.telemetry.console import Display
 from ddp_train.telemetry.hardware_monitor import HardwareMonitor
 from ddp_train.telemetry.metrics_log import MetricsFile
@@ -143,7 +145,7 @@ class Scene:
         batches = []
         for micro_batch in plan.micro_batches():
             indices = micro_batch.indices % (DIFFERENT_BATCHES * BATCH_SIZE)
-            batches.append(Batch(*self.source.get_batch(indices, None), micro_batch))
+            batches.append(Batch(self.source.get_batch(indices, None), micro_batch))
         return batches
 
 
@@ -177,7 +179,7 @@ def time_ours(
     run_dir = scene.folder / f"run_{scene.runs}"
     run_dir.mkdir()
     strategy = Ddp("cpu") if ddp else Single("cpu")
-    module = strategy.place(ModelWithLoss(scene.new_model(), cross_entropy(10, 0.0), "cpu", None))
+    module = strategy.place(ModelWithTask(scene.new_model(), Classification(10), "cpu", None))
     arguments = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.0, "nesterov": False}
     optimizer = build_optimizer(module.parameters(), "sgd", implementation="foreach", **arguments)
     schedule = build_schedule("cosine", plan.steps, final_factor=0.0)

@@ -34,3 +34,8 @@ def did_you_mean(word: str, candidates: list[str]) -> str:
 def first_line(error: BaseException) -> str:
     """The first line of an error's message: torch appends a C++ stack."""
     return str(error).strip().partition("\n")[0]
+
+
+def snake_case(name: str) -> str:
+    """LanguageModel -> language_model."""
+    return "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name).lstrip("_")

@@ -24,7 +24,7 @@ from ddp_train.models.zoo import build_model
 from ddp_train.optim.optimizers import build_optimizer
 from ddp_train.optim.schedules import Factor, build_schedule
 from ddp_train.resilience.heartbeat import RankStatus
-from ddp_train.task import ModelWithLoss
+from ddp_train.tasks.task import ModelWithTask
 from ddp_train.training.loop import Job, fit
 from ddp_train.training.setup import (
     arguments_of,
@@ -83,7 +83,7 @@ def loader_of(
     return Loader(source, micro_batches, device, loader_options(Config(tuning=tuning)), resident)
 
 
-def module_of(config: Config, source: BatchSource, device: str = "cpu") -> ModelWithLoss:
+def module_of(config: Config, source: BatchSource, device: str = "cpu") -> ModelWithTask:
     """The model with its loss, as the worker builds it."""
     return build_module(config, source, build_strategy(config, World(), device), device)
 
@@ -94,7 +94,7 @@ def job_of(
     sources: tuple[BatchSource, BatchSource] | None = None,
     first_step: int = 0,
     device: str | None = None,
-    module: ModelWithLoss | None = None,
+    module: ModelWithTask | None = None,
 ) -> Job:
     """A job as the worker builds it. device: in place of the config's."""
     sources, device = sources or open_datasets(config), device or world.device(config.device)

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "ddp_train"
 
 ROOMS = """
     errors text linux stdio tensor_tree
-    distributed resilience config launcher data models telemetry task optim parallel performance training
+    distributed resilience config launcher data models telemetry tasks optim parallel performance training
     study doctor
     launch
 """.split()  # noqa: SIM905  one word per room reads better
@@ -24,21 +24,21 @@ ROOMS = """
 
 LINES = {
     "errors": 70, "text": 30, "linux": 90, "stdio": 35, "tensor_tree": 25,
-    "distributed": 450, "resilience": 750, "config": 1800, "launcher": 950, "data": 950, "models": 110,
-    "telemetry": 750, "task": 150, "optim": 560, "parallel": 280, "performance": 300, "training": 1150,
+    "distributed": 450, "resilience": 750, "config": 1880, "launcher": 950, "data": 950, "models": 110,
+    "telemetry": 750, "tasks": 500, "optim": 560, "parallel": 280, "performance": 300, "training": 1180,
     "study": 2450, "doctor": 1600, "launch": 90,
 }  # fmt: skip
 """The most lines of code that each room may hold: not blank, no comment, no docstring. No file is left out."""
 
 FIRST_SITTING = """
     launch config/prepare launcher/local training/worker training/setup training/loop training/hooks parallel/strategy
-    optim/optimizers optim/schedules optim/stepper data/batch_plan data/rng data/loader data/datasets task
+    optim/optimizers optim/schedules optim/stepper data/batch_plan data/rng data/loader data/datasets tasks/task
     training/checkpoint distributed/world distributed/process_group models/zoo telemetry/console
 """.split()  # noqa: SIM905
 """What docs/architecture.md asks a reader to read first."""
 
 WITH_TORCH = """
-    tensor_tree distributed/preflight distributed/process_group resilience/peer_check data/ models/ telemetry/ task
+    tensor_tree distributed/preflight distributed/process_group resilience/peer_check data/ models/ telemetry/ tasks/
     optim/ parallel/ performance/ training/ doctor/collective_test doctor/multihost_checks study/dry_plan
     study/step_times study/gradient_probe
 """.split()  # noqa: SIM905
@@ -94,16 +94,13 @@ def test_rooms_are_few_and_imports_go_down() -> None:
     for room in ROOMS:
         print(f"  {room:<12} imports {', '.join(sorted(other for one, other in pairs if one == room)) or 'nothing'}")
     upward = [(one, other) for one, other in pairs if ROOMS.index(other) > ROOMS.index(one)]
-    upward = [
-        pair for pair in upward if pair not in (("telemetry", "training"), ("telemetry", "task"))
-    ]  # to be cut next
     assert not upward, f"imports that go up: {upward}"
     assert len(ROOMS) <= 20 and len(pairs) < 100
 
 
 def test_config_objects_stop_where_a_run_is_set_up() -> None:
     """Constructors take plain values: no collaborator of the loop imports the config."""
-    plain = {"distributed", "resilience", "data", "models", "telemetry", "task", "optim", "parallel", "performance"}
+    plain = {"distributed", "resilience", "data", "models", "telemetry", "tasks", "optim", "parallel", "performance"}
     assert not {pair for pair in arrows() if pair[0] in plain and pair[1] == "config"}
     users = {path.stem for path in (PACKAGE / "training").glob("*.py") if "config.schema" in modules_imported(path)}
     assert users == {"setup", "run", "worker", "plan_report"}
@@ -141,7 +138,7 @@ def test_a_first_sitting_is_short() -> None:
 
 @pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_no_module_is_too_long(path: Path) -> None:
-    assert code_lines(path) <= (450 if path.name == "schema.py" else 300)  # a list of all keys
+    assert code_lines(path) <= (520 if path.name == "schema.py" else 300)  # a list of all keys
 
 
 def test_the_loop_is_a_page() -> None:

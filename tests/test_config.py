@@ -244,8 +244,12 @@ BAD: dict[str, list[str]] = {
     "launch.join_timeout_seconds=0": ["must be at least 1"],
     "launch.timeout_seconds=1e300": ["must be at most"],  # timedelta overflows in the workers
     "train.max_grad_norm=0": ["must be above 0"],
-    "train.label_smoothing=1": ["must be below 1"],
-    "train.loss=hinge": [REFUSED, "auto, cross_entropy, mse"],
+    "task=classification task.label_smoothing=1": ["must be below 1"],
+    "task=regression task.loss=hinge": [REFUSED, "mse, mae, huber, smooth_l1"],
+    "task=clasification": [REFUSED, "did you mean classification?"],
+    "task.label_smoothing=0.1": ["task=auto", "task=classification has it"],
+    "train.loss=mse": ["no such key", "use task=classification or task=regression"],
+    "train.label_smoothing=0.1": ["no such key", "use task=classification task.label_smoothing=0.1"],
     "tuning.precision=fp8": [REFUSED, "auto, fp32, bf16, fp16, fp64"],
     "tuning.num_workers=-1": ["must be at least 0"],
     "tuning.prefetch_factor=0": ["must be at least 1"],
@@ -312,10 +316,9 @@ BAD: dict[str, list[str]] = {
     "strategy=ordered model=gelu_mlp model.fused=true": ["needs model.fused=false"],
     "deterministic=true tuning.cudnn_benchmark=true": ["which deterministic=true forbids"],
     "data=linear_regression": ["model=cnn: needs images", "use model=linear_regression or mlp"],
-    "experiment=linear_regression train.loss=cross_entropy": ["loss=cross_entropy", "use train.loss=mse"],
-    "experiment=linear_regression train.label_smoothing=0.1": ["label_smoothing=0.1", "use train.label_smoothing=0"],
+    "experiment=linear_regression task=classification": ["has numbers as targets", "use task=regression"],
     "experiment=linear_regression objective=test.accuracy": ["no classes; use objective=test.loss"],
-    "train.loss=mse": ["data=digits has class labels", "use train.loss=cross_entropy"],
+    "task=regression": ["data=digits has class labels", "use task=classification"],
     "run_dir=here launch.nnodes=2": ["add launch.rdzv_endpoint=HOST:PORT"],
     "launch.rdzv_endpoint=host:29500": ["add launch.nnodes=2, or leave it out"],
     "launch.nnodes=2 launch.rdzv_endpoint=host:29500": ["add run_dir=PATH on a shared file system"],
@@ -713,6 +716,7 @@ def test_no_tip_is_on_in_tuning_none() -> None:
 
 CUSTOM = {
     "model": "model._target_=torch.nn.Linear model.in_features=64 model.out_features=10",
+    "task": "task._target_=my_package.Contrastive task.temperature=0.1",
     "data": "data._target_=torchvision.datasets.FakeData data.size=8 data.image_size=[3,8,8]",
     "optimizer": "optimizer._target_=torch.optim.SGD optimizer.lr=0.1",
 }

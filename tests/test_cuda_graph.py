@@ -11,7 +11,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 
 from ddp_train.config.hardware import Hardware
 from ddp_train.config.schema import OPTIONS
@@ -29,17 +28,18 @@ recorded: list[int] = []
 replayed: list[int] = []
 
 
-def record(self: Any, inputs: Any, targets: Tensor) -> None:
+def record(self: Any, data: Any) -> None:
     """As the real one, but for the GPU: what would be recorded is played at each replay."""
     recorded.append(self.steps_done)
-    place = map_tensors(torch.clone, [inputs, targets])
+    place = map_tensors(torch.clone, data)
     self.batch = list(tensors(place))
     self.shapes = [tensor.shape for tensor in self.batch]
-    self.scale, self.loss = torch.zeros(()), torch.zeros(())
+    self.scale, self.loss, self.units = torch.zeros(()), torch.zeros(()), None
 
     def replay() -> None:
         replayed.append(self.steps_done)
-        loss = self.wrapped(*place)
+        loss, units = self.wrapped(place)
+        self.count(units, self.scale, is_last=True)
         torch.autograd.backward((loss,), (loss.detach() * 0 + self.scale,))
         self.update()
         self.loss.copy_(loss.detach())

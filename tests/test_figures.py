@@ -15,7 +15,7 @@ import torch
 
 from ddp_train.data.batch_plan import BatchPlan
 from ddp_train.distributed.world import World
-from ddp_train.task import RunningLoss
+from ddp_train.tasks.mean_loss import RunningLoss
 from ddp_train.telemetry import hardware_monitor
 from ddp_train.telemetry.hardware_monitor import (
     GIB,
@@ -46,10 +46,10 @@ def interval(world: World) -> tuple[float, dict[str, Any], dict[str, float]]:
         samples=6, global_batch_size=6, accumulation_steps=1, steps=1, seed=0, rank=world.rank, world_size=3
     )
     for micro_batch in plan.micro_batches():
-        losses.add(6.0 * (world.rank + 1), micro_batch)
+        losses.add(6.0 * (world.rank + 1), micro_batch.num_real, micro_batch)
     measured.collect()
     busy(0.2) if world.rank == 1 else time.sleep(0.2)
-    return losses.mean("cpu", measured), measured.interval(0.2), measured.summary()
+    return losses.mean("cpu", measured).value, measured.interval(0.2), measured.summary()
 
 
 def test_every_rank_tells_in_the_exchange_of_the_losses() -> None:

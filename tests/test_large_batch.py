@@ -20,7 +20,7 @@ from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
 from ddp_train.optim.lars_lamb import Lamb, Lars
 from ddp_train.optim.nan_guard import DeviceNonFiniteCheck
-from ddp_train.task import RunningLoss
+from ddp_train.tasks.mean_loss import RunningLoss
 from ddp_train.training.loop import evaluate, fit, train
 from ddp_train.training.plan_report import plan_rows
 from ddp_train.training.setup import warmup_steps
@@ -336,7 +336,9 @@ def test_the_rate_follows_the_global_batch(scaling: str, rate: float, shown: str
         config.strategy = OPTIONS["strategy"]["single"]()  # a job of one process of them, without a group
         job = job_of(config, World(0, processes, 0, processes), (table(48), table(12)))
         assert job.stepper.base_lrs == pytest.approx([rate], rel=1e-15)
-        assert plan_rows(config, job.plan, 0, job.stepper.base_lrs[0], 0, 0)["optimizer"].startswith(f"sgd, {shown}")
+        assert plan_rows(config, job.plan, job.module.task, 0, job.stepper.base_lrs[0], 0, 0)["optimizer"].startswith(
+            f"sgd, {shown}"
+        )
         assert config.optimizer.lr == asked == 0.1, "what is frozen is what was asked for"
 
 
@@ -354,7 +356,9 @@ def test_a_warm_up_in_epochs_is_counted_in_optimizer_steps(epochs: float, accumu
     rising = [(step + 1) / (steps + 1) for step in range(steps)]
     assert [job.stepper.factor(step) for step in range(10)] == pytest.approx([*rising, *[1.0] * (10 - steps)])
     assert warmup_steps(config, job.plan) == steps
-    assert plan_rows(config, job.plan, 0, 1.0, steps, 0)["optimizer"].endswith(f"warm-up {steps} steps")
+    assert plan_rows(config, job.plan, job.module.task, 0, 1.0, steps, 0)["optimizer"].endswith(
+        f"warm-up {steps} steps"
+    )
 
 
 def test_a_warm_up_that_outlasts_the_run_is_refused() -> None:
@@ -400,7 +404,7 @@ def accuracy_on_digits(world: World, optimizer: dict[str, Any]) -> float | None:
     job = job_of(config, world)
     fit(job)
     score = evaluate(job.evaluation)
-    return score and score.accuracy
+    return score and score.metrics["accuracy"]
 
 
 @pytest.mark.slow

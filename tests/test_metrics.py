@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from ddp_train.resilience.failure_report import write_json
-from ddp_train.task import Scorer
+from ddp_train.tasks.score import Scorer
 
 
 @pytest.mark.parametrize("loss", [math.inf, math.nan])
 def test_a_test_loss_that_is_no_number_is_warned_of(loss: float, caplog: pytest.LogCaptureFixture) -> None:
     scorer = Scorer(2, "cpu")
-    scorer.add(0, torch.tensor(loss), torch.tensor(1), 2)
-    scorer.add(1, torch.tensor(3.0), torch.tensor(2), 2)
+    scorer.add(0, {"loss": (torch.tensor(loss), 2), "accuracy": (torch.tensor(1), 2)}, 2)
+    scorer.add(1, {"loss": (torch.tensor(3.0), 2), "accuracy": (torch.tensor(2), 2)}, 2)
     score = scorer.result()
-    assert score and not math.isfinite(score.loss) and (score.correct, score.samples) == (3, 4)
+    assert score and not math.isfinite(score.loss) and (score.counts["accuracy"], score.samples) == (3, 4)
     (record,) = caplog.records
     assert record.levelname == "WARNING" and f"the test loss is {loss}" in record.getMessage()
 

@@ -10,7 +10,8 @@ from torch import nn
 
 from ddp_train.config.schema import CustomConfig, TorchvisionConfig
 from ddp_train.errors import ConfigError, DataError
-from ddp_train.task import ModelWithLoss, cross_entropy, squared_error
+from ddp_train.tasks.builtin import Classification, Regression
+from ddp_train.tasks.task import ModelWithTask
 from ddp_train.training import setup
 from tests.jobs import model_of
 
@@ -42,16 +43,16 @@ def test_weights_are_drawn_as_if_nothing_had_been_tried_before() -> None:
 
 def test_a_model_with_too_few_outputs_is_refused_in_words() -> None:
     with pytest.raises(DataError, match=r"outputs are of shape \[4, 2\], the data have 10 classes"):
-        cross_entropy(10, 0.0)(torch.zeros(4, 2), torch.zeros(4, dtype=torch.int64))
+        Classification(10).sum_of_losses(torch.zeros(4, 2), torch.zeros(4, dtype=torch.int64))
     with pytest.raises(DataError, match=r"outputs are of shape \[4, 2\], the targets are of shape \[4\]"):
-        squared_error(torch.zeros(4, 2), torch.zeros(4))
+        Regression().loss(nn.Identity(), (torch.zeros(4, 2), torch.zeros(4)))
 
 
 @pytest.mark.parametrize("label", [-1, 3])
 def test_a_label_that_no_output_stands_for_is_told(label: int) -> None:
-    loss = cross_entropy(0, 0.0)  # a data set that does not say how many classes it has
+    task = Classification()  # of a data set that does not say how many classes it has
     with pytest.raises(DataError, match=rf"outputs are of shape \[2, 3\], the labels go from .*{label}"):
-        loss(torch.zeros(2, 3), torch.tensor([1, label]))
+        task.loss(nn.Identity(), (torch.zeros(2, 3), torch.tensor([1, label])))
 
 
 class Pair(nn.Linear):
@@ -62,11 +63,11 @@ class Pair(nn.Linear):
 
 
 def test_a_model_with_two_outputs_is_told() -> None:
-    module = ModelWithLoss(Pair(4, 3), cross_entropy(3, 0.0), "cpu", None)
+    module = ModelWithTask(Pair(4, 3), Classification(3), "cpu", None)
     images, labels = torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64)
-    module(images, labels)
+    module((images, labels))
     with pytest.raises(DataError, match="the model returns a tuple"):
-        module.eval().score(images, labels)
+        module.eval().score((images, labels))
 
 
 def test_what_is_no_model_is_told() -> None:

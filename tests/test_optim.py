@@ -33,7 +33,7 @@ from ddp_train.errors import NonFiniteLossError
 from ddp_train.optim.nan_guard import DeviceNonFiniteCheck
 from ddp_train.optim.split_fused import in_parts
 from ddp_train.optim.stepper import Stepper
-from ddp_train.task import RunningLoss
+from ddp_train.tasks.mean_loss import Mean, RunningLoss
 from ddp_train.training.loop import fit, train
 from tests.jobs import config_of, job_of, optimizer_of, schedule_of, table
 from tests.ranks import on_ranks
@@ -241,7 +241,7 @@ def run_past_a_bad_loss(world: World) -> tuple[int, int, bool, list[float]]:
         def act(self, job: Any) -> None:
             moved.append(any(not torch.equal(a, b) for a, b in zip(before, job.module.parameters(), strict=True)))
             before[:] = [parameter.detach().clone() for parameter in job.module.parameters()]
-            means.append(job.stepper.mean_loss())
+            means.append(job.stepper.mean_loss().value)
 
     job.hooks = [Watch()]
     fit(job)
@@ -276,7 +276,7 @@ def test_a_loss_that_is_not_finite_without_a_bad_gradient_is_seen_too() -> None:
     world = World()
     config = config_of(world, strategy={"name": "single"}, model={"name": "mlp"}, train={"global_batch_size": 8})
     job = job_of(config, world, (table(16), table(16)))
-    job.module.loss = lambda outputs, targets: outputs.sum() + math.nan
+    job.module.task.sum_of_losses = lambda outputs, targets: outputs.sum() + math.nan
     with pytest.raises(NonFiniteLossError):
         fit(job)
 
@@ -370,8 +370,8 @@ def micro_batch(count: int) -> MicroBatch:
 
 def test_losses_of_scalars_and_of_unequal_numbers_of_replicas_add_up() -> None:
     losses = RunningLoss()
-    losses.add(3.0, micro_batch(2))  # as on the CPU
-    losses.add(torch.tensor([1.0, 2.0, 4.0, 5.0]), micro_batch(8))  # DataParallel on four GPUs
-    losses.add(torch.tensor([6.0, 7.0, 8.0]), micro_batch(5))  # and a short batch, which fills three of them
-    losses.add(torch.tensor(100.0), micro_batch(0))  # a stand-in does not count
-    assert losses.mean("cpu") == 36 / 15
+    losses.add(3.0, 2, micro_batch(2))  # as on the CPU
+    losses.add(torch.tensor([1.0, 2.0, 4.0, 5.0]), 8, micro_batch(8))  # DataParallel on four GPUs
+    losses.add(torch.tensor([6.0, 7.0, 8.0]), 5, micro_batch(5))  # and a short batch, which fills three of them
+    losses.add(torch.tensor(100.0), 0, micro_batch(0))  # a stand-in does not count
+    assert losses.mean("cpu") == Mean(36, 15)

@@ -18,7 +18,7 @@ from ddp_train.data.rng import StepSeed
 from ddp_train.distributed.world import World
 from ddp_train.errors import NonFiniteLossError
 from ddp_train.parallel.ordered_reduction import OrderedReduction, Tree
-from ddp_train.task import ModelWithLoss
+from ddp_train.tasks.task import ModelWithTask, Task
 from ddp_train.training.checkpoint import load_training
 from ddp_train.training.loop import Job, evaluate, fit
 from tests.commands import checkpoints, run, weights
@@ -174,20 +174,27 @@ class Odd(nn.Module):
         return inputs * self.always + (self.sometimes if inputs[0, 0] > 2 else 0)
 
 
+class SumOfOutputs(Task):
+    units_are_samples = True
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        return model(batch).sum(), len(batch)
+
+
 def odd_step(world: World, counts: list[int]) -> tuple[Any, ...]:
     """One step over four shards; those with count 0 are stand-ins."""
     model = Odd()
     if world.rank:  # what rank 0 has must win
         nn.init.zeros_(model.always)
     strategy = OrderedReduction("cpu", seed=0, virtual_shards=4)
-    module = strategy.place(ModelWithLoss(model, lambda outputs, targets: outputs.sum(), "cpu", None))
+    module = strategy.place(ModelWithTask(model, SumOfOutputs(), "cpu", None))
     wrapped, each = strategy.wrap(module), 4 // world.size
     for part in range(world.rank * each, (world.rank + 1) * each):
         micro_batch = MicroBatch(
             0, 0, np.array([part]), counts[part], float(counts[part] > 0), part % each == each - 1, part
         )
         with strategy.sync_gradients(micro_batch):
-            loss = wrapped(torch.full((1, 2), part + 1.0), torch.zeros(1))
+            loss, _ = wrapped(torch.full((1, 2), part + 1.0))
             loss.backward(torch.tensor(micro_batch.scale))
             draw = torch.rand(1).item()
     gradients = [None if p.grad is None else p.grad.tolist() for p in (model.always, model.sometimes, model.never)]

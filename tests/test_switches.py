@@ -49,7 +49,15 @@ from ddp_train.training import worker
 from ddp_train.training.loop import Evaluation
 from ddp_train.training.plan_report import tuning_rows
 from ddp_train.training.run import Run
-from ddp_train.training.setup import advice, build_evaluation, build_module, build_plan, build_strategy, open_datasets
+from ddp_train.training.setup import (
+    advice,
+    build_evaluation,
+    build_module,
+    build_plan,
+    build_strategy,
+    build_task,
+    open_datasets,
+)
 from tests.jobs import job_of, loader_of, module_of, optimizer_of, schedule_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -239,7 +247,7 @@ def wrapped(case: Case) -> Any:
         with mock.patch.object(nn.parallel.DistributedDataParallel, "__init__", init):
             ddp: Any = build_strategy(case.config, World(), "cpu").wrap(module_of(case.config, source))
         if case.config.strategy.comm_hook != "bf16":  # gloo on CPU cannot average bfloat16
-            ddp(*source.get_batch(np.arange(4), 0)).sum().backward()
+            ddp(source.get_batch(np.arange(4), 0))[0].backward()
         hooks = [(hook.__name__, getattr(state, "matrix_approximation_rank", None)) for hook, state in ddp._comm_hooks]
         return {name: str(value) for name, value in given.items()}, hooks
     finally:
@@ -311,9 +319,9 @@ def compiled(case: Case) -> Any:
     utils.counters.clear()
     with mock.patch("torch._inductor.compile_fx.compile_fx", lambda graph, *_, **__: graph.forward):
         module = module_of(case.config, source)
-        inputs, targets = source.get_batch(np.arange(4), None)
-        module(inputs, targets).backward()
-        module.score(inputs, targets)
+        batch = source.get_batch(np.arange(4), None)
+        module(batch)[0].backward()
+        module.score(batch)
     return utils.counters["stats"]["unique_graphs"]
 
 
@@ -327,7 +335,7 @@ def asked_of_the_compiler(case: Case) -> Any:
 
     torch._dynamo.reset()
     with mock.patch("torch._inductor.compile_fx.compile_fx", compile_fx):
-        module_of(case.config, source)(*source.get_batch(np.arange(4), None))
+        module_of(case.config, source)(source.get_batch(np.arange(4), None))
     return asked
 
 
@@ -336,7 +344,7 @@ def tensors_kept(case: Case) -> Any:
     source, kept = open_datasets(case.config)[0], []
     module = module_of(case.config, source)
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.nbytes), lambda _: None):
-        module(*source.get_batch(np.arange(4), None))
+        module(source.get_batch(np.arange(4), None))
     return kept
 
 
@@ -364,9 +372,16 @@ def spared_objects(case: Case) -> Any:
 
 
 def loss(case: Case) -> Any:
-    source = open_datasets(case.config)[0]
-    module = module_of(case.config, source)
-    return str(module.loss), vars(module.loss).get("label_smoothing")
+    """The loss of four samples with three outputs each, by the task of the config."""
+    draw = torch.Generator().manual_seed(0)
+    batch = {
+        "classification": (torch.randn(4, 3, generator=draw), torch.tensor([0, 1, 2, 1])),
+        "multilabel": (torch.randn(4, 3, generator=draw), torch.randint(0, 2, (4, 3), generator=draw).float()),
+        "regression": (torch.randn(4, generator=draw), torch.randn(4, generator=draw)),
+        "segmentation": (torch.randn(4, 3, 2, 2, generator=draw), torch.randint(0, 3, (4, 2, 2), generator=draw)),
+    }[case.config.task.name]
+    total, units = build_task(case.config.task, ArraySource(*batch), batch).loss(nn.Identity(), batch)
+    return float(total), int(units)
 
 
 def plan(case: Case) -> Any:
@@ -384,7 +399,7 @@ def evaluation_batches(case: Case) -> Any:
 def weights_after_a_step(case: Case) -> Any:
     job = job_of(alone(case), World())
     batch = next(iter(job.batches))
-    job.stepper.backward(job.wrapped(batch.inputs, batch.targets), batch.micro_batch)
+    job.stepper.backward(*job.wrapped(batch.data), batch.micro_batch)
     job.stepper.step()
     return [content(parameter.detach()) for parameter in job.module.parameters()]
 
@@ -392,7 +407,7 @@ def weights_after_a_step(case: Case) -> Any:
 def steps_after_a_bad_loss(case: Case) -> Any:
     job = job_of(alone(case), World())
     batch = next(iter(job.batches))
-    job.stepper.backward(job.wrapped(batch.inputs * torch.nan, batch.targets), batch.micro_batch)
+    job.stepper.backward(*job.wrapped((batch.inputs * torch.nan, batch.targets)), batch.micro_batch)
     with contextlib.suppress(NonFiniteLossError):
         job.stepper.step()
     return job.stepper.steps_done
@@ -574,8 +589,11 @@ ROWS: dict[str, Row] = {
     "train.max_steps": Row("train.max_steps=3", run, SMALL),
     "train.max_grad_norm": Row("train.max_grad_norm=1e-3", weights_after_a_step, SMALL),
     "train.on_non_finite": Row("train.on_non_finite=skip", steps_after_a_bad_loss, SMALL),
-    "train.loss": Row("train.loss=mse", problems),  # it can only confirm what the data has: else it is refused
-    "train.label_smoothing": Row("train.label_smoothing=0.1", run, SMALL),
+    "task.loss": Row("task.loss=mae", loss, "task=regression data=linear_regression model=mlp"),
+    "task.label_smoothing": Row("task.label_smoothing=0.1", loss, "task=classification"),
+    "task.class_weights": Row("task.class_weights=[1,2,3]", loss, "task=classification"),
+    "task.pos_weight": Row("task.pos_weight=[2,1,1]", loss, "task=multilabel data._target_=own.Data"),
+    "task.ignore_index": Row("task.ignore_index=1", loss, "task=segmentation data._target_=own.Data"),
     "train.log_every_steps": Row("train.log_every_steps=1", run, SMALL),
     "train.evaluate_every_epochs": Row("train.evaluate_every_epochs=2", run, SMALL),
     "train.evaluate_batch_size": Row("train.evaluate_batch_size=7", evaluation_batches),

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from ddp_train.distributed.world import World
 from ddp_train.parallel.sync_batch_norm import SyncBatchNorm, synchronised
-from ddp_train.task import ModelWithLoss
+from ddp_train.tasks.builtin import Classification
+from ddp_train.tasks.task import ModelWithTask
 from ddp_train.training.setup import build_strategy
 from tests.jobs import config_of, largest_difference, table, trained
 from tests.ranks import on_ranks
@@ -158,11 +159,11 @@ def compiled(world: World) -> float:
     config = config_of(world, strategy={"name": "ddp", "sync_bn": True})
     inputs, labels = table(24).get_batch(torch.arange(world.rank, 24, 3).numpy(), 0)
     model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
-    module = ModelWithLoss(model, nn.functional.cross_entropy, "cpu", None)
+    module = ModelWithTask(model, Classification(), "cpu", None)
     losses = []
     module = build_strategy(config, world, "cpu").place(module)
     for _ in range(2):  # eager, then compiled
-        loss = module(inputs, labels)
+        loss, _ = module((inputs, labels))
         loss.backward()
         losses.append(loss.item() + model[0].weight.grad.sum().item())
         module.zero_grad()

@@ -100,6 +100,8 @@ def _replacement(key: str, value: Any) -> str:
     return {
         "train.reduction": "strategy=ordered" if value == "ordered" else "strategy=ddp",
         "train.virtual_shards": f"strategy=ordered strategy.virtual_shards={shown(value)}",
+        "train.loss": "task=classification or task=regression task.loss=...",
+        "train.label_smoothing": f"task=classification task.label_smoothing={shown(value)}",
         "data.loader": f"data.placement={shown(value)}",
         "probe": f"hooks=[{_PROBES.get(str(value), _CLASS_PATH)}]",  # str: a list cannot be looked up
     }.get(key, "")

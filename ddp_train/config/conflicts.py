@@ -169,17 +169,14 @@ def _warmup(asked: Config, config: Config, hardware: Hardware, world: World | No
 
 
 def _task(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
-    data, loss, smoothing = config.data, config.train.loss, config.train.label_smoothing
-    return _true({
-        f"train.loss=cross_entropy: data={data.name} has numbers as targets; use train.loss=mse":
-            data.is_regression and loss == "cross_entropy",
-        f"train.loss=mse: data={data.name} has class labels as targets; use train.loss=cross_entropy":
-            data.is_regression is False and data.in_memory_bytes() is not None and loss == "mse",
-        f"train.label_smoothing={smoothing}: applies to cross entropy only; use train.label_smoothing=0":
-            smoothing and (data.is_regression or loss == "mse"),
-        f"objective=test.accuracy: data={data.name} has no classes; use objective=test.loss":
-            data.is_regression and asked.objective == "test.accuracy",
-    })  # fmt: skip
+    data, task, problems = config.data, config.task.name, []
+    fitting = {True: "regression", False: "classification"}.get(data.is_regression)
+    if fitting and task not in ("auto", "custom", fitting):
+        what = "numbers" if data.is_regression else "class labels"
+        problems.append(f"task={task}: data={data.name} has {what} as targets; use task={fitting}")
+    if data.is_regression and asked.objective == "test.accuracy":
+        problems.append(f"objective=test.accuracy: data={data.name} has no classes; use objective=test.loss")
+    return problems
 
 
 def _true(problems: dict[str, Any]) -> list[str]:

@@ -206,7 +206,7 @@ def held_run(config: Config) -> Config | None:
 def changed(before: Config, config: Config) -> list[str]:
     """What a resumed run does differently, of the keys that may change: `optimizer.lr=0.05 (was 0.3)`."""
     found = []
-    for section in ("train", "optimizer", "schedule"):
+    for section in ("train", "task", "optimizer", "schedule"):
         one, other = (vars(getattr(c, section)) for c in (before, config))
         for name in dict.fromkeys((*one, *other)):
             if one.get(name) != other.get(name) and name in other:
@@ -224,7 +224,7 @@ def _sample_keys(section: Any) -> dict[str, Any]:
 def _code(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
     """Whether the code that `_target_` and `hooks` name may be loaded. Nothing is imported to find out."""
     problems = []
-    for section in ("model", "data", "optimizer"):
+    for section in ("model", "task", "data", "optimizer"):
         custom = getattr(config, section)
         if not isinstance(custom, CustomConfig):
             continue
@@ -302,7 +302,7 @@ def _secrets(asked: Config, config: Config, hardware: Hardware, world: World | N
     return [
         f"{section}.{path}=(hidden): the config is written to files, so it must hold no secret; put it into the "
         f"environment: {section}.{path}='${{oc.env:NAME}}'"
-        for section in ("model", "data", "optimizer")
+        for section in ("model", "task", "data", "optimizer")
         for path, value in leaves(vars(getattr(config, section)).get("arguments", {}))
         if is_secret(path) and isinstance(value, str) and value and not re.fullmatch(r"\$\{oc\.env:\w+\}", value)
     ]

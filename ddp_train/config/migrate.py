@@ -11,14 +11,20 @@ from ddp_train.config.schema import Config
 def migrated(values: dict[str, Any]) -> dict[str, Any]:
     """A frozen config as plain values, with the keys of this version. What is not recognised stays, for `bind`.
 
-    Up to November 2026: `train.reduction` and `train.virtual_shards` (now strategy=ordered), `data.loader` (now
-    `data.placement`), `data.decode=threads` (the same pixels as processes), `probe` (now `hooks`), no `reasons`.
+    Up to November 2026: `train.loss` and `train.label_smoothing` (now those of `task`), `train.reduction` and
+    `train.virtual_shards` (now strategy=ordered), `data.loader` (now `data.placement`), `data.decode=threads` (the same
+    pixels as processes), `probe` (now `hooks`), no `reasons`.
     """
     values = {name: dict(content) if isinstance(content, dict) else content for name, content in values.items()}
     values.pop("probe", None)
     train, data = values.get("train"), values.get("data")
     if isinstance(train, dict):
         reduction, shards = train.pop("reduction", None), train.pop("virtual_shards", None)
+        loss, smoothing = train.pop("loss", "auto"), train.pop("label_smoothing", 0.0)
+        if loss == "cross_entropy" or smoothing:
+            values["task"] = {"name": "classification", "label_smoothing": smoothing}
+        elif loss == "mse":
+            values["task"] = {"name": "regression"}
         if reduction == "ordered":
             values["strategy"] = {"name": "ordered"} | ({} if shards is None else {"virtual_shards": shards})
     if isinstance(data, dict) and data.get("name") != "custom":

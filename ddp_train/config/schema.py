@@ -57,12 +57,6 @@ class TrainConfig:
     max_steps: int | None = key(None, "stop after this many optimizer steps", at_least=1)
     max_grad_norm: float | None = key(None, "clip the global gradient norm to this value", above=0)
     on_non_finite: str = key("stop", "at a NaN or infinite loss: stop, or skip that step", choices=("stop", "skip"))
-    loss: str = key(
-        "auto",
-        "the targets decide: cross_entropy for class labels, mse for numbers; a name is checked against them",
-        choices=("auto", "cross_entropy", "mse"),
-    )
-    label_smoothing: float = key(0.0, "label smoothing of the cross entropy", at_least=0, below=1)
     log_every_steps: int = key(50, "optimizer steps between two lines of metrics.jsonl", at_least=1)
     evaluate_every_epochs: int = key(1, "epochs between evaluations; the last epoch is always evaluated", at_least=1)
     evaluate_batch_size: int = key(200, "samples per forward pass of an evaluation, on each process", at_least=1)
@@ -295,6 +289,69 @@ class TorchvisionConfig(ModelConfig):
     channels_taken: ClassVar[tuple[int, ...]] = (1, 3)
     worth_compiling: ClassVar[bool] = True
     arch: str = key("resnet18", "name of the classifier in torchvision.models")
+
+
+# --- task -----------------------------------------------------------------------------------------------------------
+
+
+_CLASS_WEIGHTS = "factor on the loss of each class; the mean stays one over {unit}s"
+
+
+@dataclass
+class TaskConfig:
+    name: str = "auto"
+
+
+@dataclass
+class AutoTaskConfig(TaskConfig):
+    """Classification for class labels, regression for numbers; other targets are refused with the candidates."""
+
+    name: str = "auto"
+
+
+@dataclass
+class ClassificationConfig(TaskConfig):
+    """Class labels, or a part of each class (soft labels)."""
+
+    name: str = "classification"
+    loss: str = key("cross_entropy", "loss of a sample", choices=("cross_entropy",))
+    label_smoothing: float = key(0.0, "label smoothing of the cross entropy", at_least=0, below=1)
+    class_weights: list[float] | None = key(None, _CLASS_WEIGHTS.format(unit="sample"), at_least=0)
+
+
+@dataclass
+class MultilabelConfig(TaskConfig):
+    """Any number of labels per sample, each 0 or 1."""
+
+    name: str = "multilabel"
+    loss: str = key("bce", "loss of a sample, the mean over its labels", choices=("bce",))
+    pos_weight: list[float] | None = key(None, "factor on the loss of a label that applies, for each label", at_least=0)
+
+
+@dataclass
+class RegressionConfig(TaskConfig):
+    """One number per sample, or several."""
+
+    name: str = "regression"
+    loss: str = key("mse", "loss of a sample, the mean over its numbers", choices=("mse", "mae", "huber", "smooth_l1"))
+
+
+@dataclass
+class SegmentationConfig(TaskConfig):
+    """A class for each pixel."""
+
+    name: str = "segmentation"
+    loss: str = key("cross_entropy", "loss of a pixel", choices=("cross_entropy",))
+    ignore_index: int = key(-100, "pixels of this class are left out")
+    class_weights: list[float] | None = key(None, _CLASS_WEIGHTS.format(unit="valid pixel"), at_least=0)
+
+
+@dataclass
+class LanguageModelConfig(TaskConfig):
+    """The next token."""
+
+    name: str = "language_model"
+    loss: str = key("cross_entropy", "loss of a token; targets of -100 are left out", choices=("cross_entropy",))
 
 
 # --- data -----------------------------------------------------------------------------------------------------------
@@ -634,6 +691,7 @@ class Config:
     strategy: Any = field(default_factory=DdpConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     model: Any = field(default_factory=CnnConfig)
+    task: Any = field(default_factory=AutoTaskConfig)
     data: Any = field(default_factory=DigitsConfig)
     optimizer: Any = field(default_factory=SgdConfig)
     schedule: Any = field(default_factory=CosineConfig)
@@ -649,6 +707,15 @@ def _by_name(*schemas: type) -> dict[str, Any]:
 OPTIONS: dict[str, dict[str, Any]] = {
     "strategy": _by_name(SingleConfig, DpConfig, DdpConfig, OrderedConfig),
     "model": _by_name(CnnConfig, MlpConfig, LinearRegressionConfig, GeluMlpConfig, TorchvisionConfig, CustomConfig),
+    "task": _by_name(
+        AutoTaskConfig,
+        ClassificationConfig,
+        MultilabelConfig,
+        RegressionConfig,
+        SegmentationConfig,
+        LanguageModelConfig,
+        CustomConfig,
+    ),
     "data": _by_name(
         DigitsConfig,
         MnistConfig,

@@ -24,9 +24,10 @@ class MicroBatch:
     num_real: int
     """How many of `indices` count: all; 0 if they only stand in for an empty micro-batch."""
     scale: float
-    """The factor on the sum of the sample losses before backward. With it the mean over the ranks of the micro-batches'
+    """The factor on the sum of the losses before backward. With it the mean over the ranks of the micro-batches'
     gradients (with virtual shards, their sum) is the gradient of the mean loss over the global batch, however unevenly
-    that was split."""
+    that was split. Where a sample has many units, tokens or pixels, it is that of a nominal number of them, and the
+    optimizer step divides by what the same factor and mean make of their true number."""
     is_last: bool
     """Whether it is the last of its optimizer step, in whose backward pass gradients are synchronised."""
     shard_index: int = 0
@@ -47,6 +48,8 @@ class BatchPlan:
     world_size: int = 1
     virtual_shards: int | None = None
     """With `strategy=ordered`: the number of parts of a global batch, for any number of processes."""
+    units_per_sample: float = 1.0
+    """What the loss is a mean of, tokens or pixels, in a typical sample; 1 if that is the samples themselves."""
 
     @property
     def steps_per_epoch(self) -> int:
@@ -102,6 +105,7 @@ class BatchPlan:
             # first sample with weight zero.
             real = len(mine) > 0
             scale = sum_to_mean if real else 0.0
+            scale /= self.units_per_sample
             yield MicroBatch(
                 epoch, step, mine if real else indices[:1], len(mine), scale, number == numbers[-1], number
             )

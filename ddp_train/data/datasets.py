@@ -39,11 +39,12 @@ class BatchSource(Protocol):
 
     @property
     def outputs(self) -> int:
-        """What a model must produce for one sample: a number per class, or 1 for a regression."""
+        """What a model must produce for one sample: a number per class, or for each number of a regression."""
         ...
 
-    def get_batch(self, indices: np.ndarray, epoch: int | None) -> tuple[Any, Tensor]:
-        """The inputs and targets of these samples as batches. Augmented as in `epoch`, or not at all if it is None."""
+    def get_batch(self, indices: np.ndarray, epoch: int | None) -> Any:
+        """These samples as a batch: of most data sets (inputs, targets). epoch: whose augmentation is applied; None: no
+        augmentation."""
         ...
 
 
@@ -67,7 +68,8 @@ class ArraySource:
         """classes: how many there are, where the labels may not show it."""
         self.inputs, self.targets, self.augmentation, self.seed = inputs, targets, augmentation, seed
         self.mean, self.std = mean, std
-        self.outputs = 1 if targets.is_floating_point() else classes or int(targets.max()) + 1
+        numbers = 1 if targets.ndim == 1 else targets[0].numel()
+        self.outputs = numbers if targets.is_floating_point() else classes or int(targets.max()) + 1
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -135,38 +137,34 @@ class UserDataset:
 
     @property
     def outputs(self) -> int:
-        if torch.as_tensor(self.dataset[0][1]).is_floating_point():
-            return 1
+        sample = self.dataset[0]
+        target = sample[1] if isinstance(sample, tuple | list) and len(sample) == 2 else None
+        if isinstance(target, Tensor | np.ndarray | float) and torch.as_tensor(target).is_floating_point():
+            return torch.as_tensor(target).numel()
         if not hasattr(self.dataset, "classes"):
             raise ConfigError(
                 [f"data._target_: {self.name} needs an attribute `classes`, the list of the classes' names"]
             )
         return len(self.dataset.classes)
 
-    def get_batch(self, indices: np.ndarray, epoch: int | None) -> tuple[Any, Tensor]:
+    def get_batch(self, indices: np.ndarray, epoch: int | None) -> Any:
         from torch.utils.data import default_collate
 
+        collate = getattr(self.dataset, "collate_fn", default_collate)
         samples, state = [], random.getstate()
         with torch.random.fork_rng(devices=[]):
             for number in indices.tolist():
                 key = hash_key(self.seed, "augment", -1 if epoch is None else epoch, number)
                 torch.manual_seed(key)
                 random.seed(key)
-                sample = self.dataset[number]
-                if not isinstance(sample, tuple | list) or len(sample) != 2:
-                    what = type(sample).__name__ + (f" of {len(sample)}" if isinstance(sample, tuple | list) else "")
-                    raise DataError(
-                        f"data._target_: sample {number} of {self.name} is a {what}",
-                        "return (input, label) from its __getitem__",
-                    )
-                samples.append(sample)
+                samples.append(self.dataset[number])
         random.setstate(state)
         try:
-            return default_collate(samples)
+            return collate(samples)
         except (TypeError, RuntimeError) as error:
             raise DataError(
                 f"data._target_: samples of {self.name} cannot be put into one batch: {first_line(error)}",
-                "return tensors, arrays or numbers, of the same shape in each sample",
+                "return tensors, arrays or numbers of one shape, or give the data set a method collate_fn(samples)",
             ) from error
 
 

@@ -24,14 +24,24 @@ from ddp_train.tensor_tree import map_tensors
 
 @dataclass(slots=True)
 class Batch:
-    """The samples of one micro-batch. inputs: a tensor [n, ...], or a list, tuple or dict of them; targets: [n]."""
+    """The samples of one micro-batch."""
 
-    inputs: Any
-    targets: Tensor
+    data: Any
+    """(inputs, targets), tensors [n, ...]; of your own data sets whatever they gave: nested dicts, lists and tuples."""
     micro_batch: MicroBatch
 
+    @property
+    def inputs(self) -> Any:
+        """Of a pair."""
+        return self.data[0]
+
+    @property
+    def targets(self) -> Tensor:
+        """Of a pair."""
+        return self.data[1]
+
     def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        return Batch(map_tensors(change, self.inputs), change(self.targets), self.micro_batch)
+        return Batch(map_tensors(change, self.data), self.micro_batch)
 
     def pin_memory(self) -> Batch:
         """Called by the DataLoader's pin_memory thread."""
@@ -46,7 +56,7 @@ class _Batches(Dataset):
 
     def __getitem__(self, micro_batch: MicroBatch) -> Batch | LaunchError:
         try:
-            return Batch(*self.source.get_batch(micro_batch.indices, micro_batch.epoch), micro_batch)
+            return Batch(self.source.get_batch(micro_batch.indices, micro_batch.epoch), micro_batch)
         except LaunchError as error:  # as a value: the DataLoader would wrap it into text and drop its remedy
             return error
 
@@ -88,7 +98,7 @@ class _Resident:
             indices = np.concatenate([micro_batch.indices for micro_batch in group])
             inputs, targets = map(self.place, self.source.get_batch(indices, group[0].epoch))
             sizes = [len(micro_batch.indices) for micro_batch in group]
-            yield from map(Batch, inputs.split(sizes), targets.split(sizes), group)
+            yield from map(Batch, zip(inputs.split(sizes), targets.split(sizes), strict=True), group)
 
     def _groups(self) -> Iterator[list[MicroBatch]]:
         group, samples = [], 0
@@ -110,7 +120,7 @@ class _GpuDecoded:
 
     def __iter__(self) -> Iterator[Batch]:
         for micro_batch, crops, labels in self.decoder:
-            yield Batch(crops, labels, micro_batch)
+            yield Batch((crops, labels), micro_batch)
 
 
 @dataclass(frozen=True)
@@ -192,13 +202,13 @@ class Loader:
                     del batch  # it would keep this frame, and both the loader processes, until some later collection
             self.on_fetched()
             if copies:
-                inputs, targets = copies.place([batch.inputs, batch.targets], self._place)
-                placed = Batch(inputs, targets, batch.micro_batch)
+                placed = Batch(copies.place(batch.data, self._place), batch.micro_batch)
             else:
                 placed = batch if self.resident else batch.map(self._place)
             if self.folder:
                 micro_batch, dtype = batch.micro_batch, self.options.dtype or torch.float32
-                placed.inputs = self.folder.finish(placed.inputs, micro_batch.indices, micro_batch.epoch, dtype)
+                inputs = self.folder.finish(placed.inputs, micro_batch.indices, micro_batch.epoch, dtype)
+                placed = Batch((inputs, placed.targets), micro_batch)
             yield placed
 
     def _place(self, tensor: Tensor) -> Tensor:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -89,6 +90,11 @@ def session(world: World, device: str, backend: str, store: Store, timeout_secon
     dist.destroy_process_group()
 
 
+def ranks() -> int:
+    """The number of processes; 1 without a process group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
 def total(tensor: torch.Tensor) -> torch.Tensor:
     """Sums `tensor` over all ranks, in place (all-reduce). Returns it; unchanged without a process group."""
     if dist.is_initialized():
@@ -112,6 +118,29 @@ def send_from_leader(tensors: Iterable[torch.Tensor]) -> None:
             dist.broadcast(tensor.detach(), 0)
 
 
+def from_leader(value: Any) -> Any:
+    """A picklable value of rank 0, on all ranks (broadcast)."""
+    values = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(values, 0)
+    return values[0]
+
+
+def mean_later(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Begins to take the mean of `tensor` over all ranks, in place (all-reduce), while other work goes on. Returns a
+    function that waits for it (on a GPU its stream does) and returns it."""
+    if not dist.is_initialized():
+        return lambda: tensor
+    work = dist.all_reduce(tensor, async_op=True)
+
+    def finish() -> torch.Tensor:
+        assert work is not None
+        work.wait()
+        return tensor.div_(dist.get_world_size())
+
+    return finish
+
+
 def same_everywhere(number: int, device: str, what: str) -> None:
     """Raises PeerError with the number of each rank if the ranks differ. what: its name, for the message."""
     numbers = from_all_ranks(torch.tensor(number, device=device)).tolist()
@@ -132,7 +161,7 @@ def averaged_buffers(module: torch.nn.Module) -> Iterator[torch.Tensor]:
     """
     buffers = [buffer for buffer in module.buffers() if buffer.is_floating_point()]
     if not buffers:
-        yield torch.empty(dist.get_world_size() if dist.is_initialized() else 1, 0)
+        yield torch.empty(ranks(), 0)
         return
     own = torch.cat([buffer.detach().double().flatten() for buffer in buffers])
     gathered = from_all_ranks(own)

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from ddp_train.distributed.process_group import from_all_ranks
 from ddp_train.errors import NonFiniteLossError
-from ddp_train.task import RunningLoss, is_finite
+from ddp_train.tasks.mean_loss import RunningLoss, is_finite
 
 log = logging.getLogger(__name__)
 
@@ -93,13 +93,13 @@ class NonFiniteCheck:
 
     def _culprits(self, step: int) -> list[int]:
         """The ranks whose loss was not finite in a step."""
-        good = all(is_finite(loss) for loss, _ in self.losses.of_step(step))
+        good = all(is_finite(one.loss) for one in self.losses.of_step(step))
         verdicts = from_all_ranks(torch.tensor(float(good), device=self.parameters[0].device)).tolist()
         return [rank for rank, verdict in enumerate(verdicts) if not verdict]
 
     def _explain(self, step: int) -> NonFiniteLossError:
         culprits = self._culprits(step)
-        bad = [micro_batch.indices for loss, micro_batch in self.losses.of_step(step) if not is_finite(loss)]
+        bad = [one.micro_batch.indices for one in self.losses.of_step(step) if not is_finite(one.loss)]
         mine = f"; samples here: {bad[0].tolist()[:20]}" if bad else ""
         what = "the gradients are not finite, though every rank's loss is"
         if culprits:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.optim import Optimizer
 from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.optim.nan_guard import DeviceNonFiniteCheck, NonFiniteCheck
 from ddp_train.optim.schedules import Factor
-from ddp_train.task import ExtraPayload, RunningLoss
+from ddp_train.tasks.mean_loss import ExtraPayload, Mean, RunningLoss
 
 
 class Stepper:
@@ -23,15 +24,17 @@ class Stepper:
         optimizer: Optimizer,
         factor: Factor,
         scaler: torch.amp.GradScaler,
+        mean_of_units: Callable[[Tensor], Callable[[], Tensor]] = lambda scaled: scaled.sum,
         max_grad_norm: float | None = None,
         allow_missing_grads: bool = False,
         skip_non_finite: bool = False,
     ) -> None:
-        """max_grad_norm: gradients are clipped to this norm. allow_missing_grads, skip_non_finite: see
-        `nan_guard.NonFiniteCheck`."""
+        """mean_of_units: see `Strategy`. max_grad_norm: gradients are clipped to this norm. allow_missing_grads,
+        skip_non_finite: see `nan_guard.NonFiniteCheck`."""
         self.optimizer = optimizer
         self.factor = factor
         self.scaler = scaler
+        self.mean_of_units = mean_of_units
         self.max_grad_norm = max_grad_norm
         self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.base_lrs = [group.setdefault("initial_lr", group["lr"]) for group in optimizer.param_groups]
@@ -46,6 +49,8 @@ class Stepper:
                 optimizer, self.losses, self.scaled, allow_missing_grads, skip_non_finite
             )
         self.constants: dict[float, Tensor] = {}
+        self.scaled_units: list[Tensor] = []
+        self.divisor: Callable[[], Tensor] | None = None
         self.steps_done = 0
         self.continue_from(0)
 
@@ -69,11 +74,13 @@ class Stepper:
                     moments[name] = like.copy_(moment)
         self.scaler.load_state_dict(state["scaler"])
 
-    def backward(self, loss: Tensor, micro_batch: MicroBatch) -> None:
-        """loss: the sum of the sample losses of a micro-batch, a scalar, or [replicas] of them.
+    def backward(self, loss: Tensor, units: Tensor | None, micro_batch: MicroBatch) -> None:
+        """loss: the sum of the losses of a micro-batch, a scalar, or [replicas] of them. units: their number, likewise,
+        float64; None if they are the samples, whose number the plan knows.
 
         The backward pass starts from the micro-batch's scale, or from NaN if the loss is not finite.
         """
+        self.count(units, micro_batch.scale, micro_batch.is_last)
         if loss.is_cpu:
             seen = loss.item()
             value = micro_batch.scale if math.isfinite(seen) else math.nan
@@ -83,8 +90,22 @@ class Stepper:
         else:  # looking at the loss would wait for the GPU
             seen = loss.detach().clone()  # a compiled model with CUDA graphs of its own writes the next loss there
             start = seen * 0 + micro_batch.scale
-        self.losses.add(seen, micro_batch)
+        self.losses.add(seen, self.units_seen(units, micro_batch), micro_batch)
         torch.autograd.backward((loss,), (self.scaler.scale(start) if self.scaled else start,))
+
+    def count(self, units: Tensor | None, scale: float | Tensor, is_last: bool) -> None:
+        """Begins the exchange of a step's number of units, which the backward pass then hides."""
+        if units is not None:
+            self.scaled_units.append(units.sum() * scale)
+            if is_last:
+                self.divisor = self.mean_of_units(torch.stack(self.scaled_units))
+                self.scaled_units.clear()
+
+    def units_seen(self, units: Tensor | None, micro_batch: MicroBatch) -> float | Tensor:
+        """For the mean loss that is reported; a stand-in has none."""
+        if units is None or not micro_batch.num_real:
+            return micro_batch.num_real if units is None or units.is_cpu else torch.zeros_like(units)
+        return units.item() if units.is_cpu else units.clone()
 
     def step(self) -> None:
         """One optimizer step. Raises NonFiniteLossError, on all ranks alike, if a loss is not finite; on a GPU with a
@@ -102,6 +123,9 @@ class Stepper:
         """From the gradients to new weights: check, clip, step. No gradients are left."""
         if self.scaled:
             self.scaler.unscale_(self.optimizer)
+        if self.divisor:
+            self._divide_gradients(self.divisor())
+            self.divisor = None
         limit = self.max_grad_norm
         norm = None if limit is None else nn.utils.clip_grad_norm_(self.parameters, limit)
         allowed = self.check_finite.allows(self.steps_done, norm)
@@ -113,8 +137,16 @@ class Stepper:
         for parameter in self.parameters:  # as optimizer.zero_grad(), which takes 20 us for four parameters, and this 1
             parameter.grad = None
 
-    def mean_loss(self, extra: ExtraPayload | None = None) -> float:
-        """The mean loss per sample since the last call, over all processes, NaN if all steps were skipped.
+    def _divide_gradients(self, units: Tensor) -> None:
+        """Makes gradients of sums those of means. A global batch without units leaves zeros."""
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        factor = torch.where(units == 0, 0.0, 1 / units)
+        torch._foreach_mul_(  # pyright: ignore[reportPrivateImportUsage]
+            gradients, factor.to(gradients[0].dtype)
+        )
+
+    def mean_loss(self, extra: ExtraPayload | None = None) -> Mean:
+        """The mean loss since the last call, over all units of all processes; without units if all steps were skipped.
 
         Raises NonFiniteLossError if a loss was not finite. Waits for the device. extra: is sent along with the losses.
         """

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.rng import StepSeed
 from ddp_train.distributed.process_group import from_all_ranks, send_from_leader
 from ddp_train.parallel.strategy import Single
-from ddp_train.task import ModelWithLoss
+from ddp_train.tasks.task import ModelWithTask
 
 
 class Tree:
@@ -66,7 +66,7 @@ class OrderedReduction(Single):
         self.seeds = [StepSeed(seed, shard, device) for shard in range(virtual_shards)]
         self.tree = Tree()
 
-    def wrap(self, module: ModelWithLoss) -> nn.Module:
+    def wrap(self, module: ModelWithTask) -> nn.Module:
         self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self.buffers = list(module.buffers())
         send_from_leader([*module.parameters(), *self.buffers])
@@ -82,6 +82,12 @@ class OrderedReduction(Single):
         self.tree.add(self._take(counts=micro_batch.num_real > 0))
         if micro_batch.is_last:
             self._finish()
+
+    def mean_of_units(self, scaled: Tensor) -> Callable[[], Tensor]:
+        of_shards = from_all_ranks(
+            scaled
+        ).flatten()  # one number a shard, in their order: one sum on any number of ranks
+        return of_shards.sum
 
     def _take(self, counts: bool) -> Tensor:
         """What a shard contributes, one flat tensor; the model is left as it was before the shard. Exact zeros if the

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.loader import Batch
-from ddp_train.distributed.process_group import averaged_buffers
+from ddp_train.distributed.process_group import averaged_buffers, mean_later
 from ddp_train.parallel.sync_batch_norm import SyncBatchNorm, synchronised
-from ddp_train.task import ModelWithLoss
+from ddp_train.tasks.task import ModelWithTask
 
 
 class Strategy(Protocol):
@@ -24,11 +24,11 @@ class Strategy(Protocol):
     allow_missing_grads: bool
     """Whether a parameter may be without a gradient in some steps."""
 
-    def place(self, module: ModelWithLoss) -> ModelWithLoss:
+    def place(self, module: ModelWithTask) -> ModelWithTask:
         """The module on its device, converted as the strategy wants it. Before the optimizer is built."""
         ...
 
-    def wrap(self, module: ModelWithLoss) -> nn.Module:
+    def wrap(self, module: ModelWithTask) -> nn.Module:
         """What the training step calls. Evaluation and checkpoints use the module itself: it has the plain names."""
         ...
 
@@ -41,7 +41,15 @@ class Strategy(Protocol):
         step; in those before it they only add up on this process."""
         ...
 
-    def averaged(self, module: ModelWithLoss) -> AbstractContextManager[Tensor]:
+    def mean_of_units(self, scaled: Tensor) -> Callable[[], Tensor]:
+        """Begins to do to numbers what is done to gradients, for a mean over units whose number a process learns late.
+
+        scaled: of each micro-batch of a step on this process its number of units times its scale, float64 [n]. Returns
+        a function that gives the scalar by which gradients must be divided, on all processes the same.
+        """
+        ...
+
+    def averaged(self, module: ModelWithTask) -> AbstractContextManager[Tensor]:
         """Inside, buffers are the average over all processes: for an evaluation, or a checkpoint.
 
         Yields what each process had, and has again afterwards: [processes, n], float64.
@@ -60,10 +68,10 @@ class Single:
     def __init__(self, device: str) -> None:
         self.device = device
 
-    def place(self, module: ModelWithLoss) -> ModelWithLoss:
+    def place(self, module: ModelWithTask) -> ModelWithTask:
         return module.to(self.device)
 
-    def wrap(self, module: ModelWithLoss) -> nn.Module:
+    def wrap(self, module: ModelWithTask) -> nn.Module:
         return module
 
     def warm_up(self, first_batch: Callable[[], Batch]) -> None:
@@ -72,14 +80,17 @@ class Single:
     def sync_gradients(self, micro_batch: MicroBatch) -> AbstractContextManager[Any]:
         return _NOTHING
 
-    def averaged(self, module: ModelWithLoss) -> AbstractContextManager[Tensor]:
+    def mean_of_units(self, scaled: Tensor) -> Callable[[], Tensor]:
+        return scaled.sum
+
+    def averaged(self, module: ModelWithTask) -> AbstractContextManager[Tensor]:
         return contextlib.nullcontext(torch.empty(1, 0))
 
 
 class DataParallel(Single):
     """One process, all visible GPUs: inputs are scattered, the model replicated, losses gathered in every step."""
 
-    def wrap(self, module: ModelWithLoss) -> nn.Module:
+    def wrap(self, module: ModelWithTask) -> nn.Module:
         module.gathered = True
         return nn.DataParallel(module)
 
@@ -107,13 +118,13 @@ class DistributedDataParallel:
         self.allow_missing_grads = bool(options.get("find_unused_parameters", False))
         self.sync_batch_norms: list[SyncBatchNorm] = []
 
-    def place(self, module: ModelWithLoss) -> ModelWithLoss:
+    def place(self, module: ModelWithTask) -> ModelWithTask:
         if self.sync_bn:
             on_gpu = self.device.startswith("cuda")  # torch's has kernels for GPUs, and refuses CPU tensors
             module.model = (nn.SyncBatchNorm.convert_sync_batchnorm if on_gpu else synchronised)(module.model)
         return module.to(self.device)
 
-    def wrap(self, module: ModelWithLoss) -> nn.Module:
+    def wrap(self, module: ModelWithTask) -> nn.Module:
         self.sync_batch_norms = [layer for layer in module.modules() if isinstance(layer, SyncBatchNorm)]
         self.wrapped = nn.parallel.DistributedDataParallel(module, **ddp_arguments(self.device, **self.options))
         _register_comm_hook(self.wrapped, self.comm_hook, self.powersgd_rank)
@@ -128,7 +139,10 @@ class DistributedDataParallel:
             layer.counts = micro_batch.num_real > 0
         return _NOTHING if micro_batch.is_last else self.wrapped.no_sync()
 
-    def averaged(self, module: ModelWithLoss) -> AbstractContextManager[Tensor]:
+    def mean_of_units(self, scaled: Tensor) -> Callable[[], Tensor]:
+        return mean_later(scaled.sum())
+
+    def averaged(self, module: ModelWithTask) -> AbstractContextManager[Tensor]:
         return averaged_buffers(module)
 
 
@@ -141,7 +155,7 @@ def warm_up_ddp_buckets(wrapped: nn.Module, batch: Batch) -> None:
     """
     before = {name: tensor.clone() for name, tensor in wrapped.state_dict().items()}
     for _ in range(2):
-        wrapped(batch.inputs, batch.targets).sum().backward()
+        wrapped(batch.data)[0].sum().backward()
     wrapped.zero_grad(set_to_none=True)
     wrapped.load_state_dict(before)
 

@@ -51,7 +51,7 @@ class GraphedStepper(Stepper):
 
     def __init__(
         self,
-        wrapped: Callable[[Any, Tensor], Tensor],
+        wrapped: Callable[[Any], tuple[Tensor, Tensor | None]],
         stream: torch.cuda.Stream,
         is_full: Callable[[int], bool],
         *arguments: Any,
@@ -83,8 +83,9 @@ class GraphedStepper(Stepper):
         for group, base_lr in self.groups_and_base_lrs:
             self._fill(group["lr"], base_lr * factor)
 
-    def forward(self, inputs: Any, targets: Tensor) -> Tensor:
-        """The loss of a batch, a scalar. In a captured step its value is there after `backward`.
+    def forward(self, data: Any) -> tuple[Tensor, Tensor | None]:
+        """The loss of a batch, a scalar, and its number of units. In a captured step their values are there after
+        `backward`.
 
         Raises LaunchError if a step cannot be captured, or if whole batches differ in shape. Out-of-memory errors are
         raised as they are.
@@ -92,7 +93,7 @@ class GraphedStepper(Stepper):
         full = self.is_full(self.steps_done)
         if full and self.graph is None and not self.warm_up_left:
             try:
-                self._capture(inputs, targets)
+                self._capture(data)
             except RuntimeError as error:
                 for cause in (error, error.__context__):  # ending a capture that failed may fail too
                     if cause and is_out_of_memory(cause):
@@ -100,24 +101,24 @@ class GraphedStepper(Stepper):
                 why = f"the training step cannot be captured as a CUDA graph: {first_line(error)}"
                 raise LaunchError(why, "use tuning.cuda_graph=false") from error
         if full and self.graph is not None:
-            batch = list(tensors([inputs, targets]))
+            batch = list(tensors(data))
             if [tensor.shape for tensor in batch] != self.shapes:
                 raise LaunchError("batches differ in shape", "use tuning.cuda_graph=false")
             for static, value in zip(self.batch, batch, strict=True):
                 static.copy_(value)
-            return self.loss
+            return self.loss, self.units
         with on_stream(self.stream):
-            return self.wrapped(inputs, targets)
+            return self.wrapped(data)
 
-    def backward(self, loss: Tensor, micro_batch: MicroBatch) -> None:
+    def backward(self, loss: Tensor, units: Tensor | None, micro_batch: MicroBatch) -> None:
         if self.graph is None or loss is not self.loss:
             with on_stream(self.stream):
-                super().backward(loss, micro_batch)
+                super().backward(loss, units, micro_batch)
             return
         self._fill(self.scale, micro_batch.scale)
         self.set_lr(self.factor(self.steps_done))
         self.graph.replay()
-        self.losses.add(loss.clone(), micro_batch)
+        self.losses.add(loss.clone(), self.units_seen(units, micro_batch), micro_batch)
         self.replayed = True
 
     def step(self) -> None:
@@ -130,9 +131,9 @@ class GraphedStepper(Stepper):
         with on_stream(self.stream):
             super().step()
 
-    def _capture(self, inputs: Any, targets: Tensor) -> None:
+    def _capture(self, data: Any) -> None:
         """Captures a step for batches of this shape; none is taken."""
-        static = map_tensors(torch.clone, [inputs, targets])
+        static = map_tensors(torch.clone, data)
         self.batch = list(tensors(static))
         self.shapes = [tensor.shape for tensor in self.batch]
         self.scale = torch.zeros((), device=self.device)
@@ -140,11 +141,12 @@ class GraphedStepper(Stepper):
         torch.cuda.synchronize()
         # Only this thread's calls are checked: NCCL's watchdog and pin_memory make some that a capture forbids.
         with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
-            loss = self.wrapped(*static)
+            loss, units = self.wrapped(static)
+            self.count(units, self.scale, is_last=True)
             start = loss.detach() * 0 + self.scale
             torch.autograd.backward((loss,), (self.scaler.scale(start) if self.scaled else start,))
             self.update()
-        self.loss = loss.detach()
+        self.loss, self.units = loss.detach(), units
         self.graph = graph
 
     def _fill(self, constant: Tensor, value: float) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from ddp_train.distributed.environment import set_cublas_workspace
 from ddp_train.performance.activation_checkpointing import checkpoint_blocks
-from ddp_train.task import ModelWithLoss
+from ddp_train.tasks.task import ModelWithTask
 
 
 def set_process_flags(threads: int, deterministic: bool, cudnn_benchmark: bool, tf32: bool) -> None:
@@ -27,7 +27,7 @@ def set_process_flags(threads: int, deterministic: bool, cudnn_benchmark: bool, 
 
 
 def tune_model(
-    module: ModelWithLoss,
+    module: ModelWithTask,
     float64: bool = False,
     channels_last: bool = False,
     checkpointed_blocks: Sequence[str] = (),

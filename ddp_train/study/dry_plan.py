@@ -22,7 +22,7 @@ from ddp_train.data.batch_plan import BatchPlan, MicroBatch, epoch_order, evalua
 from ddp_train.distributed.process_group import averaged_buffers, session
 from ddp_train.distributed.world import World
 from ddp_train.study.simulate import LOG_EVERY_STEPS
-from ddp_train.task import RunningLoss
+from ddp_train.tasks.mean_loss import RunningLoss
 
 SAMPLES, TEST_SAMPLES = 1_281_167, 50_000
 """ImageNet's."""
@@ -86,8 +86,8 @@ def _fresh_order(plan: BatchPlan) -> np.ndarray:
 def _mean_loss(plan: BatchPlan) -> float:
     running = RunningLoss()
     for step in range(LOG_EVERY_STEPS):
-        running.add(1.0, MicroBatch(0, step, np.arange(BATCH), BATCH, 1.0, True))
-    return running.mean("cpu")
+        running.add(1.0, BATCH, MicroBatch(0, step, np.arange(BATCH), BATCH, 1.0, True))
+    return running.mean("cpu").value
 
 
 def _gathered(module: nn.Module) -> torch.Tensor:

@@ -134,8 +134,8 @@ class _TimedStepper:
     def __init__(self, stepper: Stepper, times: StepTimes) -> None:
         self.stepper, self.times = stepper, times
 
-    def backward(self, loss: Tensor, micro_batch: MicroBatch) -> None:
-        self.stepper.backward(loss, micro_batch)
+    def backward(self, loss: Tensor, units: Tensor | None, micro_batch: MicroBatch) -> None:
+        self.stepper.backward(loss, units, micro_batch)
         self.times.backward_ends()
 
     def step(self) -> None:

@@ -14,7 +14,6 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from ddp_train.task import Score
 from ddp_train.telemetry.hardware_monitor import summary_line
 from ddp_train.text import counted
 
@@ -109,12 +108,7 @@ class Display:
         if summary["status"] == "preempted":
             self.line(f"stopped after step {summary['steps']:,} and saved; resume with run_dir={run_dir}")
             return
-        if test["accuracy"] is not None:
-            self.line(
-                f"test accuracy {test['accuracy']:.2%} ({test['correct']}/{test['samples']}), loss {test['loss']:.4f}"
-            )
-        else:
-            self.line(f"test loss {test['loss']:.6f} over {test['samples']} samples")
+        self.line(f"test {score_line(test)}")
         if speed := summary.get("samples_per_second"):
             self.line(f"{speed:,.0f} samples/s, {counted(summary['steps'], 'step')}, {summary['seconds']:.1f} s")
         if gpus := summary_line(summary.get("figures", {})):
@@ -139,11 +133,37 @@ class _Bar(Progress):
 
 
 def epoch_line(
-    epoch: int, epochs: int, steps: str, loss: float | None, score: Score | None, seconds: float, samples: int
+    epoch: int, epochs: int, steps: str, loss: float | None, score: dict[str, Any] | None, seconds: float, samples: int
 ) -> str:
     """`epoch  3/20  loss 0.1234  test 97.50 %  1.2 s  1,234 samples/s`. steps: of an epoch that is cut short."""
     parts = [f"epoch {epoch:>{len(str(epochs))}}/{epochs}", *([steps] if steps else [])]
     parts += [f"loss {loss:.4f}"] if loss is not None else []
     if score:
-        parts.append(f"test {score.accuracy:.2%}" if score.accuracy is not None else f"test loss {score.loss:.4f}")
+        parts.append(f"test {headline(score)}")
     return "  ".join([*parts, f"{seconds:.1f} s", f"{samples / seconds:,.0f} samples/s"])
+
+
+NOT_METRICS = ("correct", "samples")
+PERCENT = ("accuracy", "top5", "f1_macro", "exact_match", "pixel_accuracy", "mean_iou")
+"""Metrics from 0 to 1 that are read as percentages, the one of most interest first."""
+
+
+def headline(score: dict[str, Any]) -> str:
+    """The one number of an epoch's line: `97.50%`, `mean_iou 81.20%`, `perplexity 12.3`, `loss 0.1234`."""
+    name = next((name for name in (*PERCENT, "perplexity", "rmse") if name in score), "loss")
+    return shown_metric(name, score[name]) if name == "accuracy" else f"{name} {shown_metric(name, score[name])}"
+
+
+def score_line(score: dict[str, Any]) -> str:
+    """All metrics, the loss last: `accuracy 97.50% (351/360), loss 0.1234`."""
+    names = [name for name in score if name not in ("loss", *NOT_METRICS)]
+    texts = [f"{name} {shown_metric(name, score[name])}" for name in names]
+    if "correct" in score:
+        place = names.index("accuracy")
+        texts[place] += f" ({score['correct']}/{score['samples']})"
+    over = "" if texts else f" over {score['samples']} samples"
+    return ", ".join([*texts, f"loss {shown_metric('loss', score['loss'])}{over}"])
+
+
+def shown_metric(name: str, value: float) -> str:
+    return f"{value:.2%}" if name in PERCENT else f"{value:,.1f}" if abs(value) >= 1_000 else f"{value:.4f}"

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from ddp_train.data.loader import Batch
 from ddp_train.distributed.process_group import total
-from ddp_train.task import Score
+from ddp_train.tasks.mean_loss import Mean
+from ddp_train.tasks.score import Score
 from ddp_train.telemetry.console import Display, epoch_line
 from ddp_train.telemetry.hardware_monitor import HardwareMonitor
 from ddp_train.telemetry.metrics_log import MetricsFile
@@ -51,7 +52,8 @@ class MetricsHook:
         self.epoch_seconds: list[float] = []
         self.score: Score | None = None
         """Of the step that was done last, if it was evaluated."""
-        self.loss: float | None = None
+        self.epoch_loss = Mean()
+        """Of the part of an epoch that is recorded."""
         self.seconds_before = 0.0
         self.epoch_seconds_before = 0.0
         """In earlier processes of this run: altogether, and in the unfinished epoch."""
@@ -75,6 +77,7 @@ class MetricsHook:
             "seconds": self.seconds,
             "epoch_seconds": list(self.epoch_seconds),
             "this_epoch_seconds": epoch,
+            "epoch_loss": [self.epoch_loss.sum, self.epoch_loss.units],
             "figures": self.hardware.state(),
         }
 
@@ -82,6 +85,7 @@ class MetricsHook:
         self.seconds_before = state["seconds"]
         self.epoch_seconds = list(state["epoch_seconds"])
         self.epoch_seconds_before = state["this_epoch_seconds"]
+        self.epoch_loss = Mean(*state.get("epoch_loss", []))  # older checkpoints have none
         self.hardware.load_state(state.get("figures", {}))  # older checkpoints have none
 
     def due(self, job: Job) -> int:
@@ -108,13 +112,17 @@ class MetricsHook:
             self.score = evaluate(job.evaluation)
             if self.score:
                 self.metrics.write(kind="test", step=job.step, epoch=epoch, **self.score.as_dict())
-        line = epoch_line(epoch, self.epochs, note, self.loss, self.score, seconds, samples)
+        line = epoch_line(
+            epoch, self.epochs, note, self.epoch_loss.value, self.score and self.score.as_dict(), seconds, samples
+        )
         self.display.line("  ".join(filter(None, [line, self.hardware.short_of_gpus()])))
+        self.epoch_loss = Mean()
         self.epoch_seconds_before = 0.0
         self.epoch_began = self.interval_began = time.perf_counter()
 
     def _record_interval(self, job: Job) -> None:
-        self.loss = job.stepper.mean_loss(self.hardware)  # waits for the device: the clock is read after it
+        loss = job.stepper.mean_loss(self.hardware)  # waits for the device: the clock is read after it
+        self.epoch_loss += loss
         now = time.perf_counter()
         samples = job.plan.samples_seen(job.step) - job.plan.samples_seen(self.interval_first_step)
         speed = samples / (now - self.interval_began)
@@ -123,13 +131,13 @@ class MetricsHook:
             kind="train",
             step=job.step,
             epoch=epoch,
-            loss=self.loss,
+            loss=loss.value,
             lr=job.stepper.last_learning_rate,
             samples_per_second=speed,
             samples_seen=job.plan.samples_seen(job.step),
             figures=self.hardware.interval(now - self.interval_began),
         )
-        self.display.numbers = f"loss {self.loss:.4f}  {speed:,.0f} samples/s  {self.hardware.short()}"
+        self.display.numbers = f"loss {loss.value:.4f}  {speed:,.0f} samples/s  {self.hardware.short()}"
         self.interval_began = now
         self.interval_first_step = job.step
 
@@ -222,7 +230,8 @@ def tensorboard_details(
     training sees it; it is asked for only if TensorBoard is among the trackers."""
     for thread in threads:
         if isinstance(thread.tracker, TensorBoard):
-            inputs = first_batch().inputs
+            data = first_batch().data
+            inputs = data[0] if isinstance(data, tuple | list) else data
             if isinstance(inputs, Tensor):
                 picture = functools.partial(thread.tracker.picture, model, inputs[:IMAGES])
                 thread.do(functools.partial(thread.show, picture))

@@ -14,14 +14,15 @@ from ddp_train.data.loader import Batch
 from ddp_train.optim.stepper import Stepper
 from ddp_train.parallel.strategy import Strategy
 from ddp_train.resilience.preemption import StopController
-from ddp_train.task import ModelWithLoss, Score, Scorer
+from ddp_train.tasks.score import Score, Scorer
+from ddp_train.tasks.task import ModelWithTask
 
 
 @dataclass
 class Evaluation:
     """Everything that one process needs to evaluate."""
 
-    module: ModelWithLoss
+    module: ModelWithTask
     strategy: Strategy
     batches: Iterable[Batch]
     new_scorer: Callable[[], Scorer]
@@ -33,8 +34,8 @@ class Job:
     """Everything that one process needs to train. `step` counts the optimizer steps that are done."""
 
     plan: BatchPlan
-    module: ModelWithLoss
-    wrapped: Callable[[Any, Tensor], Tensor]
+    module: ModelWithTask
+    wrapped: Callable[[Any], tuple[Tensor, Tensor | None]]
     strategy: Strategy
     stepper: Stepper
     batches: Iterable[Batch]
@@ -76,21 +77,21 @@ def train(job: Job, batches: Iterator[Batch], until: int) -> None:
             batch = next(batches)
             exchange = batch.micro_batch.is_last
             with job.strategy.sync_gradients(batch.micro_batch):
-                loss = job.wrapped(batch.inputs, batch.targets)
-                job.stepper.backward(loss, batch.micro_batch)
+                loss, units = job.wrapped(batch.data)
+                job.stepper.backward(loss, units, batch.micro_batch)
         job.stepper.step()
         job.step += 1
 
 
 @torch.no_grad()
 def evaluate(evaluation: Evaluation) -> Score | None:
-    """Scores the test set: each sample once, the same numbers on any number of processes. None if one was stopped."""
+    """Scores a data set: each sample once, the same numbers on any number of processes. None if one was stopped."""
     evaluation.module.eval()
     scorer = evaluation.new_scorer()
     with evaluation.strategy.averaged(evaluation.module):
         for batch in evaluation.batches:
             if evaluation.stop.requested.is_set():
                 break
-            loss, correct = evaluation.module.score(batch.inputs, batch.targets)
-            scorer.add(batch.micro_batch.step, loss, correct, batch.micro_batch.num_real)
+            scores = evaluation.module.score(batch.data)
+            scorer.add(batch.micro_batch.step, scores, batch.micro_batch.num_real)
     return scorer.result()

@@ -56,9 +56,9 @@ class ReportedStepper:
     def __init__(self, stepper: Stepper, status: RankStatus) -> None:
         vars(self).update(_stepper=stepper, _status=status)
 
-    def backward(self, loss: Tensor, micro_batch: MicroBatch) -> None:
+    def backward(self, loss: Tensor, units: Tensor | None, micro_batch: MicroBatch) -> None:
         self._status.phase = "backward"
-        self._stepper.backward(loss, micro_batch)
+        self._stepper.backward(loss, units, micro_batch)
 
     def step(self) -> None:
         self._status.phase = "optimizer step"

@@ -7,17 +7,19 @@ from typing import Any
 from ddp_train.config.auto import process_count
 from ddp_train.config.schema import TRACKERS, Config, TuningConfig
 from ddp_train.data.batch_plan import BatchPlan
-from ddp_train.text import counted, shown
+from ddp_train.tasks.task import Task
+from ddp_train.text import counted, shown, snake_case
 
 
 def plan_rows(
-    config: Config, plan: BatchPlan, parameters: int, base_lr: float, warmup_steps: int, first_step: int
+    config: Config, plan: BatchPlan, task: Task, parameters: int, base_lr: float, warmup_steps: int, first_step: int
 ) -> dict[str, str]:
     """Heading -> text. parameters: of the model. base_lr: at this global batch. first_step: where training resumes."""
     return {
         "processes": _processes(config),
         "model": f"{_model_name(config.model)}, {parameters:,} parameters",
         "data": _data(config.data, plan.samples),
+        "task": _task(config.task, task),
         "global batch": f"{plan.global_batch_size} = {_split(plan, process_count(config))}",
         "steps": _steps(plan, config.train.epochs, first_step),
         "optimizer": _optimizer(config, plan, base_lr, warmup_steps),
@@ -36,6 +38,12 @@ def _processes(config: Config) -> str:
 
 def _model_name(model: Any) -> str:
     return getattr(model, "arch", None) or getattr(model, "target", None) or model.name
+
+
+def _task(section: Any, task: Task) -> str:
+    name = section.target if section.name == "custom" else snake_case(type(task).__name__)
+    loss = f", {task.loss_name}" if task.loss_name else ""
+    return f"{name}{loss}, mean over {task.unit}s" + (" (auto: by the targets)" if section.name == "auto" else "")
 
 
 def _data(data: Any, samples: int) -> str:

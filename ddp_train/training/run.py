@@ -22,7 +22,7 @@ from ddp_train.performance.switches import frozen_gc, set_process_flags
 from ddp_train.resilience.failure_report import SUMMARY, write_json
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.resilience.preemption import StopController
-from ddp_train.task import Score
+from ddp_train.tasks.score import Score
 from ddp_train.telemetry.console import Display
 from ddp_train.telemetry.hardware_monitor import hardware_monitor_for
 from ddp_train.telemetry.metrics_log import MetricsFile
@@ -179,7 +179,9 @@ class Run:
         if self.world.is_leader:
             parameters = sum(parameter.numel() for parameter in job.module.model.parameters())
             warmup = setup.warmup_steps(self.config, job.plan)
-            self.display.plan(plan_rows(self.config, job.plan, parameters, job.stepper.base_lrs[0], warmup, job.step))
+            self.display.plan(
+                plan_rows(self.config, job.plan, job.module.task, parameters, job.stepper.base_lrs[0], warmup, job.step)
+            )
             for line in setup.advice(self.config, job.module, source):
                 self.display.line(line)
         if job.step >= job.plan.steps:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -30,7 +31,9 @@ from ddp_train.performance import switches
 from ddp_train.performance.bias_lint import biases_before_norm
 from ddp_train.performance.cuda_graph import GraphedStepper, on_stream
 from ddp_train.resilience.heartbeat import RankStatus
-from ddp_train.task import ModelWithLoss, Scorer, cross_entropy, is_regression, squared_error
+from ddp_train.tasks.builtin import TASKS, choose
+from ddp_train.tasks.score import Scorer
+from ddp_train.tasks.task import ModelWithTask, Task, complete
 from ddp_train.tensor_tree import map_tensors
 from ddp_train.text import counted
 from ddp_train.training.loop import Evaluation, Job
@@ -68,19 +71,17 @@ def build_strategy(config: Config, world: World, device: str) -> Strategy:
     return DataParallel(device) if name == "dp" else Single(device)
 
 
-def build_module(config: Config, source: BatchSource, strategy: Strategy, device: str) -> ModelWithLoss:
-    """The model with its loss, placed and tuned; the same weights on every process."""
-    inputs, targets = source.get_batch(np.array([0]), None)
-    regression = is_regression(config.train.loss, targets)
-    custom = config.model.name == "custom"
-    outputs = _outputs(source, required=not custom)
+def build_module(config: Config, source: BatchSource, strategy: Strategy, device: str) -> ModelWithTask:
+    """The model with its task, placed and tuned; the same weights on every process."""
+    sample = source.get_batch(np.array([0]), None)
+    task = build_task(config.task, source, sample)
     torch.manual_seed(hash_key(config.seed, "model"))
-    if custom:
+    if config.model.name == "custom":
         model = _own_model(config.model)
     else:
-        model = build_model(config.model.name, inputs.shape[1:], outputs, **arguments_of(config.model))
-    loss = squared_error if regression else cross_entropy(outputs, config.train.label_smoothing)
-    module = strategy.place(ModelWithLoss(model, loss, device, AUTOCAST[config.tuning.precision]))
+        shape = _input_shape(sample, config.model.name)
+        model = build_model(config.model.name, shape, source.outputs, **arguments_of(config.model))
+    module = strategy.place(ModelWithTask(model, task, device, AUTOCAST[config.tuning.precision]))
     tuning = config.tuning
     switches.tune_model(
         module,
@@ -92,14 +93,26 @@ def build_module(config: Config, source: BatchSource, strategy: Strategy, device
     return module
 
 
-def _outputs(source: BatchSource, required: bool) -> int:
-    """What a model must produce for a sample; 0 if the data set does not say, and a model of the user's own knows."""
-    try:
-        return source.outputs
-    except ConfigError:
-        if required:
-            raise
-        return 0
+def build_task(section: Any, source: BatchSource, sample: Any) -> Task:
+    """What the model is trained for. sample: a batch of one sample. Raises ConfigError if it does not fit the data."""
+    if section.name == "custom":
+        return complete(instantiate("task", section))
+    task = TASKS[choose(section.name, sample)]
+    facts = {"bytes_per_token": getattr(source, "bytes_per_token", None)}
+    with contextlib.suppress(ConfigError):  # a data set that does not say how many classes it has
+        facts["classes"] = source.outputs
+    taken = inspect.signature(task).parameters
+    return task(**arguments_of(section), **{name: fact for name, fact in facts.items() if name in taken})
+
+
+def _input_shape(sample: Any, model: str) -> torch.Size:
+    """Of one sample, for a built-in model."""
+    inputs = sample[0] if isinstance(sample, tuple | list) else sample
+    if isinstance(inputs, Tensor):
+        return inputs.shape[1:]
+    raise ConfigError(
+        [f"model={model}: takes one tensor, and an input is a {type(inputs).__name__}; use model._target_"]
+    )
 
 
 def _own_model(model: Any) -> nn.Module:
@@ -143,7 +156,7 @@ def build_job(
     config: Config,
     world: World,
     device: str,
-    module: ModelWithLoss,
+    module: ModelWithTask,
     strategy: Strategy,
     sources: tuple[BatchSource, BatchSource],
     status: RankStatus,
@@ -151,7 +164,10 @@ def build_job(
 ) -> Job:
     """What `fit` needs, `first_step` optimizer steps being done. The weights are those of `module` on rank 0."""
     train_source, test_source = sources
-    plan = build_plan(config, world, len(train_source))
+    units = 1.0
+    if not module.task.units_are_samples:
+        units = module.task.units_per_sample(train_source.get_batch(np.array([0]), None))
+    plan = replace(build_plan(config, world, len(train_source)), units_per_sample=units)
     factor = build_schedule(
         config.schedule.name,
         plan.steps,
@@ -165,11 +181,12 @@ def build_job(
     optimizer = _optimizer(config, module.model, captured=stream is not None)
     scaler = torch.amp.GradScaler(torch.device(device).type, enabled=config.tuning.precision == "fp16")
     options = {
+        "mean_of_units": strategy.mean_of_units,
         "max_grad_norm": config.train.max_grad_norm,
         "allow_missing_grads": strategy.allow_missing_grads,
         "skip_non_finite": config.train.on_non_finite == "skip",
     }
-    forward: Callable[[Any, Tensor], Tensor] = wrapped
+    forward: Callable[[Any], tuple[Tensor, Tensor | None]] = wrapped
     if stream:
         stepper: Stepper = GraphedStepper(wrapped, stream, plan.is_full, optimizer, factor, scaler, **options)
         forward = stepper.forward
@@ -208,7 +225,7 @@ def build_evaluation(
     config: Config,
     world: World,
     device: str,
-    module: ModelWithLoss,
+    module: ModelWithTask,
     strategy: Strategy,
     source: BatchSource,
     status: RankStatus,
@@ -221,7 +238,7 @@ def build_evaluation(
         module=module,
         strategy=strategy,
         batches=ReportedBatches(loader, status, "evaluation "),
-        new_scorer=lambda: Scorer(-(-len(source) // batch_size), device),
+        new_scorer=lambda: Scorer(-(-len(source) // batch_size), device, module.task.derive),
     )
 
 
@@ -252,16 +269,17 @@ class _MicroBatches:
         return self.plan.micro_batches(self.first_step)
 
 
-def advice(config: Config, module: ModelWithLoss, source: BatchSource) -> list[str]:
+def advice(config: Config, module: ModelWithTask, source: BatchSource) -> list[str]:
     """What the user may want to change in the model, a line each."""
-    if not config.tuning.bias_lint:
+    sample = source.get_batch(np.array([0]), None)
+    if not config.tuning.bias_lint or not isinstance(sample, tuple | list):
         return []
     dtype = next(module.model.parameters()).dtype
-    sample = map_tensors(
+    inputs = map_tensors(
         lambda tensor: tensor.to(dtype) if tensor.is_floating_point() or tensor.dtype == torch.uint8 else tensor,
-        source.get_batch(np.array([0]), None)[0],
+        sample[0],
     )
-    names = biases_before_norm(module.model, sample) or []
+    names = biases_before_norm(module.model, inputs) or []
     if not names:
         return []
     some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

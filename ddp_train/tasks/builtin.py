@@ -1,0 +1,346 @@
+"""The built-in tasks. Inputs and targets are tensors [n, ...]; a model takes the inputs and returns its outputs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ddp_train.errors import ConfigError, DataError
+from ddp_train.tasks.task import ScoreSums, Task
+
+IGNORED = -100
+"""torch's own: a target of this value is no unit."""
+TOP = 5
+REGRESSION_LOSSES = {
+    "mse": functional.mse_loss,
+    "mae": functional.l1_loss,
+    "huber": functional.huber_loss,
+    "smooth_l1": functional.smooth_l1_loss,
+}
+
+
+class _Supervised(Task):
+    """Inputs and targets, and one tensor as the model's output."""
+
+    unit = "sample"
+    units_are_samples = True
+
+    def outputs_and_targets(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        """The outputs of the model, [n, ...], and the targets."""
+        inputs, targets = self.pair(batch)
+        return one_tensor(model(inputs)), targets
+
+    def pair(self, batch: Any) -> tuple[Any, Tensor]:
+        """Inputs and targets. Raises DataError if the batch is something else."""
+        if isinstance(batch, tuple | list) and len(batch) == 2 and isinstance(batch[1], Tensor):
+            return batch[0], batch[1]
+        what = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, tuple | list) else type(batch).__name__
+        raise DataError(f"a batch is a {what}", "return (input, target) for each sample, or write a task of your own")
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | float]:
+        outputs, targets = self.outputs_and_targets(model, batch)
+        return self.sum_of_losses(outputs, targets), len(targets)
+
+    def sum_of_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class Classification(_Supervised):
+    """Class labels, int64 [n], or soft labels, a part for each class, [n, k]. Outputs: logits [n, k]."""
+
+    better: ClassVar[Mapping[str, str]] = {"accuracy": "max", "top5": "max"}
+
+    def __init__(
+        self, classes: int = 0, loss: str = "cross_entropy", label_smoothing: float = 0.0, class_weights: Any = None
+    ) -> None:
+        """classes: 0 if the data set does not say. class_weights: a factor on the loss of each class; the mean is over
+        samples all the same, not over weights as in torch's `reduction="mean"`."""
+        self.classes, self.loss_name, self.label_smoothing = classes, loss, label_smoothing
+        self.class_weights = _Constant(class_weights)
+        if class_weights and classes and len(class_weights) != classes:
+            raise ConfigError(
+                [f"task.class_weights: has {len(class_weights)} numbers; the data have {classes} classes"]
+            )
+
+    def sum_of_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        if outputs.shape[-1] < self.classes:  # a GPU would only say that an assertion failed
+            _refuse(outputs, f"the data have {self.classes} classes")
+        try:
+            return functional.cross_entropy(
+                outputs,
+                targets,
+                reduction="sum",
+                label_smoothing=self.label_smoothing,
+                weight=self.class_weights.like(outputs),
+            )
+        except IndexError:
+            _refuse(outputs, f"the labels go from {int(targets.min())} to {int(targets.max())}")
+
+    def score(self, model: nn.Module, batch: Any) -> ScoreSums:
+        outputs, targets = self.outputs_and_targets(model, batch)
+        samples = len(targets)
+        scores: dict[str, tuple[Tensor | float, Tensor | float]] = {
+            "loss": (self.sum_of_losses(outputs, targets), samples)
+        }
+        labels = targets.argmax(-1) if targets.ndim == 2 else targets
+        scores["accuracy"] = ((outputs.argmax(-1) == labels).sum(), samples)
+        if outputs.shape[-1] > TOP:
+            scores["top5"] = ((outputs.topk(TOP).indices == labels[:, None]).sum(), samples)
+        return scores
+
+
+class Multilabel(_Supervised):
+    """Any number of labels per sample: float targets [n, k], each 0 or 1 (or between). Outputs: logits [n, k]."""
+
+    better: ClassVar[Mapping[str, str]] = {"f1_macro": "max", "exact_match": "max"}
+
+    def __init__(self, loss: str = "bce", pos_weight: Any = None) -> None:
+        """pos_weight: a factor on the loss of a label that applies, one number or one per label. The loss of a sample
+        is the mean over its labels."""
+        self.loss_name, self.pos_weight = loss, _Constant(pos_weight)
+
+    def sum_of_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        if outputs.shape != targets.shape:
+            _refuse(outputs, f"the targets are of shape {list(targets.shape)}")
+        weight = self.pos_weight.like(outputs)
+        losses = functional.binary_cross_entropy_with_logits(
+            outputs, targets.to(outputs.dtype), reduction="sum", pos_weight=weight
+        )
+        return losses / targets.shape[1]
+
+    def score(self, model: nn.Module, batch: Any) -> ScoreSums:
+        outputs, targets = self.outputs_and_targets(model, batch)
+        found, true = outputs > 0, targets > 0.5
+        hits, both = (found & true).sum(0), found.sum(0) + true.sum(0)
+        return {
+            "loss": (self.sum_of_losses(outputs, targets), len(targets)),
+            "f1_macro": (2 * hits, both),
+            "exact_match": ((found == true).all(1).sum(), len(targets)),
+        }
+
+
+class Regression(_Supervised):
+    """Numbers: float targets [n] or [n, k]. Outputs of as many numbers; dimensions of size 1 may differ."""
+
+    def __init__(self, loss: str = "mse") -> None:
+        """loss: mse, mae, huber or smooth_l1; of a sample the mean over its k numbers."""
+        self.loss_name = loss
+
+    def outputs_and_targets(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        outputs, targets = super().outputs_and_targets(model, batch)
+        if outputs.numel() != targets.numel():
+            _refuse(outputs, f"the targets are of shape {list(targets.shape)}")
+        return outputs.view_as(targets), targets
+
+    def sum_of_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        total = REGRESSION_LOSSES[self.loss_name](outputs, targets, reduction="sum")
+        return total if targets.ndim == 1 else total / targets[0].numel()
+
+    def score(self, model: nn.Module, batch: Any) -> ScoreSums:
+        outputs, targets = self.outputs_and_targets(model, batch)
+        error = (outputs - targets).double()
+        return {
+            "loss": (self.sum_of_losses(outputs, targets), len(targets)),
+            "mae": (error.abs().sum(), targets.numel()),
+            "mse": (error.square().sum(), targets.numel()),
+        }
+
+    def derive(self, scores: dict[str, float]) -> dict[str, float]:
+        return {"rmse": math.sqrt(scores["mse"])}
+
+
+class Segmentation(_Supervised):
+    """A class for every pixel: int64 targets [n, h, w]. Outputs: logits [n, k, h, w]. The mean is over valid pixels."""
+
+    unit = "pixel"
+    units_are_samples = False
+    better: ClassVar[Mapping[str, str]] = {"pixel_accuracy": "max", "mean_iou": "max"}
+
+    def __init__(self, loss: str = "cross_entropy", ignore_index: int = IGNORED, class_weights: Any = None) -> None:
+        """ignore_index: pixels of this class are no units. class_weights: a factor on the loss of each class."""
+        self.loss_name, self.ignore_index, self.class_weights = loss, ignore_index, _Constant(class_weights)
+
+    def outputs_and_targets(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        inputs, targets = self.pair(batch)
+        outputs = one_tensor(of_torchvision(model(inputs)))
+        if outputs.ndim != 4 or outputs.shape[2:] != targets.shape[1:]:
+            _refuse(outputs, f"the targets are of shape {list(targets.shape)}; [n, classes, h, w] is needed")
+        return outputs, targets
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | float]:
+        outputs, targets = self.outputs_and_targets(model, batch)
+        return self.sum_of_losses(outputs, targets), (targets != self.ignore_index).sum()
+
+    def sum_of_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        weight = self.class_weights.like(outputs)
+        return functional.cross_entropy(
+            outputs, targets, reduction="sum", ignore_index=self.ignore_index, weight=weight
+        )
+
+    def score(self, model: nn.Module, batch: Any) -> ScoreSums:
+        outputs, targets = self.outputs_and_targets(model, batch)
+        classes = outputs.shape[1]
+        valid = targets != self.ignore_index
+        found, true = outputs.argmax(1)[valid], targets[valid]
+        pairs = torch.bincount(true * classes + found, minlength=classes**2).view(classes, classes)
+        hits, pixels = pairs.diagonal(), valid.sum()
+        return {
+            "loss": (self.sum_of_losses(outputs, targets), pixels),
+            "pixel_accuracy": (hits.sum(), pixels),
+            "mean_iou": (hits, pairs.sum(0) + pairs.sum(1) - hits),
+        }
+
+    def units_per_sample(self, batch: Any) -> float:
+        return self.pair(batch)[1][0].numel()
+
+
+class LanguageModel(Task):
+    """The next token: ids, int64 [n, t]; the targets are the ids shifted by one, or given. Outputs: logits [n, t, v].
+
+    A batch is a tensor of ids, (ids, targets), or a dict with `input_ids` and perhaps `labels`, whose other entries are
+    passed to the model by name. Given targets stand beside the position that predicts them; `labels` stand beside their
+    own token, as in transformers. A target of -100 is no unit.
+    """
+
+    unit = "token"
+
+    def __init__(self, loss: str = "cross_entropy", bytes_per_token: float | None = None) -> None:
+        """bytes_per_token: on average over the data, for `bits_per_byte`."""
+        self.loss_name, self.bytes_per_token = loss, bytes_per_token
+
+    def logits_and_targets(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        """[n, v] and [n]."""
+        if isinstance(batch, Mapping):
+            given = {name: value for name, value in batch.items() if name != "labels"}
+            labels = batch.get("labels", _padding_ignored(batch))
+            logits, targets = one_tensor(model(**given))[:, :-1], labels[:, 1:]
+        elif isinstance(batch, Tensor):
+            logits, targets = one_tensor(model(batch[:, :-1])), batch[:, 1:]
+        else:
+            ids, targets = batch
+            logits = one_tensor(model(ids))
+        if logits.ndim != 3 or logits.shape[:2] != targets.shape:
+            _refuse(logits, f"the targets are of shape {list(targets.shape)}; [n, tokens, vocabulary] is needed")
+        return logits.flatten(0, 1), targets.flatten()
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | float]:
+        logits, targets = self.logits_and_targets(model, batch)
+        return functional.cross_entropy(logits, targets, reduction="sum"), (targets != IGNORED).sum()
+
+    def score(self, model: nn.Module, batch: Any) -> ScoreSums:
+        return {"loss": self.loss(model, batch)}
+
+    def derive(self, scores: dict[str, float]) -> dict[str, float]:
+        loss = scores["loss"]
+        found = {"perplexity": math.exp(loss) if loss < 700 else math.inf}
+        if self.bytes_per_token:
+            found["bits_per_byte"] = loss / math.log(2) / self.bytes_per_token
+        return found
+
+    def units_per_sample(self, batch: Any) -> float:
+        ids = batch["input_ids"] if isinstance(batch, Mapping) else batch if isinstance(batch, Tensor) else batch[0]
+        return ids.shape[-1]
+
+
+def _padding_ignored(batch: Mapping[str, Tensor]) -> Tensor:
+    """The ids as labels; those that the attention mask leaves out are no units."""
+    ids = batch["input_ids"]
+    return ids if "attention_mask" not in batch else ids.masked_fill(batch["attention_mask"] == 0, IGNORED)
+
+
+class _Constant:
+    """Numbers of the config as a tensor beside the model's outputs, made once."""
+
+    def __init__(self, numbers: Any) -> None:
+        self.numbers = numbers
+        self.tensor: Tensor | None = None
+
+    def like(self, outputs: Tensor) -> Tensor | None:
+        if self.numbers is None:
+            return None
+        if self.tensor is None or self.tensor.device != outputs.device or self.tensor.dtype != outputs.dtype:
+            self.tensor = torch.tensor(self.numbers, device=outputs.device, dtype=outputs.dtype)
+        return self.tensor
+
+
+def one_tensor(outputs: Any) -> Tensor:
+    """Outputs of a model; an object with `logits`, as transformers' models return, stands for these. Raises DataError
+    if it is something else."""
+    found = getattr(outputs, "logits", outputs)
+    if isinstance(found, Tensor):
+        return found
+    raise DataError(
+        f"the model returns a {type(outputs).__name__}",
+        "return one tensor, [n, ...], in training and in eval, or write a task of your own",
+    )
+
+
+def of_torchvision(outputs: Any) -> Any:
+    """torchvision's segmentation models return {"out": logits, ...}."""
+    return outputs["out"] if isinstance(outputs, Mapping) and "out" in outputs else outputs
+
+
+def _refuse(outputs: Tensor, expected: str) -> NoReturn:
+    raise DataError(
+        f"the model's outputs are of shape {list(outputs.shape)}, {expected}",
+        "correct the model's last layer, or the targets, or choose another task=",
+    )
+
+
+TASKS: dict[str, type[Task]] = {
+    "classification": Classification,
+    "multilabel": Multilabel,
+    "regression": Regression,
+    "segmentation": Segmentation,
+    "language_model": LanguageModel,
+}
+
+_TARGETS = {
+    "classification": (("integers", 1), ("numbers", 2)),
+    "multilabel": (("numbers", 2), ("integers", 2)),
+    "regression": (("numbers", 1), ("numbers", 2)),
+    "segmentation": (("integers", 3),),
+}
+"""What the targets of a batch may be: of which kind, with how many dimensions, the batch's included."""
+_NEEDS = {
+    "classification": "integers [n], or numbers [n, classes]",
+    "multilabel": "0 or 1 in [n, labels]",
+    "regression": "numbers [n] or [n, k]",
+    "segmentation": "integers [n, h, w]",
+}
+
+
+def choose(name: str, sample: Any) -> str:
+    """The task for a batch, where `auto` stands for classification or regression.
+
+    Raises ConfigError if the task does not fit the targets, or if they leave `auto` a choice: with the candidates.
+    """
+    if name == "language_model":
+        return name
+    pair = isinstance(sample, tuple | list) and len(sample) == 2
+    targets = sample[1] if pair else sample
+    if not pair or not isinstance(targets, Tensor):
+        what = "no (input, target)" if not pair else f"a pair whose target is a {type(targets).__name__}"
+        own = "task=language_model for tokens, or task._target_=your_module.YourTask"
+        raise ConfigError([f"task={name}: a sample is {what}; choose {own}"])
+    kind = "numbers" if targets.is_floating_point() else "integers"
+    shape = f"{kind} of shape [{', '.join(['n', *map(str, targets.shape[1:])])}]"
+    if name != "auto":
+        if (kind, targets.ndim) in _TARGETS[name]:
+            return name
+        fitting = [other for other, forms in _TARGETS.items() if (kind, targets.ndim) in forms]
+        instead = f"use task={' or '.join(fitting)}" if fitting else "use task._target_=your_module.YourTask"
+        raise ConfigError([f"task={name}: needs targets that are {_NEEDS[name]}, not {shape}; {instead}"])
+    if kind == "integers" and targets.ndim == 1:
+        return "classification"
+    if kind == "numbers" and (targets.ndim == 1 or targets.shape[1:] == (1,)):
+        return "regression"
+    candidates = "segmentation (a class per pixel), language_model (tokens) or multilabel (0 and 1 per label)"
+    if kind == "numbers":
+        candidates = "multilabel (0 or 1 per label), regression (k numbers) or classification (a part of each class)"
+    raise ConfigError([f"task=auto: the targets are {shape}, which fits more than one task; choose task={candidates}"])

@@ -1,0 +1,115 @@
+"""The mean loss of training over all processes: sums and numbers of units are added up exactly, then divided."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ddp_train.data.batch_plan import MicroBatch
+from ddp_train.distributed.process_group import from_all_ranks
+
+Seen = float | Tensor
+"""A number on the CPU, where looking costs nothing; on a GPU, where looking would wait for it, a detached tensor, a
+scalar or [replicas]."""
+
+
+def is_finite(number: Seen) -> bool:
+    """Whether it is neither NaN nor infinite. Waits for the device."""
+    return bool(number.isfinite().all()) if isinstance(number, Tensor) else math.isfinite(number)
+
+
+class Forward(NamedTuple):
+    """What one forward pass gave."""
+
+    loss: Seen
+    """The sum of the losses of all units."""
+    units: Seen
+    micro_batch: MicroBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """A sum and the number of units that it is taken over."""
+
+    sum: float = 0.0
+    units: float = 0.0
+
+    def __add__(self, other: Mean) -> Mean:
+        return Mean(self.sum + other.sum, self.units + other.units)
+
+    @property
+    def value(self) -> float:
+        """NaN if there are no units."""
+        return self.sum / self.units if self.units else math.nan
+
+
+class ExtraPayload(Protocol):
+    """Numbers that are exchanged together with the losses, so that they need no collective of their own."""
+
+    def collect(self) -> list[float]:
+        """Those of this process; every rank has equally many."""
+        ...
+
+    def deliver(self, of_ranks: list[list[float]]) -> None:
+        """What rank 0, 1, ... collected."""
+        ...
+
+
+class RunningLoss:
+    """The losses since the last logging interval. Adding one costs no arithmetic and does not wait for the device."""
+
+    def __init__(self) -> None:
+        self.seen: list[Forward] = []
+
+    def add(self, loss: Seen, units: Seen, micro_batch: MicroBatch) -> None:
+        """The sum of the losses of a forward pass, and its number of units."""
+        self.seen.append(Forward(loss, units, micro_batch))
+
+    def of_step(self, step: int) -> list[Forward]:
+        """What was added in one optimizer step since the last logging interval."""
+        return [one for one in self.seen if one.micro_batch.step == step]
+
+    def forget(self, step: int) -> None:
+        """Drops the losses of a step that was skipped."""
+        self.seen = [one for one in self.seen if one.micro_batch.step != step]
+
+    def first_bad_step(self, never: int) -> int:
+        """The first optimizer step here with a loss that is not finite; `never` if there is none."""
+        return min((one.micro_batch.step for one in self.seen if not is_finite(one.loss)), default=never)
+
+    def mean(self, device: str, extra: ExtraPayload | None = None) -> Mean:
+        """The mean loss over all units of all processes, by one exchange; starts over. It has no units if every step
+        was skipped.
+
+        Sums are exact before they are rounded, so they do not depend on who computed which micro-batch.
+        """
+        if not (self.seen or extra):  # on all ranks alike: they skip the same steps
+            return Mean()
+        collected = extra.collect() if extra else []
+        losses = _column([one.loss for one in self.seen], device)
+        units = _column([one.units for one in self.seen], device)
+        counts = _column([_like(one.loss, one.micro_batch.num_real > 0) for one in self.seen], device)
+        numbers = [_column(collected, device), torch.where(counts > 0, losses, 0), units]  # a stand-in does not count
+        rows = from_all_ranks(torch.cat(numbers)).tolist()
+        self.seen.clear()
+        first, second = len(collected), len(collected) + len(losses)
+        if extra:
+            extra.deliver([row[:first] for row in rows])
+        total = math.fsum(loss for row in rows for loss in row[first:second])
+        return Mean(total, math.fsum(number for row in rows for number in row[second:]))
+
+
+def _like(loss: Seen, counts: bool) -> Seen:
+    return torch.full_like(loss, counts) if isinstance(loss, Tensor) else float(counts)
+
+
+def _column(values: Sequence[Seen], device: str) -> Tensor:
+    """float64 [n], of numbers or of tensors."""
+    if any(isinstance(value, Tensor) for value in values):
+        return torch.cat([torch.as_tensor(value, dtype=torch.float64, device=device).view(-1) for value in values])
+    return torch.tensor(values, dtype=torch.float64, device=device)

@@ -1,0 +1,105 @@
+"""The score of a data set: exact sums, each sample once, the same on any number of processes."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddp_train.distributed.process_group import from_leader, ranks, total
+from ddp_train.tasks.task import ScoreSums
+
+log = logging.getLogger(__name__)
+
+Layout = list[tuple[str, int]]
+"""Metrics in order, and the number of classes of each: 0 for a scalar."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """The result of an evaluation."""
+
+    metrics: dict[str, float]
+    """`loss` first."""
+    samples: int
+    counts: dict[str, int] = field(default_factory=dict)
+    """Where a metric is a part of the samples, their number: {"accuracy": 237}."""
+
+    @property
+    def loss(self) -> float:
+        return self.metrics["loss"]
+
+    def as_dict(self) -> dict[str, Any]:
+        correct = {"correct": self.counts["accuracy"]} if "accuracy" in self.counts else {}
+        return {**self.metrics, **correct, "samples": self.samples}
+
+
+class Scorer:
+    """Collects an evaluation batch by batch, in a slot for each batch of the whole set.
+
+    The batches are the same on any number of processes, and so are the slots: their sum is bit for bit the same.
+    """
+
+    def __init__(
+        self, batches: int, device: str, derive: Callable[[dict[str, float]], dict[str, float]] = lambda _: {}
+    ) -> None:
+        """batches: of the whole set, on all processes. derive: see `tasks.task.Task`."""
+        self.device = device
+        self.derive = derive
+        self.batches = batches
+        self.layout: Layout = []
+
+    def add(self, batch: int, scores: ScoreSums, samples: int) -> None:
+        """scores: name -> (sum, weight); see `Task.score`."""
+        if not self.layout:
+            self._lay_out([(name, _classes(sums)) for name, (sums, _) in scores.items()])
+        parts = [samples, *(part for pair in scores.values() for part in pair)]
+        self.slots[batch] = torch.cat([self._column(part) for part in parts])
+
+    def _column(self, part: Tensor | float) -> Tensor:
+        if isinstance(part, Tensor):
+            return part.detach().view(-1).double()
+        return torch.full((1,), part, dtype=torch.float64, device=self.device)
+
+    def _lay_out(self, layout: Layout) -> None:
+        self.layout = layout
+        width = 1 + sum(2 * max(classes, 1) for _, classes in layout)
+        self.slots = torch.zeros(self.batches, width, dtype=torch.float64, device=self.device)
+
+    def result(self) -> Score | None:
+        """The score over all processes, or None on all of them if a batch is missing."""
+        if self.batches < ranks():  # those without a batch do not know what the others count
+            layout = from_leader(self.layout)
+            if not self.layout:
+                self._lay_out(layout)
+        samples, *columns = total(self.slots).T.tolist()
+        if not all(samples):
+            return None
+        whole, sums = round(sum(samples)), iter(map(math.fsum, columns))
+        metrics, counts = {}, {}
+        for name, classes in self.layout:
+            values = [next(sums) for _ in range(max(classes, 1))]
+            weights = [next(sums) for _ in range(max(classes, 1))]
+            metrics[name] = _mean_over_classes(values, weights)
+            if not classes and weights == [whole] and values[0].is_integer():
+                counts[name] = round(values[0])
+        metrics |= self.derive(metrics)
+        for name, value in metrics.items():
+            if not math.isfinite(value):
+                log.warning("the test %s is %s: outputs of the model are not finite, or too large", name, value)
+        return Score(metrics, whole, counts)
+
+
+def _classes(sums: Tensor | float) -> int:
+    return sums.numel() if isinstance(sums, Tensor) and sums.ndim else 0
+
+
+def _mean_over_classes(values: list[float], weights: list[float]) -> float:
+    """NaN if no class has a weight."""
+    parts = [value / weight for value, weight in zip(values, weights, strict=True) if weight]
+    return math.fsum(parts) / len(parts) if parts else math.nan

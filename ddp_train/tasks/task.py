@@ -1,0 +1,143 @@
+"""What a model is trained for: the loss of a batch, what its mean is taken over, and the scores of a data set."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ddp_train.errors import ConfigError, DataError
+
+ScoreSums = Mapping[str, tuple[Tensor | float, Tensor | float]]
+"""For each metric its sum and its weight over a batch: scalars, or tensors with one number per class, [k]."""
+
+
+class Task:
+    """What a model is trained for. A task of your own needs no base class: what it lacks is taken from here.
+
+    A run minimises sum / units over the global batch: `loss` returns both for a part of it, a micro-batch, and neither
+    the number of processes nor of micro-batches changes the result.
+    """
+
+    unit: str = "unit"
+    """What the mean is taken over, for messages: sample, token, pixel."""
+    units_are_samples: bool = False
+    """A promise that a batch has as many units as samples. The launcher knows their number: nothing is exchanged."""
+    loss_name: str = ""
+    """For the plan that a run prints."""
+    better: ClassVar[Mapping[str, str]] = {}
+    """Which direction is better, `max` or `min`, for each metric; `min` for those not named, the loss among them."""
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | float]:
+        """The sum of the losses of all units of a batch, a scalar, and the number of units.
+
+        batch: what the data set gives: (inputs, targets), or whatever its `collate_fn` made.
+        """
+        raise NotImplementedError
+
+    def score(self, model: nn.Module, batch: Any) -> ScoreSums:
+        """name -> (sum, weight) of a batch; reported as sum / weight over the whole set, each sample once.
+
+        A sum and a weight per class, [k], are reported as the mean over the classes whose weight is not zero: of the
+        intersection and the union of every class, that is the mean intersection over union. `loss` is added if missing.
+        """
+        return {}
+
+    def derive(self, scores: dict[str, float]) -> dict[str, float]:
+        """Further metrics, computed from those of the whole set: a root, an exponential."""
+        return {}
+
+    def units_per_sample(self, batch: Any) -> float:
+        """Of a batch of one sample, about. It scales the gradients before their exchange, so that fp16 neither
+        overflows nor underflows; the result does not depend on it."""
+        return 1.0
+
+
+_PARTS = ("unit", "units_are_samples", "loss_name", "better", "loss", "score", "derive", "units_per_sample")
+
+
+def complete(task: Any) -> Task:
+    """A task of a class of the user's own, with what it lacks. Raises ConfigError if it is none."""
+    name = type(task).__name__
+    if not callable(getattr(task, "loss", None)):
+        raise ConfigError([f"task._target_: {name} has no method loss(model, batch); see ddp_train/tasks/task.py"])
+    if isinstance(task, nn.Module) and next(task.parameters(), None) is not None:
+        raise ConfigError([f"task._target_: {name} has parameters, which nobody would train; put them into the model"])
+    wrong = {metric: way for metric, way in getattr(task, "better", {}).items() if way not in ("min", "max")}
+    if wrong:
+        metric, way = next(iter(wrong.items()))
+        raise ConfigError([f"task._target_: {name}.better[{metric!r}]={way!r}: must be 'min' or 'max'"])
+    if isinstance(task, Task):
+        return task
+    completed = Task()
+    for part in _PARTS:
+        if hasattr(task, part):
+            setattr(completed, part, getattr(task, part))
+    return completed
+
+
+class ModelWithTask(nn.Module):
+    """The model and its loss in one forward pass, as DDP and DataParallel wrap it.
+
+    Autocast is entered in here: entered outside, bfloat16 becomes float16 in the replicas of DataParallel. `forward`
+    returns the sum of the losses, a scalar, and the number of units, float64, or None where units are samples.
+    DataParallel gathers them: [replicas].
+    """
+
+    gathered = False
+    """Whether DataParallel will gather what `forward` returns: it wants a dimension to do it along."""
+
+    def __init__(self, model: nn.Module, task: Task, device: str, autocast: torch.dtype | None) -> None:
+        super().__init__()
+        self.model = model
+        self.task = task
+        self.device_type = torch.device(device).type
+        self.autocast = autocast
+
+    def forward(self, batch: Any) -> tuple[Tensor, Tensor | None]:
+        if self.autocast is None:
+            found = self.task.loss(self.model, batch)
+        else:
+            with torch.autocast(self.device_type, self.autocast):
+                found = self.task.loss(self.model, batch)
+        loss, units = checked(found, self.task)
+        if self.gathered:
+            loss = loss.view(1)
+        return loss, None if self.task.units_are_samples else _on_device(units, loss)
+
+    def score(self, batch: Any) -> ScoreSums:
+        """The metrics of a batch; see `Task.score`."""
+        with torch.autocast(self.device_type, self.autocast or torch.bfloat16, enabled=self.autocast is not None):
+            scores = self.task.score(self.model, batch)
+            if "loss" not in scores:
+                loss, units = checked(self.task.loss(self.model, batch), self.task)
+                scores = {"loss": (loss, units), **scores}
+        return scores
+
+
+def _on_device(units: Tensor | float, loss: Tensor) -> Tensor:
+    """The number of units as float64, of the shape of the loss, beside it; no wait for the device."""
+    if isinstance(units, Tensor):
+        return units.detach().to(loss.device, torch.float64).view(loss.shape)
+    return torch.full(loss.shape, float(units), dtype=torch.float64, device=loss.device)
+
+
+def checked(found: Any, task: Task) -> tuple[Tensor, Tensor | float]:
+    """What `Task.loss` returned. Raises DataError if it is not what it must be."""
+    if isinstance(found, tuple) and len(found) == 2:
+        loss, units = found
+        right_units = isinstance(units, int | float) or (isinstance(units, Tensor) and units.numel() == 1)
+        if right_units and isinstance(loss, Tensor) and loss.ndim == 0 and loss.is_floating_point():
+            return loss, units
+    raise DataError(
+        f"loss() of the task {type(task).__name__} returned {_in_words(found)}",
+        "return (sum of the losses of all units, number of units): a scalar tensor, and a number or a scalar tensor",
+    )
+
+
+def _in_words(found: Any) -> str:
+    if isinstance(found, tuple):
+        return f"({', '.join(map(_in_words, found))})"
+    return f"a tensor {list(found.shape)} of {found.dtype}" if isinstance(found, Tensor) else type(found).__name__

@@ -1,0 +1,413 @@
+"""Tasks: what each takes and reports, and the exact mean over the units of a global batch, however it is split."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from sklearn import metrics
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import default_collate
+
+from ddp_train.data.datasets import ArraySource, UserDataset
+from ddp_train.distributed.world import World
+from ddp_train.errors import ConfigError, DataError
+from ddp_train.tasks.builtin import Classification, LanguageModel, Multilabel, Regression, Segmentation, choose
+from ddp_train.tasks.score import Score, Scorer
+from ddp_train.tasks.task import ModelWithTask, Task, complete
+from ddp_train.tensor_tree import map_tensors
+from ddp_train.training.loop import evaluate, fit
+from ddp_train.training.setup import build_plan
+from tests.jobs import config_of, job_of, largest_difference
+from tests.ranks import on_ranks
+
+SAMPLES, CLASSES, WORDS, LENGTH = 29, 3, 7, 6
+"""A prime: the last global batch has 13 of 16 samples, which 2, 3 and 4 processes share unevenly."""
+DRAW = torch.Generator().manual_seed(0)
+INPUTS = torch.randn(SAMPLES, 4, generator=DRAW)
+LABELS = torch.randint(0, CLASSES, (SAMPLES,), generator=DRAW)
+IMAGES = torch.randn(SAMPLES, 2, 4, 4, generator=DRAW)
+MASKS = torch.randint(0, CLASSES, (SAMPLES, 4, 4), generator=DRAW)
+MASKS[torch.rand(MASKS.shape, generator=DRAW) < torch.linspace(0, 0.9, SAMPLES)[:, None, None]] = -100
+IDS = torch.randint(0, WORDS, (SAMPLES, LENGTH), generator=DRAW)
+NEXT = torch.randint(0, WORDS, (SAMPLES, LENGTH), generator=DRAW)
+NEXT[torch.arange(LENGTH) >= 1 + torch.arange(SAMPLES)[:, None] % LENGTH] = -100  # from 1 to 6 valid tokens each
+NEXT[3] = -100  # and one sample without any
+
+
+class Ragged:
+    """Sentences of 1 to 5 vectors, each with a weight: dicts, put together by the data set itself."""
+
+    classes = ("no", "yes")
+
+    def __init__(self, train: bool) -> None:
+        self.lengths = [1 + number * 7 % 5 for number in range(SAMPLES)]
+        self.words = torch.randn(SAMPLES, 5, 4, generator=torch.Generator().manual_seed(1))
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, number: int) -> dict[str, Tensor]:
+        return {"words": self.words[number, : self.lengths[number]], "weight": torch.tensor(1.0 + number % 3)}
+
+    def collate_fn(self, samples: list[dict[str, Tensor]]) -> dict[str, Any]:
+        counts = torch.tensor([len(sample["words"]) for sample in samples])
+        return {
+            "words": nn.utils.rnn.pad_sequence([sample["words"] for sample in samples], batch_first=True),
+            "about": {"counts": counts, "weights": default_collate([sample["weight"] for sample in samples])},
+        }
+
+
+class WeightedNorm:
+    """No base class: what it lacks comes from `Task`. The mean is over weighted words, whose number is no integer."""
+
+    better = {"mean_output": "max"}  # noqa: RUF012
+
+    def parts(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        counts, weights = batch["about"]["counts"], batch["about"]["weights"]
+        outputs = model(batch["words"]).squeeze(-1)
+        valid = torch.arange(outputs.shape[1])[None] < counts[:, None]
+        return outputs, valid * weights[:, None] / 3
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        outputs, weights = self.parts(model, batch)
+        return ((outputs - 1).square() * weights).sum(), weights.sum()
+
+    def score(self, model: nn.Module, batch: Any) -> dict[str, tuple[Tensor, Tensor]]:
+        outputs, weights = self.parts(model, batch)
+        return {"mean_output": ((outputs * weights).sum(), weights.sum())}
+
+
+class Head(nn.Module):
+    """A model for every task here: a layer over the last dimension of numbers, or over channels."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        layers: dict[str, nn.Module] = {
+            "table": nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, CLASSES)),
+            "number": nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)),
+            "image": nn.Conv2d(2, CLASSES, 3, padding=1),
+            "text": nn.Sequential(nn.Embedding(WORDS, 5), nn.Linear(5, WORDS)),
+        }
+        self.layers = layers[kind]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layers(inputs)
+
+
+SOFT = functional.one_hot(LABELS, CLASSES) * 0.8 + 0.2 / CLASSES
+CASES: dict[str, tuple[str, dict[str, Any], Any]] = {
+    "classification": ("table", {"name": "classification", "label_smoothing": 0.1, "class_weights": [1, 2, 3]},
+                       ArraySource(INPUTS, LABELS)),
+    "soft labels": ("table", {"name": "classification"}, ArraySource(INPUTS, SOFT)),
+    "multilabel": ("table", {"name": "multilabel", "pos_weight": [1, 2, 3]}, ArraySource(INPUTS, (SOFT > 0.5).float())),
+    "regression": ("table", {"name": "regression", "loss": "huber"}, ArraySource(INPUTS, SOFT)),
+    "segmentation": ("image", {"name": "segmentation"}, ArraySource(IMAGES, MASKS)),
+    "language_model": ("text", {"name": "language_model"}, ArraySource(IDS, NEXT)),
+    "custom": ("number", {"_target_": f"{__name__}.WeightedNorm"}, UserDataset(Ragged(True), 0)),
+}  # fmt: skip
+GLOBAL_BATCH, STEPS = 16, 6
+
+
+def as_double(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def mean_of_batch(name: str, model: nn.Module, data: Any) -> Tensor:
+    """The mean over the units of a whole batch, as the formula of the task says."""
+    if name == "custom":
+        total, weight = WeightedNorm().loss(model, map_tensors(as_double, data))
+        return total / weight
+    inputs, targets = map(as_double, data)
+    outputs, factors = model(inputs), torch.tensor([1.0, 2.0, 3.0]).double()
+    if name == "classification":
+        each = functional.cross_entropy(outputs, targets, weight=factors, label_smoothing=0.1, reduction="none")
+        return each.mean()  # torch's own mean would divide by the factors
+    if name == "multilabel":
+        return functional.binary_cross_entropy_with_logits(outputs, targets, pos_weight=factors)
+    if name == "regression":
+        return functional.huber_loss(outputs, targets)
+    if name == "language_model":
+        outputs, targets = outputs.flatten(0, 1), targets.flatten()
+    return functional.cross_entropy(outputs, targets)
+
+
+def by_hand(name: str) -> dict[str, Tensor]:
+    """Plain PyTorch: each global batch in one pass on one process."""
+    job = made(World(), name, "fp64", 1, strategy={"name": "single"})
+    model = job.module.model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        mean_of_batch(name, model, CASES[name][2].get_batch(job.plan.global_batch(step), 0)).backward()
+        optimizer.step()
+    return {key: tensor.clone() for key, tensor in model.state_dict().items()}
+
+
+def made(world: World, name: str, precision: str, accumulation: int, **more: Any) -> Any:
+    kind, task, source = CASES[name]
+    config = config_of(
+        world,
+        **{
+            "task": task,
+            "model": {"_target_": f"{__name__}.Head", "kind": kind},
+            "data": {"_target_": f"{__name__}.Ragged"},
+            "train": {"global_batch_size": GLOBAL_BATCH, "accumulation_steps": accumulation, "epochs": 3,
+                      "max_steps": STEPS},
+            "optimizer": {"name": "sgd", "lr": 0.1},
+            "schedule": {"name": "constant"},
+            "tuning": {"precision": precision, "num_workers": 0},
+            **more,
+        },
+    )  # fmt: skip
+    return job_of(config, world, (source, source))
+
+
+def trained(job: Any) -> tuple[dict[str, Tensor], float, Score]:
+    """Weights, the mean loss of the last epoch, and the score."""
+    fit(job)
+    weights = {key: tensor.clone() for key, tensor in job.module.model.state_dict().items()}
+    return weights, job.stepper.mean_loss().value, evaluate(job.evaluation)
+
+
+def ladder(world: World) -> dict[tuple[str, str, int], Any]:
+    rungs = itertools.product(CASES, ("fp64", "fp32"), (1, 4))
+    return {
+        (name, precision, accumulation): trained(made(world, name, precision, accumulation))
+        for name, precision, accumulation in rungs
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_every_task_has_the_mean_over_the_units_of_the_global_batch_on_any_number_of_ranks() -> None:
+    expected = {name: by_hand(name) for name in CASES}
+    (alone,) = on_ranks(1, ladder)
+    for name, weights in expected.items():
+        untrained = made(World(), name, "fp64", 1, strategy={"name": "single"}).module.model.state_dict()
+        assert largest_difference(weights, untrained) > 1e-2, "the comparison would be idle"
+    for ranks in (1, 2, 3, 4):
+        for found in on_ranks(ranks, ladder, timeout_seconds=200):
+            for (name, precision, accumulation), (weights, loss, score) in found.items():
+                what = (ranks, name, precision, accumulation)
+                tolerance = 1e-10 if precision == "fp64" else 1e-5
+                assert largest_difference(weights, expected[name]) < tolerance, what
+                reference = alone[name, precision, 1]
+                assert loss == pytest.approx(reference[1], rel=tolerance), what
+                assert score.metrics == pytest.approx(reference[2].metrics, rel=tolerance), what
+
+
+def in_order(world: World) -> tuple[dict[str, Tensor], Score]:
+    ordered = {"name": "ordered", "virtual_shards": 4}
+    jobs = [made(world, name, "fp32", 1, strategy=ordered) for name in ("language_model", "custom")]
+    return [trained(job) for job in jobs]
+
+
+@pytest.mark.slow
+def test_ordered_reduction_has_the_same_bits_for_units_that_are_no_samples() -> None:
+    (alone,) = on_ranks(1, in_order)
+    for ranks in (2, 4):
+        for found in on_ranks(ranks, in_order):
+            for (weights, loss, score), (expected, its_loss, its_score) in zip(found, alone, strict=True):
+                assert largest_difference(weights, expected) == 0
+                assert (loss, score) == (its_loss, its_score)
+
+
+def test_a_global_batch_without_units_changes_nothing() -> None:
+    source = ArraySource(IDS[:8], torch.full_like(NEXT[:8], -100))
+    config = config_of(
+        World(),
+        strategy={"name": "single"},
+        task={"name": "language_model"},
+        model={"_target_": f"{__name__}.Head", "kind": "text"},
+        train={"global_batch_size": 8, "epochs": 1},
+        optimizer={"name": "sgd"},
+    )
+    job = job_of(config, World(), (source, source))
+    before = {key: tensor.clone() for key, tensor in job.module.model.state_dict().items()}
+    fit(job)
+    assert largest_difference(before, job.module.model.state_dict()) == 0
+    assert math.isnan(job.stepper.mean_loss().value), "there is nothing to take a mean of"
+
+
+# --- metrics ----------------------------------------------------------------------------------------------------------
+
+
+def scored(task: Task, outputs: Tensor, targets: Tensor, size: int = 4) -> dict[str, float]:
+    """By the task, in batches."""
+    batches = range(0, len(outputs), size)
+    scorer = Scorer(len(batches), "cpu", task.derive)
+    module = ModelWithTask(nn.Identity(), task, "cpu", None)
+    for number, start in enumerate(batches):
+        pair = outputs[start : start + size], targets[start : start + size]
+        scorer.add(number, module.score(pair), len(pair[0]))
+    score = scorer.result()
+    assert score and score.samples == len(outputs)
+    return score.metrics
+
+
+def test_metrics_are_those_of_scikit_learn() -> None:
+    draw = torch.Generator().manual_seed(5)
+    logits, labels = torch.randn(50, 7, generator=draw), torch.randint(0, 7, (50,), generator=draw)
+    found = scored(Classification(7), logits, labels)
+    assert found["accuracy"] == metrics.accuracy_score(labels, logits.argmax(1))
+    assert found["top5"] == metrics.top_k_accuracy_score(labels, logits, k=5, labels=range(7))
+    assert "top5" not in scored(Classification(5), logits[:, :5], labels.clamp(max=4)), "from six classes on"
+
+    many = (torch.rand(50, 7, generator=draw) > 0.7).float()
+    found = scored(Multilabel(), logits, many)
+    assert found["f1_macro"] == pytest.approx(metrics.f1_score(many, logits > 0, average="macro"))
+    assert found["exact_match"] == metrics.accuracy_score(many, logits > 0)
+    assert found["loss"] == pytest.approx(metrics.log_loss(many.flatten(), logits.sigmoid().flatten()), rel=1e-5)
+
+    numbers, truth = torch.randn(50, 2, generator=draw), torch.randn(50, 2, generator=draw)
+    found = scored(Regression(), numbers, truth)
+    assert found["mae"] == pytest.approx(metrics.mean_absolute_error(truth, numbers))
+    assert found["rmse"] == pytest.approx(metrics.root_mean_squared_error(truth.flatten(), numbers.flatten()))
+
+    pixels, masks = torch.randn(10, 4, 5, 5, generator=draw), torch.randint(0, 4, (10, 5, 5), generator=draw)
+    masks[torch.rand(masks.shape, generator=draw) < 0.3] = 9
+    found, valid = scored(Segmentation(ignore_index=9), pixels, masks), masks != 9
+    classes, true = pixels.argmax(1)[valid], masks[valid]
+    assert found["mean_iou"] == pytest.approx(metrics.jaccard_score(true, classes, average="macro"))
+    assert found["pixel_accuracy"] == pytest.approx(metrics.accuracy_score(true, classes))
+
+    words, following = torch.randn(10, 6, WORDS, generator=draw), torch.randint(0, WORDS, (10, 6), generator=draw)
+    following[:, 4:] = -100
+    found = scored(LanguageModel(bytes_per_token=2.0), words, following)
+    loss = functional.cross_entropy(words[:, :4].flatten(0, 1), following[:, :4].flatten()).item()
+    assert found["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
+    assert found["bits_per_byte"] == pytest.approx(loss / math.log(2) / 2, rel=1e-5)
+
+
+def few_batches(world: World) -> Score | None:
+    """Two batches on three processes: the last has none, and does not know which metrics there are."""
+    kind, task, _ = CASES["segmentation"]
+    sources = ArraySource(IMAGES, MASKS), ArraySource(IMAGES[:6], MASKS[:6])
+    config = config_of(
+        world,
+        task=task,
+        model={"_target_": f"{__name__}.Head", "kind": kind},
+        train={"evaluate_batch_size": 4, "global_batch_size": 8},
+    )
+    return evaluate(job_of(config, world, sources).evaluation)
+
+
+def test_processes_without_a_batch_have_the_score_of_all() -> None:
+    (alone,), many = on_ranks(1, few_batches), on_ranks(3, few_batches)
+    assert alone and alone.samples == 6 and set(alone.metrics) == {"loss", "pixel_accuracy", "mean_iou"}
+    assert many == [alone] * 3
+
+
+# --- what fits, and what is refused -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("targets", "task"), [(LABELS, "classification"), (INPUTS[:, 0], "regression"), (INPUTS[:, :1], "regression")]
+)
+def test_auto_takes_what_has_one_meaning(targets: Tensor, task: str) -> None:
+    assert choose("auto", (INPUTS, targets)) == task
+
+
+@pytest.mark.parametrize(
+    ("sample", "words"),
+    [
+        ((INPUTS, SOFT), ("task=auto: the targets are numbers of shape [n, 3]", "multilabel", "regression", "classif")),
+        ((IMAGES, MASKS), ("integers of shape [n, 4, 4]", "segmentation")),
+        ((IDS, NEXT), ("integers of shape [n, 6]", "language_model", "multilabel")),
+        ({"words": IDS}, ("a sample is no (input, target)", "task._target_=")),
+        (IDS, ("a sample is no (input, target)", "task=language_model")),
+        ((INPUTS, {"boxes": IDS}), ("whose target is a dict", "task._target_=")),
+    ],
+)
+def test_auto_never_guesses(sample: Any, words: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        choose("auto", sample)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("task", "targets", "instead"),
+    [
+        ("classification", INPUTS[:, 0], "use task=regression"),
+        ("regression", LABELS, "use task=classification"),
+        ("multilabel", LABELS, "use task=classification"),
+        ("segmentation", LABELS, "use task=classification"),
+        ("classification", MASKS, "use task=segmentation"),
+        ("regression", IMAGES, "use task._target_="),
+    ],
+)
+def test_a_task_that_does_not_fit_is_refused_with_one_that_does(task: str, targets: Tensor, instead: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        choose(task, (INPUTS, targets))
+    assert f"task={task}: needs targets that are" in str(caught.value) and instead in str(caught.value)
+
+
+class Returns:
+    def __init__(self, found: Any) -> None:
+        self.found = found
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        return self.found
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (torch.zeros(()), "a tensor [] of torch.float32"),
+        ((torch.zeros(3), 3), "(a tensor [3] of torch.float32, int)"),
+        ((torch.zeros((), dtype=torch.int64), 3), "(a tensor [] of torch.int64, int)"),
+        ((torch.zeros(()), torch.zeros(2)), "(a tensor [] of torch.float32, a tensor [2] of torch.float32)"),
+        (None, "returned NoneType"),
+    ],
+)
+def test_a_loss_of_another_form_is_told(found: Any, words: str) -> None:
+    module = ModelWithTask(nn.Identity(), complete(Returns(found)), "cpu", None)
+    with pytest.raises(DataError) as caught:
+        module(torch.zeros(2))
+    assert words in str(caught.value) and caught.value.remedy.startswith("return (sum of the losses")
+
+
+def test_what_is_no_task_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"task._target_: Linear has no method loss|Linear has parameters"):
+        complete(nn.Linear(2, 2))
+    learned = nn.Linear(2, 2)
+    learned.loss = lambda model, batch: (model(batch).sum(), 1)  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match="has parameters, which nobody would train"):
+        complete(learned)
+    odd = Returns((torch.zeros(()), 1))
+    odd.better = {"iou": "higher"}  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"better\['iou'\]='higher': must be 'min' or 'max'"):
+        complete(odd)
+
+
+def test_a_batch_of_a_language_model_may_be_ids_a_pair_or_a_dict() -> None:
+    task, draw = LanguageModel(), torch.Generator().manual_seed(0)
+    table = torch.randn(WORDS, WORDS, generator=draw)
+
+    def model(input_ids: Tensor, attention_mask: Tensor | None = None) -> Any:
+        return table[input_ids]
+
+    ids = IDS[:4]
+    alone, units = task.loss(model, ids)
+    assert units == 4 * (LENGTH - 1)
+    for batch in ((ids[:, :-1], ids[:, 1:]), {"input_ids": ids}, {"input_ids": ids, "labels": ids}):
+        loss, number = task.loss(model, batch)
+        assert torch.equal(loss, alone) and number == units
+    mask = (torch.arange(LENGTH) < 4).long().expand(4, LENGTH)
+    padded = {"input_ids": ids, "attention_mask": mask}
+    loss, number = task.loss(model, padded)
+    assert torch.equal(loss, task.loss(model, ids[:, :4])[0]) and number == 4 * 3
+
+
+def test_the_ladder_meets_uneven_batches_and_stand_ins() -> None:
+    train, sizes = {"global_batch_size": GLOBAL_BATCH, "accumulation_steps": 4}, []
+    for rank in range(4):
+        world = World(rank, 4, rank, 4)
+        plan = build_plan(config_of(world, train=train), world, SAMPLES)
+        sizes += [micro_batch.num_real for micro_batch in plan.micro_batches()]
+    assert set(sizes) == {0, 1}
