@@ -710,7 +710,7 @@ def test_the_plan_says_why() -> None:
     assert rows("model=mlp tuning.tf32=false", GPU) == {
         "tuning": "recommended: precision bf16 (compute capability 9.0), pin_memory, non_blocking, copy_stream, "
         "cudnn_benchmark, cuda_graph (a small model), gc_freeze, optimizer fused",
-        "left off": "channels_last (no known convolutions), compile (not torchvision's model)",
+        "left off": "channels_last (no known convolutions), compile (no model known to be large)",
     }
     assert rows("model=resnet50 train.max_steps=100 optimizer=lars tuning.precision=fp32", GPU) == {
         "tuning": "recommended: precision fp32, pin_memory, non_blocking, copy_stream, channels_last (convolutions), "

@@ -52,6 +52,7 @@ def resolve(config: Config, hardware: Hardware, world: World | None) -> Config:
         deterministic=deterministic,
         launch=launch,
         data=_data(config, device, cores, hardware),
+        task=_task(config),
         run_dir=config.run_dir or f"runs/{config.name}/{new_run_id(world)}",
     )
     tuning, reasons = _tuning(config, hardware)
@@ -68,6 +69,12 @@ def _data(config: Config, device: str, cores: int, hardware: Hardware) -> Any:
         wanted = config.tuning.name != "none" and config.tuning.num_workers in ("auto", 0)
         chosen["placement"] = "device" if wanted and size is not None and size <= limit else "host"
     return dataclasses.replace(data, **chosen)
+
+
+def _task(config: Config) -> Any:
+    """What task=auto means where the data set knows it; otherwise the targets tell, in the worker."""
+    known = config.data.task if config.task.name == "auto" else None
+    return OPTIONS["task"][known]() if known else config.task
 
 
 Choice = tuple[Any, str]
@@ -118,13 +125,13 @@ def _choices(config: Config, hardware: Hardware) -> dict[str, Choice]:
         else ("fused" if fused else "foreach", why_fused),
         # It takes most of a minute, and saves a third of the time of a large model's step.
         "compile": _on_unless(
-            "tuning=max" if largest else "torchvision's model",
+            "tuning=max" if largest else "a large model",
             no_gpu,
             (config.mode != "train", "an evaluation"),
             no_dp,
             (config.strategy.sync_bn, "strategy.sync_bn"),
             repeatable,
-            (not largest and not model.worth_compiling, "not torchvision's model"),
+            (not largest and not model.worth_compiling(), "no model known to be large"),
             (not largest and steps is not None and steps < COMPILING_PAYS_STEPS, f"under {COMPILING_PAYS_STEPS} steps"),
         ),
     }
@@ -136,7 +143,7 @@ def _choice_of_cuda_graph(config: Config, hardware: Hardware) -> dict[str, Choic
     choice = _on_unless(
         "tuning=max" if largest else "a small model",
         (config.device != "cuda", "no GPU"),
-        (not largest and not config.model.is_launch_bound, "not a small model of ours"),
+        (not largest and not config.model.is_launch_bound(), "not a small model of ours"),
         *((True, f"because of {key}") for key in capture_blockers(config)),
     )
     return {"cuda_graph": choice}

@@ -170,12 +170,16 @@ def _warmup(asked: Config, config: Config, hardware: Hardware, world: World | No
 
 def _task(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
     data, task, problems = config.data, config.task.name, []
-    fitting = {True: "regression", False: "classification"}.get(data.is_regression)
+    fitting = data.task or {True: "regression", False: "classification"}.get(data.is_regression)
     if fitting and task not in ("auto", "custom", fitting):
-        what = "numbers" if data.is_regression else "class labels"
+        what = {"regression": "numbers", "classification": "class labels", "language_model": "tokens"}[fitting]
         problems.append(f"task={task}: data={data.name} has {what} as targets; use task={fitting}")
-    if data.is_regression and asked.objective == "test.accuracy":
+    if fitting in ("regression", "language_model") and asked.objective == "test.accuracy":
         problems.append(f"objective=test.accuracy: data={data.name} has no classes; use objective=test.loss")
+    if not getattr(config.task, "sample_tokens", 1) and config.task.sample_temperature != type(config.task)().sample_temperature:
+        problems.append(
+            f"task.sample_temperature={config.task.sample_temperature:g}: has an effect only with task.sample_tokens"
+        )
     return problems
 
 

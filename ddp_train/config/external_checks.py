@@ -9,6 +9,7 @@ import math
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,16 @@ import yaml
 
 from ddp_train.config.hardware import Hardware
 from ddp_train.config.migrate import bind_frozen, migrated
-from ddp_train.config.schema import TRACKERS, Config, CustomConfig, OrderedConfig, TorchvisionConfig
+from ddp_train.config.schema import (
+    TRACKERS,
+    Config,
+    CustomConfig,
+    GptConfig,
+    OrderedConfig,
+    TextConfig,
+    TokensConfig,
+    TorchvisionConfig,
+)
 from ddp_train.config.values import is_secret, leaves
 from ddp_train.distributed.world import World
 from ddp_train.text import did_you_mean, shown
@@ -43,6 +53,14 @@ def _model(asked: Config, config: Config, hardware: Hardware, world: World | Non
             f"model={model.name}: needs images, and data={config.data.name} is a table; use model=linear_regression or "
             "mlp"
         ]
+    tokens = config.data.task == "language_model"
+    if tokens and model.takes_tokens is False:
+        return [f"model={model.name}: takes no tokens, and data={config.data.name} has nothing else; use model=gpt"]
+    if model.takes_tokens and not tokens and not isinstance(config.data, CustomConfig):
+        return [f"model={model.name}: needs tokens, and data={config.data.name} has none; use data=text"]
+    if isinstance(model, GptConfig) and model.width % model.heads:
+        several = model.width // model.heads * model.heads or model.heads
+        return [f"model.width={model.width}: must be a multiple of model.heads={model.heads}; use model.width={several}"]
     if shape and shape[1] < model.smallest_side:
         return [f"data.image_size={shape[1]}: model={model.name} halves its images; use at least {model.smallest_side}"]
     if shape and model.channels_taken and shape[0] not in model.channels_taken:
@@ -79,6 +97,8 @@ def missing_data(config: Config) -> list[str]:
     cut = [path for path in paths if path.name.endswith("-ubyte") and _is_cut(path)]
     if cut:
         return [f"data.root={data.root}: {cut[0]} is truncated; remove it, and fetch it with data.download=true"]
+    if isinstance(data, TextConfig | TokensConfig) and (problem := _missing_text(data)):
+        return [problem]
     if data.decode == "gpu" and config.device == "cpu":
         return ["data.decode=gpu: needs a GPU; use data.decode=processes"]
     for name in data.class_folders:
@@ -86,6 +106,31 @@ def missing_data(config: Config) -> list[str]:
         if not folder.is_dir() or not any(entry.is_dir() for entry in folder.iterdir()):
             return [f"data.root={data.root}: {folder} must hold a folder per class; name the folder that holds {name}/"]
     return []
+
+
+def _missing_text(data: TextConfig | TokensConfig) -> str:
+    """What this host lacks of a corpus; "" if nothing."""
+    if data.tokenizer and not Path(data.tokenizer).is_file():
+        return f"data.tokenizer={data.tokenizer}: no such file; name a tokenizer.json, or leave it out"
+    if data.tokenizer and importlib.util.find_spec("tokenizers") is None:
+        return f"data.tokenizer={data.tokenizer}: needs the package tokenizers; {sys.executable} -m pip install tokenizers"
+    glob = getattr(data, "glob", None)
+    if data.path is None and isinstance(data, TokensConfig):
+        return "data.path=null: data=tokens needs a .bin file, or a folder with some; add data.path=PATH"
+    if glob and (data.path is None or Path(data.path).is_file()):
+        return f"data.glob={glob}: chooses among the files of a folder; add data.path=FOLDER, or leave it out"
+    if data.path is None or Path(data.path).is_file():
+        return ""
+    if not Path(data.path).is_dir():
+        return f"data.path={data.path}: no such file or folder"
+    if any(Path(data.path).rglob(glob or data.pattern)):
+        return ""
+    there = Counter(path.suffix for path in Path(data.path).rglob("*.*") if path.is_file()).most_common(3)
+    seen = f"; there are {', '.join(f'{count} {suffix}' for suffix, count in there)}" if there else ""
+    if isinstance(data, TokensConfig):
+        return f"data.path={data.path}: no {data.pattern} in this folder{seen}"
+    use = f"; use data.glob=*{there[0][0]}" if there else ""
+    return f"data.path={data.path}: no file matches data.glob={glob or data.pattern}{seen}{use}"
 
 
 def _is_cut(path: Path) -> bool:
@@ -218,7 +263,7 @@ def changed(before: Config, config: Config) -> list[str]:
 
 def _sample_keys(section: Any) -> dict[str, Any]:
     """The keys of the model or the data that change a sample."""
-    return {name: value for name, value in vars(section).items() if name not in ("root", "download", "placement")}
+    return {name: value for name, value in vars(section).items() if name not in ("root", "path", "download", "placement")}
 
 
 def _code(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:

@@ -9,6 +9,7 @@ is true of options that have no such key.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, Union
 
 AUTO: dict[str, Any] = {"literals": ("auto",)}
@@ -99,7 +100,7 @@ class TuningConfig:
         "auto", "let cuDNN choose algorithms by timing; auto: with one GPU per process", **AUTO
     )
     tf32: Union[bool, str] = key("auto", "TensorFloat-32 matrix products; auto: on GPUs", **AUTO)
-    compile: Union[bool, str] = key("auto", "torch.compile; auto: torchvision's models on GPUs, in long runs", **AUTO)
+    compile: Union[bool, str] = key("auto", "torch.compile; auto: large models on GPUs, in long runs", **AUTO)
     compile_mode: str = key(
         "default",
         "mode of torch.compile; reduce-overhead and max-autotune capture CUDA graphs themselves",
@@ -206,15 +207,21 @@ class ModelFacts:
 
     takes_images: ClassVar[bool | None] = None
     """Whether it has convolutions over images; None: unknown."""
+    takes_tokens: ClassVar[bool | None] = None
+    """Whether its inputs are numbers of tokens; None: unknown."""
     smallest_side: ClassVar[int] = 1
     """Of its images, in pixels."""
     channels_taken: ClassVar[tuple[int, ...]] = ()
     """Numbers of channels of its images; (): any."""
-    is_launch_bound: ClassVar[bool] = False
-    """Whether a GPU runs its kernels faster than a host launches them."""
-    worth_compiling: ClassVar[bool] = False
-    """Whether torch.compile saves more in a long run than it costs at the start."""
     fused = False
+
+    def is_launch_bound(self) -> bool:
+        """Whether a GPU runs its kernels faster than a host launches them."""
+        return False
+
+    def worth_compiling(self) -> bool:
+        """Whether torch.compile saves more in a long run than it costs at the start."""
+        return False
 
     def has_batch_norm(self) -> bool | None:
         """None: unknown."""
@@ -224,6 +231,7 @@ class ModelFacts:
 @dataclass
 class ModelConfig(ModelFacts):
     name: str = "cnn"
+    takes_tokens: ClassVar[bool | None] = False
 
 
 @dataclass
@@ -233,10 +241,12 @@ class CnnConfig(ModelConfig):
     name: str = "cnn"
     takes_images: ClassVar[bool | None] = True
     smallest_side: ClassVar[int] = 2
-    is_launch_bound: ClassVar[bool] = True
     channels: int = key(32, "channels of the first scale; each further scale doubles them", at_least=1)
     norm: str = key("group", "norm layer after each convolution", choices=("none", "batch", "group"))
     dropout: float = key(0.0, "dropout before the last layer", at_least=0, below=1)
+
+    def is_launch_bound(self) -> bool:
+        return True
 
     def has_batch_norm(self) -> bool:
         return self.norm == "batch"
@@ -247,7 +257,9 @@ class _DenseConfig(ModelConfig):
     """Linear layers only."""
 
     takes_images: ClassVar[bool | None] = False
-    is_launch_bound: ClassVar[bool] = True
+
+    def is_launch_bound(self) -> bool:
+        return True
 
     def has_batch_norm(self) -> bool:
         return False
@@ -287,8 +299,39 @@ class TorchvisionConfig(ModelConfig):
     name: str = "torchvision"
     takes_images: ClassVar[bool | None] = True
     channels_taken: ClassVar[tuple[int, ...]] = (1, 3)
-    worth_compiling: ClassVar[bool] = True
     arch: str = key("resnet18", "name of the classifier in torchvision.models")
+
+    def worth_compiling(self) -> bool:
+        return True
+
+
+_LAUNCH_BOUND_BLOCKS = 10**6
+"""Layers times width squared: a block has twelve times its width squared parameters. GPT-2's smallest has 7 million."""
+
+
+@dataclass
+class GptConfig(ModelConfig):
+    """GPT-2: a decoder-only transformer. Its context is data.length, its vocabulary that of the data."""
+
+    name: str = "gpt"
+    takes_images: ClassVar[bool | None] = False
+    takes_tokens: ClassVar[bool | None] = True
+    layers: int = key(4, "number of blocks", at_least=1)
+    heads: int = key(4, "attention heads of a block; they divide the width", at_least=1)
+    width: int = key(128, "features of a token", at_least=1)
+    dropout: float = key(0.0, "dropout of embeddings, attention and residuals", at_least=0, below=1)
+    vocabulary_multiple: int = key(
+        64, "round the vocabulary up to a multiple, for faster matrix products: 50,257 to 50,304", at_least=1
+    )
+
+    def is_launch_bound(self) -> bool:
+        return self.layers * self.width**2 < _LAUNCH_BOUND_BLOCKS
+
+    def worth_compiling(self) -> bool:
+        return not self.is_launch_bound()
+
+    def has_batch_norm(self) -> bool:
+        return False
 
 
 # --- task -----------------------------------------------------------------------------------------------------------
@@ -352,6 +395,8 @@ class LanguageModelConfig(TaskConfig):
 
     name: str = "language_model"
     loss: str = key("cross_entropy", "loss of a token; targets of -100 are left out", choices=("cross_entropy",))
+    sample_tokens: int = key(0, "tokens of a text that the model writes at the end, to run_dir/sample.txt", at_least=0)
+    sample_temperature: float = key(0.8, "of that text; towards 0, ever more the likeliest token", above=0)
 
 
 # --- data -----------------------------------------------------------------------------------------------------------
@@ -362,6 +407,8 @@ class DataFacts:
 
     is_regression: ClassVar[bool | None] = None
     """Whether its targets are numbers, not class labels; None: unknown."""
+    task: ClassVar[str | None] = None
+    """What task=auto means with it; None: the targets of a batch tell."""
     files: ClassVar[tuple[str, ...]] = ()
     """Files that must exist, below `root`."""
     class_folders: ClassVar[tuple[str, ...]] = ()
@@ -370,6 +417,7 @@ class DataFacts:
     """Number, channels and side of a fixed set of images that is held in memory."""
     placement = "host"
     root = decode = ""
+    path = tokenizer = None
     download = False
 
     def in_memory_bytes(self) -> int | None:
@@ -503,6 +551,60 @@ class LinearRegressionDataConfig(DataConfig):
 
     def sample_bytes(self) -> int:
         return 4 * self.features
+
+
+_LIBRARY_BYTES = 12 * 2**20
+"""Of Python's standard library without its tests, about; only whether it fits into a GPU's memory hangs on it."""
+_TOKENIZER = "tokenizer.json of Hugging Face's tokenizers"
+
+
+@dataclass
+class TextConfig(DataConfig):
+    """Text files as bytes, or through a tokenizer; by default Python's own standard library, without a download."""
+
+    name: str = "text"
+    task: ClassVar[str | None] = "language_model"
+    pattern: ClassVar[str] = "*.txt"
+    path: str | None = key(None, "file or folder; null: the .py files of Python's standard library")
+    glob: str | None = key(None, "files of the folder, below it too; null: *.txt")
+    length: int = key(256, "tokens of a window, which is a sample", at_least=2)
+    test_part: float = key(0.05, "part of the text that is held out, whole files where they fit", above=0, below=1)
+    tokenizer: str | None = key(None, f"{_TOKENIZER}; null: each byte is a token")
+
+    def in_memory_bytes(self) -> int:
+        width = 4 if self.tokenizer else 1  # of four bytes at most; there are fewer tokens than bytes
+        return width * _bytes_of(self.path, self.glob or self.pattern) if self.path else width * _LIBRARY_BYTES
+
+    def sample_bytes(self) -> int:
+        return 16 * self.length
+
+
+@dataclass
+class TokensConfig(DataConfig):
+    """Files of tokens, mapped into memory: .bin as nanoGPT (no header) and llm.c (with one) write them."""
+
+    name: str = "tokens"
+    task: ClassVar[str | None] = "language_model"
+    pattern: ClassVar[str] = "*.bin"
+    path: str | None = key(None, "a .bin file, or a folder with some; those with val or test in their names are held out")
+    length: int = key(1024, "tokens of a window, which is a sample", at_least=2)
+    vocabulary: int = key(50_257, "number of tokens; those of the files are below it", at_least=1)
+    dtype: str = key("uint16", "type of the tokens in files without a header", choices=("uint16", "uint32"))
+    test_part: float = key(0.05, "part that is held out where no file is: the end of the last one", above=0, below=1)
+    tokenizer: str | None = key(None, f"{_TOKENIZER}, to show text that the model writes")
+    bytes_per_token: float | None = key(None, "bytes of text that a token stands for, for bits_per_byte", above=0)
+
+    def in_memory_bytes(self) -> int:
+        return _bytes_of(self.path, self.pattern) if self.path else 0
+
+    def sample_bytes(self) -> int:
+        return 16 * self.length
+
+
+def _bytes_of(path: str, glob: str) -> int:
+    """Of a file, or of the files in a folder that match; 0 if there is none."""
+    files = [Path(path)] if Path(path).is_file() else Path(path).rglob(glob)
+    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 # --- optimizer and schedule -----------------------------------------------------------------------------------------
@@ -706,7 +808,9 @@ def _by_name(*schemas: type) -> dict[str, Any]:
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "strategy": _by_name(SingleConfig, DpConfig, DdpConfig, OrderedConfig),
-    "model": _by_name(CnnConfig, MlpConfig, LinearRegressionConfig, GeluMlpConfig, TorchvisionConfig, CustomConfig),
+    "model": _by_name(
+        CnnConfig, MlpConfig, LinearRegressionConfig, GeluMlpConfig, GptConfig, TorchvisionConfig, CustomConfig
+    ),
     "task": _by_name(
         AutoTaskConfig,
         ClassificationConfig,
@@ -724,6 +828,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
         ImageFolderConfig,
         SyntheticConfig,
         LinearRegressionDataConfig,
+        TextConfig,
+        TokensConfig,
         CustomConfig,
     ),
     "optimizer": _by_name(

@@ -9,7 +9,7 @@ import importlib.util
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self, runtime_checkable
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ddp_train.data import augment as augmentation
 from ddp_train.data.copy_stream import to_device
+from ddp_train.data.corpus import text_sources, token_sources
 from ddp_train.data.image_folder import FolderSource
 from ddp_train.data.rng import hash_key, uniform
 from ddp_train.errors import ConfigError, DataError
@@ -48,6 +49,32 @@ class BatchSource(Protocol):
         ...
 
 
+@runtime_checkable
+class HeldSource(Protocol):
+    """A BatchSource that can be held where it is needed, whole: `data.placement=device`. A batch is (inputs, targets).
+
+    `isinstance` looks these attributes up: it must not ask for `outputs`, which a data set of the user's may refuse.
+    """
+
+    def get_batch(self, indices: np.ndarray, epoch: int | None) -> tuple[Tensor, Tensor]:
+        """See BatchSource."""
+        ...
+
+    @property
+    def sample_bytes(self) -> int:
+        """Of the inputs of a sample in a batch."""
+        ...
+
+    def first(self, count: int) -> Self:
+        """The first samples. The outputs stay those of all."""
+        ...
+
+    def to(self, device: torch.device, channels_last: bool = False) -> Self:
+        """The same split on a device, where `get_batch` then works and gives the same batches. channels_last: the
+        memory format of images there, and of what is fetched."""
+        ...
+
+
 class ArraySource:
     """A split that is held in memory: the host's, or a GPU's.
 
@@ -74,13 +101,15 @@ class ArraySource:
     def __len__(self) -> int:
         return len(self.inputs)
 
+    @property
+    def sample_bytes(self) -> int:
+        """As float32."""
+        return 4 * self.inputs[0].numel()
+
     def first(self, count: int) -> ArraySource:
-        """The first samples. The number of classes stays that of all."""
         return self._with(inputs=self.inputs[:count], targets=self.targets[:count])
 
     def to(self, device: torch.device, channels_last: bool = False) -> ArraySource:
-        """The same split on a device, where `get_batch` then works: the same draws, the same arithmetic. channels_last:
-        the memory format of images there, and of what is fetched."""
         targets = self.targets.to(device)
         if not channels_last or self.inputs.ndim != 4:
             return self._with(inputs=self.inputs.to(device), targets=targets)
@@ -199,7 +228,7 @@ def limited(source: BatchSource, limit: int | None) -> BatchSource:
     """The first `limit` samples of a source, or all of them."""
     if limit is None:
         return source
-    return source.first(limit) if isinstance(source, ArraySource) else LimitedSource(source, limit)
+    return source.first(limit) if isinstance(source, HeldSource) else LimitedSource(source, limit)
 
 
 def digests(source: BatchSource, samples: int = 8) -> dict[str, str]:
@@ -323,5 +352,7 @@ _BUILDERS: dict[str, Callable[..., tuple[BatchSource, BatchSource]]] = {
     "image_folder": _image_folder,
     "synthetic": _synthetic,
     "linear_regression": _linear_regression,
+    "text": text_sources,
+    "tokens": token_sources,
 }
 """For each built-in data set a function of the keys of `data=NAME` and the seed."""

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.copy_stream import CopyStream
-from ddp_train.data.datasets import ArraySource, BatchSource, folder_of
+from ddp_train.data.datasets import BatchSource, HeldSource, folder_of
 from ddp_train.data.prefetch import GpuDecoder
 from ddp_train.errors import LaunchError
 from ddp_train.linux import end_loader_with_parent
@@ -87,11 +87,15 @@ class _Resident:
     """
 
     def __init__(
-        self, source: ArraySource, micro_batches: Iterable[MicroBatch], place: Callable[[Tensor], Tensor]
+        self,
+        source: HeldSource,
+        micro_batches: Iterable[MicroBatch],
+        place: Callable[[Tensor], Tensor],
+        device: torch.device,
     ) -> None:
         self.source, self.micro_batches, self.place = source, micro_batches, place
-        at_once = 2**26 if source.inputs.is_cuda else 2**19  # bytes; on CPU they stay in a core's cache
-        self.samples_at_once = at_once // max(1, 4 * source.inputs[0].numel())
+        at_once = 2**26 if device.type == "cuda" else 2**19  # bytes; on CPU they stay in a core's cache
+        self.samples_at_once = at_once // max(1, source.sample_bytes)
 
     def __iter__(self) -> Iterator[Batch]:
         for group in self._groups():
@@ -153,7 +157,7 @@ class Loader:
         options: LoaderOptions,
         resident: bool = False,
     ) -> None:
-        """resident: the data set, which must be an ArraySource, is held on the device."""
+        """resident: the data set, which must be a HeldSource, is held on the device."""
         self.device = torch.device(device)
         self.options = options
         self.resident = resident
@@ -167,8 +171,9 @@ class Loader:
         """Whether batches are copied while the GPU computes."""
         self.batches: Iterable[Batch | LaunchError]
         if resident:
-            assert isinstance(source, ArraySource), "config.validate lets no other data set be resident"
-            self.batches = _Resident(source.to(self.device, options.channels_last), micro_batches, self._place)
+            assert isinstance(source, HeldSource), "config.validate lets no other data set be resident"
+            held = source.to(self.device, options.channels_last)
+            self.batches = _Resident(held, micro_batches, self._place, self.device)
         elif self.folder is not None and decoded_on_gpu:
             readers = max(1, options.num_workers)
             decoder = GpuDecoder(self.folder, micro_batches, readers, options.prefetch_factor, self.device)

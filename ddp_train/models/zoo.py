@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_train.errors import ConfigError
+from ddp_train.models.gpt import Gpt
 from ddp_train.text import first_line
 
 
@@ -127,11 +128,19 @@ class _Rgb(nn.Module):
         return images.expand(-1, 3, -1, -1)
 
 
+def _gpt(shape: tuple[int, ...], outputs: int, **arguments: Any) -> nn.Module:
+    """The context is the length of a sample, the vocabulary that of the data. arguments: those of Gpt."""
+    if len(shape) != 1:
+        raise ConfigError([f"model=gpt: takes tokens, [n, t], and an input has the shape {['n', *shape]}"])
+    return Gpt(outputs, shape[0], **arguments)
+
+
 _BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "cnn": _cnn,
     "mlp": _mlp,
     "linear_regression": _linear_regression,
     "gelu_mlp": _gelu_mlp,
+    "gpt": _gpt,
     "torchvision": _torchvision,
 }
 """For each built-in network a function of the shape of a sample, the outputs, and the keys of `model=NAME`."""

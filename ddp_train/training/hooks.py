@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +31,8 @@ WAITING_HISTOGRAMS = 4
 """Copies of all weights that may wait to be written; later epochs are skipped until one is."""
 IMAGES = 32
 """Of the first batch, that TensorBoard shows."""
+SAMPLE = "sample.txt"
+log = logging.getLogger(__name__)
 
 
 class MetricsHook:
@@ -221,6 +225,30 @@ class WeightHistograms:
             self.thread.show(functools.partial(self.board.histograms, step, weights))
         finally:
             self.slots.release()
+
+
+class SampleHook:
+    """A text that the model writes when training is complete: shown, and kept in run_dir/sample.txt. On one process:
+    nothing is exchanged."""
+
+    def __init__(self, write: Callable[[nn.Module], str], display: Display, path: Path) -> None:
+        """write: the model in eval mode -> the text."""
+        self.write = write
+        self.display = display
+        self.path = path
+
+    def due(self, job: Job) -> int:
+        return job.plan.steps
+
+    def act(self, job: Job) -> None:
+        if job.step < job.plan.steps:
+            return
+        text = self.write(job.module.model)
+        self.display.line(f"the model writes ({self.path.name}):\n{text}\n")
+        try:
+            self.path.write_text(text)
+        except OSError as error:  # a full disk must not fail a run that is complete
+            log.warning("%s cannot be written: %s", self.path, error)
 
 
 def tensorboard_details(

@@ -30,7 +30,7 @@ from ddp_train.telemetry.tracker_queue import Tracking, flat, open_trackers
 from ddp_train.telemetry.trackers import Run as TrackedRun
 from ddp_train.text import counted
 from ddp_train.training import checkpoint, setup
-from ddp_train.training.hooks import CheckpointHook, MetricsHook, tensorboard_details
+from ddp_train.training.hooks import SAMPLE, CheckpointHook, MetricsHook, SampleHook, tensorboard_details
 from ddp_train.training.loop import Job, evaluate, fit
 from ddp_train.training.phases import ReportedHook
 from ddp_train.training.plan_report import plan_rows
@@ -136,6 +136,10 @@ class Run:
             ReportedHook(save, self.status, "checkpoint"),
             *details,
         ]
+        write = setup.text_writer(config, sources[0])
+        if write and self.world.is_leader:
+            sample = SampleHook(write, self.display, self.run_dir / SAMPLE)
+            job.hooks = [*job.hooks, ReportedHook(sample, self.status, "sample")]
         job.stop = job.evaluation.stop = StopController()
         self.announce(job, sources[0])
         score = self.fit(job, record)

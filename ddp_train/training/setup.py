@@ -19,6 +19,7 @@ from ddp_train.data.batch_plan import BatchPlan, MicroBatch, evaluation_batches
 from ddp_train.data.datasets import BatchSource, UserDataset, build_datasets
 from ddp_train.data.loader import Batch, Loader, LoaderOptions
 from ddp_train.data.rng import StepSeed, hash_key
+from ddp_train.data.tokens import TokenSource
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
 from ddp_train.models.zoo import build_model
@@ -32,6 +33,7 @@ from ddp_train.performance.bias_lint import biases_before_norm
 from ddp_train.performance.cuda_graph import GraphedStepper, on_stream
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.tasks.builtin import TASKS, choose
+from ddp_train.tasks.sampling import write_tokens
 from ddp_train.tasks.score import Scorer
 from ddp_train.tasks.task import ModelWithTask, Task, complete
 from ddp_train.tensor_tree import map_tensors
@@ -102,7 +104,30 @@ def build_task(section: Any, source: BatchSource, sample: Any) -> Task:
     with contextlib.suppress(ConfigError):  # a data set that does not say how many classes it has
         facts["classes"] = source.outputs
     taken = inspect.signature(task).parameters
-    return task(**arguments_of(section), **{name: fact for name, fact in facts.items() if name in taken})
+    return task(**keys_taken_by(task, section), **{name: fact for name, fact in facts.items() if name in taken})
+
+
+def text_writer(config: Config, source: BatchSource) -> Callable[[nn.Module], str] | None:
+    """From the trained model to a text of `task.sample_tokens` tokens; None if none is asked for."""
+    count = getattr(config.task, "sample_tokens", 0)
+    if not count:
+        return None
+    if not isinstance(source, TokenSource):
+        raise ConfigError([f"task.sample_tokens={count}: only data=text and tokens tell how tokens are read; use 0"])
+
+    def write(model: nn.Module) -> str:
+        ids = write_tokens(
+            model,
+            source.last_token,
+            count,
+            source.length,
+            source.vocabulary,
+            config.task.sample_temperature,
+            config.seed,
+        )
+        return source.decode(ids) if source.decode else " ".join(map(str, ids))
+
+    return write
 
 
 def _input_shape(sample: Any, model: str) -> torch.Size:

@@ -1,0 +1,102 @@
+"""GPT-2: a decoder-only transformer, as Radford et al. describe it ("Language Models are Unsupervised Multitask
+Learners", 2019): layer norm before attention and MLP, learned positions, GELU, one matrix for embedding and head."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ddp_train.errors import DataError
+
+INITIAL_STD = 0.02
+"""Of all weights and embeddings, from GPT-2's code."""
+
+
+class Attention(nn.Module):
+    """Each token looks at itself and at those before it, in several heads."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.query_key_value = nn.Linear(width, 3 * width)
+        self.projection = nn.Linear(width, width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[n, t, width] -> the same."""
+        n, t, width = tokens.shape
+        split = self.query_key_value(tokens).view(n, t, 3, self.heads, width // self.heads)
+        query, key, value = split.permute(2, 0, 3, 1, 4)  # [n, heads, t, width / heads] each
+        dropout = self.dropout if self.training else 0.0
+        seen = functional.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+        return self.projection(seen.transpose(1, 2).reshape(n, t, width))
+
+
+class Mlp(nn.Module):
+    """Two layers for each token by itself, the one between four times as wide."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.expansion = nn.Linear(width, 4 * width)
+        self.projection = nn.Linear(4 * width, width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.projection(functional.gelu(self.expansion(tokens), approximate="tanh"))
+
+
+class Block(nn.Module):
+    """Attention and MLP, each added to what it was given. `tuning.activation_checkpointing=[Block]` recomputes it."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.attention_norm, self.attention = nn.LayerNorm(width), Attention(width, heads, dropout)
+        self.mlp_norm, self.mlp = nn.LayerNorm(width), Mlp(width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        tokens = tokens + self.dropout(self.attention(self.attention_norm(tokens)))
+        return tokens + self.dropout(self.mlp(self.mlp_norm(tokens)))
+
+
+class Gpt(nn.Module):
+    """ids, int64 [n, t], t up to the context -> logits [n, t, vocabulary].
+
+    The vocabulary is rounded up to a multiple. No token has the numbers that this adds; training makes them unlikely.
+    """
+
+    def __init__(
+        self,
+        vocabulary: int,
+        context: int,
+        layers: int,
+        heads: int,
+        width: int,
+        dropout: float = 0.0,
+        vocabulary_multiple: int = 1,
+    ) -> None:
+        super().__init__()
+        rounded = -(-vocabulary // vocabulary_multiple) * vocabulary_multiple
+        self.context = context
+        self.tokens, self.positions = nn.Embedding(rounded, width), nn.Embedding(context, width)
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.Sequential(*(Block(width, heads, dropout) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width)
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            elif parameter.ndim == 2:
+                # Each block adds twice to the stream: so its variance does not grow with their number.
+                scale = 1 / math.sqrt(2 * layers) if "projection" in name else 1.0
+                nn.init.normal_(parameter, std=INITIAL_STD * scale)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if ids.shape[1] > self.context:
+            raise DataError(
+                f"model=gpt has {self.context} positions, and a sample has {ids.shape[1]} tokens",
+                "use a data.length of as many tokens as the model was built for",
+            )
+        places = torch.arange(ids.shape[1], device=ids.device)
+        stream = self.blocks(self.dropout(self.tokens(ids) + self.positions(places)))
+        return functional.linear(self.norm(stream), self.tokens.weight)
