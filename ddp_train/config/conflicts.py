@@ -176,10 +176,13 @@ def _task(asked: Config, config: Config, hardware: Hardware, world: World | None
         problems.append(f"task={task}: data={data.name} has {what} as targets; use task={fitting}")
     if fitting in ("regression", "language_model") and asked.objective == "test.accuracy":
         problems.append(f"objective=test.accuracy: data={data.name} has no classes; use objective=test.loss")
-    if not getattr(config.task, "sample_tokens", 1) and config.task.sample_temperature != type(config.task)().sample_temperature:
-        problems.append(
-            f"task.sample_temperature={config.task.sample_temperature:g}: has an effect only with task.sample_tokens"
-        )
+    if not getattr(config.task, "sample_tokens", 1):
+        default = type(config.task)()
+        problems += [
+            f"task.{name}={shown(getattr(config.task, name))}: has an effect only with task.sample_tokens"
+            for name in ("sample_prompt", "sample_temperature")
+            if getattr(config.task, name) != getattr(default, name)
+        ]
     return problems
 
 

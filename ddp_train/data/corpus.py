@@ -6,7 +6,7 @@ import hashlib
 import os
 import re
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,16 +14,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddp_train.data.tokens import HELD_AS, TokenSource, mapped, read_bin
+from ddp_train.data.tokens import HELD_AS, TokenSource, Words, mapped, read_bin
 from ddp_train.errors import DataError
 
-BYTES = 256
 END = 0
 """The byte that ends each file of a folder. Text holds none."""
 END_TOKEN = "<|endoftext|>"
 """Ends each file where a tokenizer has it."""
-NOT_LIBRARY = re.compile(r"(test|tests|idle_test|(site|dist)-packages|__pycache__|config-.*|_sysconfigdata.*)$")
-"""Folders and files below Python's standard library that are no part of it, hold its tests, or differ by machine."""
+NOT_LIBRARY = re.compile(
+    r"(test|tests|idle_test|(site|dist)-packages|__pycache__|config-.*|_sysconfigdata.*|encodings|pydoc_data)$"
+)
+"""Folders and files below Python's standard library that are no part of it, hold its tests, differ by machine, or are
+tables rather than code: character sets, and the manual as one string."""
 TEST_WORDS = {"val", "valid", "validation", "test"}
 """A .bin file with one of these in its name is of the test split."""
 
@@ -110,7 +112,10 @@ class Tokenizer:
     def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
-    def encode(self, documents: Sequence[Document]) -> Tensor:
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_all(self, documents: Sequence[Document]) -> Tensor:
         """int32 [tokens]; each document ends with END_TOKEN if there is one."""
         end = self.tokenizer.token_to_id(END_TOKEN)
         texts = [bytes(document.content.numpy()).decode("utf-8", "replace") for document in documents]
@@ -119,9 +124,17 @@ class Tokenizer:
         return torch.cat(ids).to(HELD_AS["uint32"])
 
 
-def decode_bytes(ids: list[int]) -> str:
-    """Bytes as text; what is no UTF-8 is shown as U+FFFD."""
-    return bytes(ids).decode("utf-8", "replace")
+class Bytes:
+    """In place of a tokenizer: each byte of UTF-8 is a token."""
+
+    vocabulary = 256
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: list[int]) -> str:
+        """What is no UTF-8 becomes U+FFFD."""
+        return bytes(ids).decode("utf-8", "replace")
 
 
 def _as_bytes(documents: Sequence[Document]) -> Tensor:
@@ -139,14 +152,13 @@ def text_sources(
     where = f"data.path={path or 'null (the standard library)'}"
     splits = split(read_documents(path, glob or "*.txt"), test_part)
     if tokenizer is None:
-        vocabulary, decode, bytes_per_token = BYTES, decode_bytes, 1.0
+        words: Words = Bytes()
         train, test = map(_as_bytes, splits)
     else:
-        made = Tokenizer(tokenizer)
-        vocabulary, decode = made.vocabulary, made.decode
-        train, test = map(made.encode, splits)
-        bytes_per_token = sum(len(document.content) for document in splits[1]) / max(1, len(test))
-    return _sources([train], [test], length, vocabulary, seed, bytes_per_token, decode, where)
+        words = made = Tokenizer(tokenizer)
+        train, test = map(made.encode_all, splits)
+    bytes_per_token = sum(len(document.content) for document in splits[1]) / max(1, len(test)) if tokenizer else 1.0
+    return _sources([train], [test], length, words.vocabulary, seed, bytes_per_token, words, where)
 
 
 def token_sources(
@@ -171,8 +183,8 @@ def token_sources(
         cut = max(1, len(train[-1]) - int(test_part * sum(map(len, train))))
         test = [train[-1][cut:]]
         train[-1] = train[-1][:cut]
-    decode = Tokenizer(tokenizer).decode if tokenizer else None
-    return _sources(train, test, length, vocabulary, seed, bytes_per_token, decode, where)
+    words = Tokenizer(tokenizer) if tokenizer else None
+    return _sources(train, test, length, vocabulary, seed, bytes_per_token, words, where)
 
 
 def bin_files(path: Path) -> tuple[list[Path], list[Path]]:
@@ -191,10 +203,10 @@ def _sources(
     vocabulary: int,
     seed: int,
     bytes_per_token: float | None,
-    decode: Callable[[list[int]], str] | None,
+    words: Words | None,
     where: str,
 ) -> tuple[TokenSource, TokenSource]:
-    common: dict[str, Any] = {"bytes_per_token": bytes_per_token, "decode": decode, "where": where}
+    common: dict[str, Any] = {"bytes_per_token": bytes_per_token, "words": words, "where": where}
     return (
         TokenSource(train, length, vocabulary, seed, **common),
         TokenSource(test, length, vocabulary, None, **common),

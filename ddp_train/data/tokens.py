@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -35,6 +36,19 @@ CHECKED_AT_ONCE = 2**26
 """Tokens that are widened to int64 at a time: 0.5 GB."""
 
 
+class Words(Protocol):
+    """What tokens stand for."""
+
+    @property
+    def vocabulary(self) -> int:
+        """The number of tokens."""
+        ...
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: list[int]) -> str: ...
+
+
 class TokenSource:
     """Windows of a row of tokens. A batch is (ids, targets), int64 [n, length] each.
 
@@ -49,17 +63,17 @@ class TokenSource:
         vocabulary: int,
         seed: int | None = None,
         bytes_per_token: float | None = None,
-        decode: Callable[[list[int]], str] | None = None,
+        words: Words | None = None,
         where: str = "data",
     ) -> None:
         """parts: of one type of `HELD_AS`, [tokens] each. seed: of the offsets; None, for a test split: windows begin
         at the start, the last one ends with its part, and what it has in common with the one before is not counted
-        twice. decode: from tokens to text. where: key and value, for messages.
+        twice. words: what the tokens stand for, where that is known. where: key and value, for messages.
 
         Raises DataError if there is no whole window.
         """
         self.parts, self.length, self.vocabulary, self.seed = list(parts), length, vocabulary, seed
-        self.bytes_per_token, self.decode, self.where = bytes_per_token, decode, where
+        self.bytes_per_token, self.words, self.where = bytes_per_token, words, where
         self.whole = self.parts[0] if len(self.parts) == 1 else None
         """All parts as one tensor, where there is one."""
         sizes = np.array([len(part) for part in self.parts], dtype=np.int64)

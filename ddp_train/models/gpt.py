@@ -33,6 +33,9 @@ class Attention(nn.Module):
         seen = functional.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
         return self.projection(seen.transpose(1, 2).reshape(n, t, width))
 
+    def extra_repr(self) -> str:
+        return f"heads={self.heads}, dropout={self.dropout}"
+
 
 class Mlp(nn.Module):
     """Two layers for each token by itself, the one between four times as wide."""

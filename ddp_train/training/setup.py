@@ -114,18 +114,14 @@ def text_writer(config: Config, source: BatchSource) -> Callable[[nn.Module], st
         return None
     if not isinstance(source, TokenSource):
         raise ConfigError([f"task.sample_tokens={count}: only data=text and tokens tell how tokens are read; use 0"])
+    prompt, temperature = config.task.sample_prompt, config.task.sample_temperature
+    if prompt and not source.words:
+        raise ConfigError([f"task.sample_prompt={prompt}: data=tokens needs data.tokenizer to read it; add that"])
 
     def write(model: nn.Module) -> str:
-        ids = write_tokens(
-            model,
-            source.last_token,
-            count,
-            source.length,
-            source.vocabulary,
-            config.task.sample_temperature,
-            config.seed,
-        )
-        return source.decode(ids) if source.decode else " ".join(map(str, ids))
+        first = [source.last_token, *(source.words.encode(prompt) if source.words else [])]
+        ids = write_tokens(model, first, count, source.length, source.vocabulary, temperature, config.seed)
+        return prompt + source.words.decode(ids) if source.words else " ".join(map(str, ids))
 
     return write
 
