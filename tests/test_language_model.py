@@ -259,7 +259,9 @@ def test_a_text_that_changed_is_found_at_a_resume(tmp_path: Path) -> None:
 def test_a_tokenizer_gives_tokens_and_bytes_per_token(tmp_path: Path) -> None:
     import tokenizers
 
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<|endoftext|>": 0, "[UNK]": 1, "one": 2, "two": 3}, "[UNK]"))
+    made = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"<|endoftext|>": 0, "[UNK]": 1, "one": 2, "two": 3}, "[UNK]")
+    )
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     made.save(str(tmp_path / "tokenizer.json"))
     for number in range(10):
@@ -274,7 +276,9 @@ def test_a_tokenizer_gives_tokens_and_bytes_per_token(tmp_path: Path) -> None:
 # --- files of tokens --------------------------------------------------------------------------------------------------
 
 
-def write_llm_c(path: Path, tokens: np.ndarray, magic: int = 20240520, version: int = 1, count: int | None = None) -> None:
+def write_llm_c(
+    path: Path, tokens: np.ndarray, magic: int = 20240520, version: int = 1, count: int | None = None
+) -> None:
     """As llm.c's data scripts write it: 256 int32, then the tokens."""
     header = np.zeros(256, dtype=np.int32)
     header[:3] = magic, version, len(tokens) if count is None else count

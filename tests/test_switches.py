@@ -57,6 +57,7 @@ from ddp_train.training.setup import (
     build_strategy,
     build_task,
     open_datasets,
+    text_writer,
 )
 from tests.jobs import job_of, loader_of, module_of, optimizer_of, schedule_of
 
@@ -73,6 +74,9 @@ ALSO = {
     "data=fashion_mnist": "data.root=files",
     "data=cifar10": "data.root=files",
     "data=image_folder": "data.root=images",
+    "data=text": "data.path=corpus data.length=8 model=gpt",
+    "data=tokens": "data.path=numbers data.length=8 model=gpt",
+    "model=gpt": "data=text data.path=corpus data.length=8",
     "model=custom": "model._target_=torch.nn.Linear model.in_features=3 model.out_features=2",
     "data=custom": f"data._target_={__name__}.Table data.size=9 trusted_modules=[{__name__.partition('.')[0]}]",
     "optimizer=custom": "optimizer._target_=torch.optim.SGD optimizer.lr=0.1",
@@ -384,6 +388,20 @@ def loss(case: Case) -> Any:
     return float(total), int(units)
 
 
+def text_written(case: Case) -> Any:
+    """By the untrained model; None if none is asked for."""
+    source = open_datasets(case.config)[0]
+    write = text_writer(case.config, source)
+    return write(module_of(case.config, source).model) if write else None
+
+
+def bytes_per_token(case: Case) -> Any:
+    """As the task of the data gets it."""
+    source = open_datasets(case.config)[0]
+    task = build_task(case.config.task, source, source.get_batch(np.array([0]), None))
+    return task.derive({"loss": 1.0})
+
+
 def plan(case: Case) -> Any:
     made = build_plan(case.config, World(), 240)
     return made, [
@@ -547,6 +565,7 @@ class Row:
     machine: Hardware = CPU
 
 
+TEXT = "data=text data.path=corpus data.length=8 model=gpt"
 WORKERS, TWO_HOSTS = "tuning.num_workers=2", "launch.nnodes=2 launch.rdzv_endpoint=a:1 run_dir=here"
 
 ROWS: dict[str, Row] = {
@@ -594,6 +613,9 @@ ROWS: dict[str, Row] = {
     "task.class_weights": Row("task.class_weights=[1,2,3]", loss, "task=classification"),
     "task.pos_weight": Row("task.pos_weight=[2,1,1]", loss, "task=multilabel data._target_=own.Data"),
     "task.ignore_index": Row("task.ignore_index=1", loss, "task=segmentation data._target_=own.Data"),
+    "task.sample_tokens": Row("task.sample_tokens=9", text_written, TEXT),
+    "task.sample_prompt": Row("task.sample_prompt=ab", text_written, f"{TEXT} task.sample_tokens=9"),
+    "task.sample_temperature": Row("task.sample_temperature=1e-6", text_written, f"{TEXT} task.sample_tokens=9"),
     "train.log_every_steps": Row("train.log_every_steps=1", run, SMALL),
     "train.evaluate_every_epochs": Row("train.evaluate_every_epochs=2", run, SMALL),
     "train.evaluate_batch_size": Row("train.evaluate_batch_size=7", evaluation_batches),
@@ -637,6 +659,9 @@ ROWS: dict[str, Row] = {
     "model.dropout": Row("model.dropout=0.1", model),
     "model.hidden": Row("model.hidden=16", model),
     "model.layers": Row("model.layers=1", model),
+    "model.heads": Row("model.heads=2", model),
+    "model.width": Row("model.width=64", model),
+    "model.vocabulary_multiple": Row("model.vocabulary_multiple=100", model),
     "model.fused": Row("model.fused=true", gelu_is_compiled),
     "model.arch": Row("model.arch=resnet34", model),
     "model.target": Row("model._target_=torch.nn.modules.linear.NonDynamicallyQuantizableLinear", model),
@@ -654,6 +679,14 @@ ROWS: dict[str, Row] = {
     "data.classes": Row("data.classes=3", samples),
     "data.features": Row("data.features=3", samples),
     "data.noise": Row("data.noise=0.5", samples),
+    "data.path": Row("data.path=other", samples),
+    "data.glob": Row("data.glob=*.log", samples),
+    "data.length": Row("data.length=4", samples),
+    "data.test_part": Row("data.test_part=0.4", samples, "data.path=corpus/long.log"),
+    "data.tokenizer": Row("data.tokenizer=none.json", problems),
+    "data.vocabulary": Row("data.vocabulary=300", samples),
+    "data.dtype": Row("data.dtype=uint32", samples, "data.vocabulary=2000000000"),
+    "data.bytes_per_token": Row("data.bytes_per_token=4.5", bytes_per_token),
     "data.target": Row(f"data._target_={__name__}.OtherTable", samples),
     "data.arguments": Row("data.size=7", samples),
     "optimizer.lr": Row("optimizer.lr=0.3", optimizer),
@@ -797,6 +830,12 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> Path:
             path = folder / place / f"{name}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(numbers.integers(0, 255, (40, 30 + number, 3), dtype=np.uint8)).save(path)
+    (folder / "corpus").mkdir()
+    (folder / "numbers").mkdir()
+    for name, seed in (("corpus/a.txt", 1), ("corpus/long.log", 2), ("other/a.txt", 3)):
+        (folder / name).write_bytes(np.random.default_rng(seed).integers(32, 127, 900 * seed, dtype=np.uint8).tobytes())
+    for name, seed in (("numbers/a.bin", 1), ("other/a.bin", 2)):
+        np.random.default_rng(seed).integers(0, 200, 900).astype(np.uint16).tofile(folder / name)
     with contextlib.chdir(folder), flags_restored():
         run(case_of(f"{SMALL} run_dir=trained", CPU))
     return folder

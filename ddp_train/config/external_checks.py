@@ -60,7 +60,9 @@ def _model(asked: Config, config: Config, hardware: Hardware, world: World | Non
         return [f"model={model.name}: needs tokens, and data={config.data.name} has none; use data=text"]
     if isinstance(model, GptConfig) and model.width % model.heads:
         several = model.width // model.heads * model.heads or model.heads
-        return [f"model.width={model.width}: must be a multiple of model.heads={model.heads}; use model.width={several}"]
+        return [
+            f"model.width={model.width}: must be a multiple of model.heads={model.heads}; use model.width={several}"
+        ]
     if shape and shape[1] < model.smallest_side:
         return [f"data.image_size={shape[1]}: model={model.name} halves its images; use at least {model.smallest_side}"]
     if shape and model.channels_taken and shape[0] not in model.channels_taken:
@@ -113,7 +115,9 @@ def _missing_text(data: TextConfig | TokensConfig) -> str:
     if data.tokenizer and not Path(data.tokenizer).is_file():
         return f"data.tokenizer={data.tokenizer}: no such file; name a tokenizer.json, or leave it out"
     if data.tokenizer and importlib.util.find_spec("tokenizers") is None:
-        return f"data.tokenizer={data.tokenizer}: needs the package tokenizers; {sys.executable} -m pip install tokenizers"
+        return (
+            f"data.tokenizer={data.tokenizer}: needs the package tokenizers; {sys.executable} -m pip install tokenizers"
+        )
     glob = getattr(data, "glob", None)
     if data.path is None and isinstance(data, TokensConfig):
         return "data.path=null: data=tokens needs a .bin file, or a folder with some; add data.path=PATH"
@@ -263,7 +267,9 @@ def changed(before: Config, config: Config) -> list[str]:
 
 def _sample_keys(section: Any) -> dict[str, Any]:
     """The keys of the model or the data that change a sample."""
-    return {name: value for name, value in vars(section).items() if name not in ("root", "path", "download", "placement")}
+    return {
+        name: value for name, value in vars(section).items() if name not in ("root", "path", "download", "placement")
+    }
 
 
 def _code(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:

@@ -587,7 +587,9 @@ class TokensConfig(DataConfig):
     name: str = "tokens"
     task: ClassVar[str | None] = "language_model"
     pattern: ClassVar[str] = "*.bin"
-    path: str | None = key(None, "a .bin file, or a folder with some; those with val or test in their names are held out")
+    path: str | None = key(
+        None, "a .bin file, or a folder with some; those with val or test in their names are held out"
+    )
     length: int = key(1024, "tokens of a window, which is a sample", at_least=2)
     vocabulary: int = key(50_257, "number of tokens; those of the files are below it", at_least=1)
     dtype: str = key("uint16", "type of the tokens in files without a header", choices=("uint16", "uint32"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import os
 import re
 import sysconfig
@@ -57,7 +58,9 @@ def read_documents(path: str | None, glob: str) -> list[Document]:
     root = Path(sysconfig.get_paths()["stdlib"]) if path is None else Path(path)
     files = standard_library() if path is None else sorted(file for file in root.rglob(glob) if file.is_file())
     contents = ((file, np.fromfile(file, np.uint8)) for file in files)
-    found = [Document(file.relative_to(root).as_posix(), torch.from_numpy(text)) for file, text in contents if len(text)]
+    found = [
+        Document(file.relative_to(root).as_posix(), torch.from_numpy(text)) for file, text in contents if len(text)
+    ]
     if not found:
         raise DataError(f"data.path={path}: no file with content matches data.glob={glob}", "name other files")
     return found
@@ -94,7 +97,7 @@ class Tokenizer:
     def __init__(self, path: str) -> None:
         """Raises DataError if the package is missing, or the file is none."""
         try:
-            import tokenizers
+            tokenizers = importlib.import_module("tokenizers")
         except ImportError as error:
             raise DataError(
                 f"data.tokenizer={path}: the package tokenizers is not installed", "pip install tokenizers"
