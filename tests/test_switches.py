@@ -463,7 +463,7 @@ def hooks_of_trackers(case: Case) -> Any:
     case.config.train.max_steps = 1
     freeze(case.config)
     hooks: list[Any] = []
-    with mock.patch.object(Run, "announce", lambda run, job, source: hooks.extend(job.hooks)):
+    with mock.patch.object(Run, "announce", lambda run, job, *_: hooks.extend(job.hooks)):
         run_of(case.config).execute()
     return [type(hook) for hook in hooks]
 

@@ -34,6 +34,13 @@ def checkpoint_blocks(model: nn.Module, classes: list[str]) -> None:
         block.__class__ = _recomputing(type(block))
 
 
+def without_recomputation(model: nn.Module) -> None:
+    """Undoes `checkpoint_blocks`."""
+    for module in model.modules():
+        if getattr(type(module), "recomputes", False):
+            module.__class__ = type(module).__bases__[0]
+
+
 def _outermost(module: nn.Module, classes: list[str]) -> Iterator[nn.Module]:
     if type(module).__name__ in classes:
         yield module
@@ -53,7 +60,7 @@ def _recomputing(cls: type[nn.Module]) -> type[nn.Module]:
         contexts = contextlib.nullcontext(), _WithBuffers(self)
         return checkpoint(cls.forward, self, *given, use_reentrant=False, context_fn=lambda: contexts, **named)
 
-    return type(cls.__name__, (cls,), {"forward": forward})
+    return type(cls.__name__, (cls,), {"forward": forward, "recomputes": True})
 
 
 class _WithBuffers:

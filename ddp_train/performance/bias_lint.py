@@ -6,13 +6,8 @@ kernel in the backward pass and its part of the gradient exchange.
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import itertools
 import logging
-import sys
 from collections import Counter
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -20,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from ddp_train.performance.flops import empty_copy, nothing_compiled
 from ddp_train.tensor_tree import map_tensors, tensors
 
 LAYERS = (
@@ -46,31 +42,21 @@ def biases_before_norm(model: nn.Module, inputs: Any) -> list[str] | None:
     """
     if not any(isinstance(module, NORMS) for module in model.modules()):
         return []
-    there: dict[int, Any] = {}
-    for tensor in itertools.chain(model.parameters(), model.buffers()):
-        empty = torch.empty_like(tensor, device="meta")
-        there[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
     watch = _Watch()
     try:
-        empty_copy = copy.deepcopy(model, there).train()
-        for module in empty_copy.modules():
+        shapes = empty_copy(model).train()
+        for module in shapes.modules():
             if _subtracts_means(module):
                 module.register_forward_pre_hook(watch.norm, with_kwargs=True)
-        empty_copy.eval()  # no exchange in batch norms over all processes
-        with torch.no_grad(), _nothing_compiled(), watch:
-            results = empty_copy(map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"), inputs))
+        shapes.eval()  # no exchange in batch norms over all processes
+        with torch.no_grad(), nothing_compiled(), watch:
+            results = shapes(map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"), inputs))
     except Exception as error:  # noqa: BLE001  a model of anyone's may raise anything, and this is only advice
         log.info("the model was not looked through for biases before norm layers: %r", error)
         return None
     watch.uses.update(id(tensor) for tensor in tensors(results))
     idle = Counter(bias for result, bias in watch.biased.items() if result in watch.normed and watch.uses[result] == 1)
-    return [name for name, bias in empty_copy.named_parameters() if 0 < watch.uses[id(bias)] == idle[id(bias)]]
-
-
-def _nothing_compiled() -> AbstractContextManager[Any]:
-    """Functions inside the model that are compiled run as they were written."""
-    loaded = "torch._dynamo" in sys.modules  # if not, there are none; loading it takes a second
-    return torch.compiler.set_stance("force_eager") if loaded else contextlib.nullcontext()
+    return [name for name, bias in shapes.named_parameters() if 0 < watch.uses[id(bias)] == idle[id(bias)]]
 
 
 def _subtracts_means(module: nn.Module) -> bool:

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.text import Text
 
 from ddp_train.telemetry.hardware_monitor import summary_line
+from ddp_train.telemetry.rates import in_words
 from ddp_train.text import counted
 
 REFRESHES_PER_SECOND = 4
@@ -109,8 +110,8 @@ class Display:
             self.line(f"stopped after step {summary['steps']:,} and saved; resume with run_dir={run_dir}")
             return
         self.line(f"test {score_line(test)}")
-        if speed := summary.get("samples_per_second"):
-            self.line(f"{speed:,.0f} samples/s, {counted(summary['steps'], 'step')}, {summary['seconds']:.1f} s")
+        if summary.get("samples_per_second"):
+            self.line(f"{in_words(summary)}, {counted(summary['steps'], 'step')}, {summary['seconds']:.1f} s")
         if gpus := summary_line(summary.get("figures", {})):
             self.line(gpus)
         self.line(f"run directory {run_dir}")

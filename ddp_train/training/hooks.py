@@ -20,6 +20,7 @@ from ddp_train.tasks.score import Score
 from ddp_train.telemetry.console import Display, epoch_line
 from ddp_train.telemetry.hardware_monitor import HardwareMonitor
 from ddp_train.telemetry.metrics_log import MetricsFile
+from ddp_train.telemetry.rates import Rates, in_words
 from ddp_train.telemetry.tracker_queue import TrackerThread
 from ddp_train.telemetry.trackers import TensorBoard
 from ddp_train.tensor_tree import map_tensors
@@ -46,7 +47,9 @@ class MetricsHook:
         epochs: int,
         log_every_steps: int,
         evaluate_every_epochs: int,
+        rates: Rates = Rates(),  # noqa: B008  it is frozen
     ) -> None:
+        self.rates = rates
         self.display = display
         self.metrics = metrics
         self.hardware = hardware
@@ -58,6 +61,8 @@ class MetricsHook:
         """Of the step that was done last, if it was evaluated."""
         self.epoch_loss = Mean()
         """Of the part of an epoch that is recorded."""
+        self.units = 0.0
+        """That the loss was taken over, since the beginning of the run."""
         self.seconds_before = 0.0
         self.epoch_seconds_before = 0.0
         """In earlier processes of this run: altogether, and in the unfinished epoch."""
@@ -82,6 +87,7 @@ class MetricsHook:
             "epoch_seconds": list(self.epoch_seconds),
             "this_epoch_seconds": epoch,
             "epoch_loss": [self.epoch_loss.sum, self.epoch_loss.units],
+            "units": self.units,
             "figures": self.hardware.state(),
         }
 
@@ -90,6 +96,7 @@ class MetricsHook:
         self.epoch_seconds = list(state["epoch_seconds"])
         self.epoch_seconds_before = state["this_epoch_seconds"]
         self.epoch_loss = Mean(*state.get("epoch_loss", []))  # older checkpoints have none
+        self.units = state.get("units", 0.0)  # likewise
         self.hardware.load_state(state.get("figures", {}))  # older checkpoints have none
 
     def due(self, job: Job) -> int:
@@ -127,9 +134,10 @@ class MetricsHook:
     def _record_interval(self, job: Job) -> None:
         loss = job.stepper.mean_loss(self.hardware)  # waits for the device: the clock is read after it
         self.epoch_loss += loss
+        self.units += loss.units
         now = time.perf_counter()
         samples = job.plan.samples_seen(job.step) - job.plan.samples_seen(self.interval_first_step)
-        speed = samples / (now - self.interval_began)
+        speeds = self.rates.of(samples, loss.units, now - self.interval_began)
         epoch = (job.step - 1) // job.plan.steps_per_epoch + 1
         self.metrics.write(
             kind="train",
@@ -137,11 +145,11 @@ class MetricsHook:
             epoch=epoch,
             loss=loss.value,
             lr=job.stepper.last_learning_rate,
-            samples_per_second=speed,
+            **speeds,
             samples_seen=job.plan.samples_seen(job.step),
             figures=self.hardware.interval(now - self.interval_began),
         )
-        self.display.numbers = f"loss {loss.value:.4f}  {speed:,.0f} samples/s  {self.hardware.short()}"
+        self.display.numbers = f"loss {loss.value:.4f}  {in_words(speeds)}  {self.hardware.short()}"
         self.interval_began = now
         self.interval_first_step = job.step
 

@@ -8,13 +8,22 @@ from ddp_train.config.auto import process_count
 from ddp_train.config.schema import TRACKERS, Config, TuningConfig
 from ddp_train.data.batch_plan import BatchPlan
 from ddp_train.tasks.task import Task
+from ddp_train.telemetry.rates import Rates, shown_flops
 from ddp_train.text import counted, shown, snake_case
 
 
 def plan_rows(
-    config: Config, plan: BatchPlan, task: Task, parameters: int, base_lr: float, warmup_steps: int, first_step: int
+    config: Config,
+    plan: BatchPlan,
+    task: Task,
+    parameters: int,
+    base_lr: float,
+    warmup_steps: int,
+    first_step: int,
+    rates: Rates = Rates(),  # noqa: B008  it is frozen
 ) -> dict[str, str]:
-    """Heading -> text. parameters: of the model. base_lr: at this global batch. first_step: where training resumes."""
+    """Heading -> text. parameters: of the model. base_lr: at this global batch. first_step: where training resumes.
+    rates: of the model."""
     return {
         "processes": _processes(config),
         "model": f"{_model_name(config.model)}, {parameters:,} parameters",
@@ -23,6 +32,7 @@ def plan_rows(
         "global batch": f"{plan.global_batch_size} = {_split(plan, process_count(config))}",
         "steps": _steps(plan, config.train.epochs, first_step),
         "optimizer": _optimizer(config, plan, base_lr, warmup_steps),
+        **_compute(plan, rates),
         **tuning_rows(config.tuning, config.reasons),
         **_trackers(config.tracker),
         "run directory": str(config.run_dir),
@@ -34,6 +44,14 @@ def _processes(config: Config) -> str:
     on = f"{count} on {hosts} hosts" if hosts > 1 else str(count)
     backend = config.launch.backend if config.strategy.has_process_group else "no process group"
     return f"{on} x {config.device}, {backend}, {config.strategy.name}"
+
+
+def _compute(plan: BatchPlan, rates: Rates) -> dict[str, str]:
+    if not rates.flops_per_sample:
+        return {}
+    each = f"{shown_flops(rates.flops_per_sample)} per sample"
+    peak = f", of {shown_flops(rates.peak_flops)}/s at most" if rates.peak_flops else ""
+    return {"compute": f"{shown_flops(rates.flops_per_sample * plan.global_batch_size)} per step, {each}{peak}"}
 
 
 def _model_name(model: Any) -> str:

@@ -26,6 +26,7 @@ from ddp_train.tasks.score import Score
 from ddp_train.telemetry.console import Display
 from ddp_train.telemetry.hardware_monitor import hardware_monitor_for
 from ddp_train.telemetry.metrics_log import MetricsFile
+from ddp_train.telemetry.rates import Rates
 from ddp_train.telemetry.tracker_queue import Tracking, flat, open_trackers
 from ddp_train.telemetry.trackers import Run as TrackedRun
 from ddp_train.text import counted
@@ -119,6 +120,7 @@ class Run:
             epochs=config.train.epochs,
             log_every_steps=config.train.log_every_steps,
             evaluate_every_epochs=config.train.evaluate_every_epochs,
+            rates=setup.build_rates(config, self.world, device, job, sources[0]),
         )
         data_digests = digests(sources[0])
         if found:
@@ -141,7 +143,7 @@ class Run:
             sample = SampleHook(write, self.display, self.run_dir / SAMPLE)
             job.hooks = [*job.hooks, ReportedHook(sample, self.status, "sample")]
         job.stop = job.evaluation.stop = StopController()
-        self.announce(job, sources[0])
+        self.announce(job, sources[0], record.rates)
         score = self.fit(job, record)
         return self.training_summary(job, record, score)
 
@@ -178,13 +180,15 @@ class Run:
         tracking.start(run, metrics.kept)
         metrics.listeners.append(tracking.write)
 
-    def announce(self, job: Job, source: BatchSource) -> None:
+    def announce(self, job: Job, source: BatchSource, rates: Rates) -> None:
         """Shows the plan, and the progress bar."""
         if self.world.is_leader:
             parameters = sum(parameter.numel() for parameter in job.module.model.parameters())
             warmup = setup.warmup_steps(self.config, job.plan)
             self.display.plan(
-                plan_rows(self.config, job.plan, job.module.task, parameters, job.stepper.base_lrs[0], warmup, job.step)
+                plan_rows(
+                    self.config, job.plan, job.module.task, parameters, job.stepper.base_lrs[0], warmup, job.step, rates
+                )
             )
             for line in setup.advice(self.config, job.module, source):
                 self.display.line(line)
@@ -236,7 +240,7 @@ class Run:
             seconds=record.seconds,
             samples_seen=samples_seen,
             epoch_seconds=record.epoch_seconds,
-            samples_per_second=samples_seen / trained if trained else None,
+            **(record.rates.of(samples_seen, record.units, trained) or {"samples_per_second": None}),
             figures=record.hardware.summary(),
         )
 

@@ -31,11 +31,13 @@ from ddp_train.parallel.strategy import DataParallel, DistributedDataParallel, S
 from ddp_train.performance import switches
 from ddp_train.performance.bias_lint import biases_before_norm
 from ddp_train.performance.cuda_graph import GraphedStepper, on_stream
+from ddp_train.performance.flops import flops_of, peak_flops
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.tasks.builtin import TASKS, choose
 from ddp_train.tasks.sampling import write_tokens
 from ddp_train.tasks.score import Scorer
 from ddp_train.tasks.task import ModelWithTask, Task, complete
+from ddp_train.telemetry.rates import Rates
 from ddp_train.tensor_tree import map_tensors
 from ddp_train.text import counted
 from ddp_train.training.loop import Evaluation, Job
@@ -105,6 +107,21 @@ def build_task(section: Any, source: BatchSource, sample: Any) -> Task:
         facts["classes"] = source.outputs
     taken = inspect.signature(task).parameters
     return task(**keys_taken_by(task, section), **{name: fact for name, fact in facts.items() if name in taken})
+
+
+def build_rates(config: Config, world: World, device: str, job: Job, source: BatchSource) -> Rates:
+    """What the speeds of a run are derived from. Operations are counted on one process, which shows them."""
+    task, gpu = job.module.task, config.device == "cuda"
+    unit = None if task.units_are_samples else task.unit
+    if not world.is_leader:
+        return Rates(unit)
+    flops = flops_of(job.module.model, task, first_batch(config, job.plan, source, "cpu").data)
+    peak = None
+    if gpu and flops:
+        peak = peak_flops(torch.cuda.get_device_name(device), config.tuning.precision, bool(config.tuning.tf32))
+    gpus = torch.cuda.device_count() if config.strategy.spreads_over_gpus else world.size
+    samples = len(next(job.plan.micro_batches()).indices)
+    return Rates(unit, flops / samples if flops else None, peak * gpus if peak else None)
 
 
 def text_writer(config: Config, source: BatchSource) -> Callable[[nn.Module], str] | None:
