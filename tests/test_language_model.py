@@ -490,13 +490,10 @@ def gpt2(layers):
 @pytest.mark.slow
 def test_a_model_of_transformers_trains(tmp_path: Path) -> None:
     (tmp_path / "theirs.py").write_text(HUGGING_FACE)
-    words = [word for word in SHORT if not word.startswith("model.")]
     done = run(
-        *words,
-        "model._target_=theirs.gpt2",
-        "+model.layers=1",
-        "trusted_modules=[theirs]",
-        f"run_dir={tmp_path}/run",
+        *("data=text", "data.length=32", "data.limit=300", "train.max_steps=12", "optimizer=adamw"),
+        *("model._target_=theirs.gpt2", "+model.layers=1", "trusted_modules=[theirs]", "task=language_model"),
+        *("task.sample_tokens=40", f"run_dir={tmp_path}/run"),
         env={"PYTHONPATH": str(tmp_path)},
     )
     assert done.returncode == 0, done.stderr
