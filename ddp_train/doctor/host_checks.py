@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_train.config.auto import process_count
-from ddp_train.config.external_checks import missing_data
+from ddp_train.config.data_checks import missing_data
 from ddp_train.config.schema import Config
 from ddp_train.distributed.environment import gloo_interface
 from ddp_train.doctor.findings import Finding, failure, ok, skipped, warning
