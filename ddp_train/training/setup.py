@@ -115,13 +115,12 @@ def build_rates(config: Config, world: World, device: str, job: Job, source: Bat
     unit = None if task.units_are_samples else task.unit
     if not world.is_leader:
         return Rates(unit)
-    flops = flops_of(job.module.model, task, first_batch(config, job.plan, source, "cpu").data)
+    flops = flops_of(job.module.model, task, _one_sample(source, job.module.model))
     peak = None
     if gpu and flops:
         peak = peak_flops(torch.cuda.get_device_name(device), config.tuning.precision, bool(config.tuning.tf32))
     gpus = torch.cuda.device_count() if config.strategy.spreads_over_gpus else world.size
-    samples = len(next(job.plan.micro_batches()).indices)
-    return Rates(unit, flops / samples if flops else None, peak * gpus if peak else None)
+    return Rates(unit, flops, peak * gpus if peak else None)
 
 
 def text_writer(config: Config, source: BatchSource) -> Callable[[nn.Module], str] | None:
@@ -309,17 +308,21 @@ class _MicroBatches:
 
 def advice(config: Config, module: ModelWithTask, source: BatchSource) -> list[str]:
     """What the user may want to change in the model, a line each."""
-    sample = source.get_batch(np.array([0]), None)
+    sample = _one_sample(source, module.model)
     if not config.tuning.bias_lint or not isinstance(sample, tuple | list):
         return []
-    dtype = next(module.model.parameters()).dtype
-    inputs = map_tensors(
-        lambda tensor: tensor.to(dtype) if tensor.is_floating_point() or tensor.dtype == torch.uint8 else tensor,
-        sample[0],
-    )
-    names = biases_before_norm(module.model, inputs) or []
+    names = biases_before_norm(module.model, sample[0]) or []
     if not names:
         return []
     some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     what = f"{counted(len(names), 'bias')} directly before a norm layer, which subtracts the mean again"
     return [f"note: {what}: {some}; build such layers with bias=False"]
+
+
+def _one_sample(source: BatchSource, model: nn.Module) -> Any:
+    """A batch of one sample, its numbers and pixels in the model's precision."""
+    dtype = next(model.parameters()).dtype
+    return map_tensors(
+        lambda tensor: tensor.to(dtype) if tensor.is_floating_point() or tensor.dtype == torch.uint8 else tensor,
+        source.get_batch(np.array([0]), None),
+    )
