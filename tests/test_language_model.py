@@ -6,6 +6,7 @@ import importlib.util
 import itertools
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +28,7 @@ from ddp_train.models.zoo import build_model
 from ddp_train.tasks.sampling import write_tokens
 from ddp_train.training.loop import evaluate
 from ddp_train.training.setup import build_plan
-from tests.commands import read, run
+from tests.commands import read, run, weights
 from tests.jobs import config_of, job_of, largest_difference, loader_of, module_of, trained
 from tests.ranks import on_ranks
 
@@ -105,6 +106,7 @@ def by_hand() -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
+@pytest.mark.slow
 def test_weights_are_those_of_a_loop_by_hand_on_any_number_of_processes() -> None:
     """The mean is over the tokens of the global batch; peers take a mean of the means of micro-batches."""
     expected, scores = by_hand(), []
@@ -112,8 +114,8 @@ def test_weights_are_those_of_a_loop_by_hand_on_any_number_of_processes() -> Non
     assert largest_difference(expected, fresh.state_dict()) > 1e-2, "nothing was learnt: the comparison would be idle"
     for ranks, accumulation in itertools.product((1, 2, 3), (1, 4)):
         results = on_ranks(ranks, ladder, accumulation)
-        for weights, _ in results:
-            assert largest_difference(expected, weights) < 1e-10, (ranks, accumulation)
+        for found, _ in results:
+            assert largest_difference(expected, found) < 1e-10, (ranks, accumulation)
         scores.append(results[0][1])
     assert all(score == scores[0] for score in scores), "an evaluation depends on the number of processes"
 
@@ -474,6 +476,28 @@ def test_gpt_tiny_learns_and_writes_a_sample(tmp_path: Path) -> None:
     assert sample and sample.splitlines()[0] in done.stdout
     again = run(*SHORT, f"run_dir={tmp_path}/again")
     assert again.returncode == 0 and (tmp_path / "again/sample.txt").read_text() == sample
+
+
+@pytest.mark.slow
+def test_gpt2_on_files_of_tokens_resumes_to_the_same_bytes(tmp_path: Path) -> None:
+    """In loader processes, from mapped files; the run that is not interrupted cuts its windows itself."""
+    numbers = np.random.default_rng(0).integers(0, 500, 9000)
+    write_llm_c(tmp_path / "text_train_000001.bin", numbers[:8000].astype(np.uint16))
+    write_llm_c(tmp_path / "text_val_000000.bin", numbers[8000:].astype(np.uint16))
+    words = ["experiment=gpt2_124m", f"data.path={tmp_path}", "data.length=32", "data.vocabulary=500",
+             "data.bytes_per_token=4.5", "model.layers=1", "model.heads=2", "model.width=16",
+             "train.global_batch_size=8", "train.max_steps=6", "schedule.warmup_steps=1",
+             "checkpoint.every_steps=4", "checkpoint.keep=9"]  # fmt: skip
+    whole = run(*words, f"run_dir={tmp_path}/whole")
+    assert whole.returncode == 0, whole.stderr
+    shutil.copytree(tmp_path / "whole", tmp_path / "parts")
+    shutil.rmtree(tmp_path / "parts/checkpoints/step_00000006")
+    done = run(*words, "data.placement=host", "tuning.num_workers=1", f"run_dir={tmp_path}/parts")
+    assert done.returncode == 0 and "from step 4" in done.stdout, done.stderr
+    assert weights(tmp_path / "parts") == weights(tmp_path / "whole")
+    ours, theirs = (read(tmp_path / name, "summary.json")["test"] for name in ("parts", "whole"))
+    assert ours == theirs
+    assert ours["bits_per_byte"] == pytest.approx(ours["loss"] / math.log(2) / 4.5)
 
 
 HUGGING_FACE = '''

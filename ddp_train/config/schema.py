@@ -8,6 +8,7 @@ is true of options that have no such key.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Union
@@ -604,6 +605,7 @@ class TokensConfig(DataConfig):
         return 16 * self.length
 
 
+@functools.lru_cache(maxsize=1)  # asked several times, and a folder may hold many files
 def _bytes_of(path: str, glob: str) -> int:
     """Of a file, or of the files in a folder that match; 0 if there is none."""
     files = [Path(path)] if Path(path).is_file() else Path(path).rglob(glob)

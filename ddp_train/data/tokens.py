@@ -130,7 +130,7 @@ class TokenSource:
             return self
         held = torch.empty(self.tokens, dtype=self.parts[0].dtype, device=device)
         for part, begin in zip(self.parts, self.part_begins.tolist(), strict=True):
-            held[begin : begin + len(part)] = part.to(device)
+            held[begin : begin + len(part)].copy_(part)
         if self.vocabulary <= _mask(held):
             for piece in held.split(CHECKED_AT_ONCE):
                 self._check(piece.long() & _mask(held))
