@@ -102,7 +102,7 @@ def test_a_run_counts_its_tokens_across_a_resume(tmp_path: Path) -> None:
     assert run(*words, "train.epochs=1", "train.max_steps=3").returncode == 0
     done = run(*words, "train.epochs=1")
     assert done.returncode == 0, done.stderr
-    assert "tokens/s" in done.stdout and "FLOP per step" in done.stdout and "MFU" not in done.stdout
+    assert "tokens/s" in done.stdout and "FLOP" not in done.stdout, "utilisation of a model this small says nothing"
     summary = read(tmp_path / "run", "summary.json")
     assert summary["tokens_per_second"] == pytest.approx(16 * summary["samples_per_second"])
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]

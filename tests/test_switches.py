@@ -375,6 +375,12 @@ def spared_objects(case: Case) -> Any:
         return gc.get_freeze_count() > 0
 
 
+def task_made(case: Case) -> Any:
+    source = open_datasets(case.config)[0]
+    task = build_task(case.config.task, source, source.get_batch(np.array([0]), None))
+    return {name: value for name, value in vars(task).items() if isinstance(value, int | float | str)}
+
+
 def loss(case: Case) -> Any:
     """The loss of four samples with three outputs each, by the task of the config."""
     draw = torch.Generator().manual_seed(0)
@@ -608,6 +614,10 @@ ROWS: dict[str, Row] = {
     "train.max_steps": Row("train.max_steps=3", run, SMALL),
     "train.max_grad_norm": Row("train.max_grad_norm=1e-3", weights_after_a_step, SMALL),
     "train.on_non_finite": Row("train.on_non_finite=skip", steps_after_a_bad_loss, SMALL),
+    "task.target": Row("task._target_=ddp_train.tasks.builtin.Classification", task_made),
+    "task.arguments": Row(
+        "task.label_smoothing=0.1", task_made, "task._target_=ddp_train.tasks.builtin.Classification"
+    ),
     "task.loss": Row("task.loss=mae", loss, "task=regression data=linear_regression model=mlp"),
     "task.label_smoothing": Row("task.label_smoothing=0.1", loss, "task=classification"),
     "task.class_weights": Row("task.class_weights=[1,2,3]", loss, "task=classification"),

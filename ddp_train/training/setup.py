@@ -115,6 +115,8 @@ def build_rates(config: Config, world: World, device: str, job: Job, source: Bat
     unit = None if task.units_are_samples else task.unit
     if not world.is_leader:
         return Rates(unit)
+    if config.model.is_launch_bound():
+        return Rates(unit)  # the utilisation of a model this small says nothing, and counting delays the first step
     flops = flops_of(job.module.model, task, _one_sample(source, job.module.model))
     peak = None
     if gpu and flops:

@@ -1,0 +1,159 @@
+"""GPT-2 124M with launch.py against plain compiled DDP: the same network, batch, precision, optimizer and clipping.
+
+    python benchmarks/gpt2.py [--processes 1] [--batches 32 64] [--steps 100] [--output PAGE.md]
+
+Windows of 1,024 tokens, bf16, AdamW (fused), clipping to 1.0, tokens on the device. The corpus is the standard library
+of Python, a byte a token, in a vocabulary of 50,304 as GPT-2's: speed does not depend on which tokens they are, and the
+loss can be seen to fall. Tokens per second over all processes: for launch.py the median logging interval of 10 steps
+after the first three, for the peer STEPS steps after 30. Loss: of the last 10 steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from page import conditions, load_average, publish
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+LENGTH, VOCABULARY, WARM_UP_STEPS, LAST = 1024, 50_304, 30, 10
+
+
+def peer(corpus: Path, batch: int, steps: int) -> None:
+    """What a careful person writes by hand. Rank 0 prints RESULT {...}."""
+    import torch.distributed as dist
+
+    from ddp_train.models.gpt import Gpt
+
+    dist.init_process_group("nccl")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    torch.cuda.set_device(rank)
+    torch.set_float32_matmul_precision("high")
+    tokens = torch.from_numpy(np.fromfile(corpus, dtype=np.uint16).astype(np.int16)).cuda()
+    torch.manual_seed(0)
+    model = Gpt(VOCABULARY, LENGTH, layers=12, heads=12, width=768).cuda()
+    wrapped = DistributedDataParallel(torch.compile(model), device_ids=[rank], gradient_as_bucket_view=True)
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim <= 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=6e-4, betas=(0.9, 0.95), fused=True)
+    draw, losses, began = torch.Generator("cuda").manual_seed(rank), [], 0.0
+    reach = torch.arange(LENGTH + 1, device="cuda")
+    for step in range(WARM_UP_STEPS + steps):
+        if step == WARM_UP_STEPS:
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+        starts = torch.randint(len(tokens) - LENGTH, (batch, 1), generator=draw, device="cuda")
+        windows = tokens[starts + reach].long()
+        with torch.autocast("cuda", torch.bfloat16):
+            logits = wrapped(windows[:, :-1])
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    torch.cuda.synchronize()
+    speed = steps * batch * ranks * LENGTH / (time.perf_counter() - began)
+    if rank == 0:
+        loss = torch.stack(losses[-LAST:]).mean().item()
+        print("RESULT " + json.dumps({"tokens_per_second": speed, "loss": loss}), flush=True)
+    dist.destroy_process_group()
+
+
+def ours(corpus: Path, batch: int, steps: int, processes: int, run_dir: Path, *overrides: str) -> dict[str, float]:
+    command = [
+        *(sys.executable, "launch.py", "experiment=gpt2_124m", f"data.path={corpus}", f"run_dir={run_dir}"),
+        *(f"train.global_batch_size={batch * processes}", f"launch.nproc_per_node={processes}"),
+        *(f"train.max_steps={WARM_UP_STEPS + steps}", "train.log_every_steps=10", "data.test_part=0.02"),
+        *("train.evaluate_batch_size=8", "train.epochs=1000", "schedule=constant", "schedule.warmup_steps=0"),
+        *("tuning.compile=true", "strategy.gradient_as_bucket_view=true", "checkpoint.every_steps=1000000"),
+        f"data.vocabulary={VOCABULARY}",
+        *overrides,
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        raise RuntimeError((done.stdout + done.stderr)[-1500:])
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    train = [line for line in lines if line["kind"] == "train"]
+    speed = statistics.median(line["tokens_per_second"] for line in train[3:])
+    found = {"tokens_per_second": speed, "loss": train[-1]["loss"]}
+    if "mfu" in train[-1]:
+        found["mfu"] = statistics.median(line["mfu"] for line in train[3:])
+    return found
+
+
+def by_hand(corpus: Path, batch: int, steps: int, processes: int) -> dict[str, float]:
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    command = [*start, __file__, "--peer", str(corpus), "--batches", str(batch), "--steps", str(steps)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        raise RuntimeError((done.stdout + done.stderr)[-1500:])
+    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))[7:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--batches", type=int, nargs="+", default=[32, 64], help="windows on each process")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--peer", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.peer:
+        return peer(arguments.peer, arguments.batches[0], arguments.steps)
+    load, rows = f"{load_average()} at the start", []
+    n, steps = arguments.processes, arguments.steps
+    with tempfile.TemporaryDirectory(prefix="gpt2_") as folder:
+        from ddp_train.data.corpus import standard_library
+
+        corpus = Path(folder, "corpus.bin")
+        content = b"\n".join(path.read_bytes() for path in standard_library()) * n
+        np.frombuffer(content, dtype=np.uint8).astype(np.uint16).tofile(corpus)
+        for number, batch in enumerate(arguments.batches):
+            contenders = {
+                "plain DDP, compiled": lambda b=batch: by_hand(corpus, b, steps, n),
+                "launch.py, recommended": lambda b=batch, i=number: ours(corpus, b, steps, n, Path(folder, f"r{i}")),
+                "launch.py, tuning=max": lambda b=batch, i=number: ours(
+                    corpus, b, steps, n, Path(folder, f"m{i}"), "tuning=max"
+                ),
+            }
+            for name, run in contenders.items():
+                try:
+                    found = run()
+                    mfu = f"{found['mfu']:.1%}" if "mfu" in found else "-"
+                    row = f"| {name} | {batch} | {found['tokens_per_second']:,.0f} | {mfu} | {found['loss']:.3f} |"
+                except (RuntimeError, subprocess.TimeoutExpired, StopIteration) as error:
+                    row = f"| {name} | {batch} | failed: {str(error)[-300:]!r} | | |"
+                print(row, file=sys.stderr, flush=True)
+                rows.append(row)
+    publish(
+        [
+            f"# GPT-2 124M, {n} x GPU",
+            "",
+            "What is measured stands in the head of `benchmarks/gpt2.py`. One run each.",
+            "",
+            f"| | windows a process | tokens/s | model-FLOP utilisation | loss of the last {LAST} steps |",
+            "|---|---:|---:|---:|---:|",
+            *rows,
+            "",
+            *conditions(f"gpt2.py --processes {n} --steps {steps}", f"{load}, {load_average()} at the end"),
+        ],
+        arguments.output,
+    )
+    return None
+
+
+if __name__ == "__main__":
+    main()
