@@ -30,6 +30,17 @@ sys.path.insert(0, str(ROOT))
 LENGTH, VOCABULARY, WARM_UP_STEPS, LAST = 1024, 50_304, 30, 10
 
 
+class WithLoss(nn.Module):
+    """Compiled as one with the network, as nanoGPT does: the logits are the largest tensors of a step."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.model(ids).flatten(0, 1), targets.flatten())
+
+
 def peer(corpus: Path, batch: int, steps: int) -> None:
     """What a careful person writes by hand. Rank 0 prints RESULT {...}."""
     import torch.distributed as dist
@@ -43,7 +54,7 @@ def peer(corpus: Path, batch: int, steps: int) -> None:
     tokens = torch.from_numpy(np.fromfile(corpus, dtype=np.uint16).astype(np.int16)).cuda()
     torch.manual_seed(0)
     model = Gpt(VOCABULARY, LENGTH, layers=12, heads=12, width=768).cuda()
-    wrapped = DistributedDataParallel(torch.compile(model), device_ids=[rank], gradient_as_bucket_view=True)
+    wrapped = DistributedDataParallel(torch.compile(WithLoss(model)), device_ids=[rank], gradient_as_bucket_view=True)
     decayed = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim <= 1]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
@@ -57,8 +68,7 @@ def peer(corpus: Path, batch: int, steps: int) -> None:
         starts = torch.randint(len(tokens) - LENGTH, (batch, 1), generator=draw, device="cuda")
         windows = tokens[starts + reach].long()
         with torch.autocast("cuda", torch.bfloat16):
-            logits = wrapped(windows[:, :-1])
-            loss = nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
+            loss = wrapped(windows[:, :-1].contiguous(), windows[:, 1:].contiguous())
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -77,14 +87,14 @@ def ours(corpus: Path, batch: int, steps: int, processes: int, run_dir: Path, *o
         *(sys.executable, "launch.py", "experiment=gpt2_124m", f"data.path={corpus}", f"run_dir={run_dir}"),
         *(f"train.global_batch_size={batch * processes}", f"launch.nproc_per_node={processes}"),
         *(f"train.max_steps={WARM_UP_STEPS + steps}", "train.log_every_steps=10", "data.test_part=0.02"),
-        *("train.evaluate_batch_size=8", "train.epochs=1000", "schedule=constant", "schedule.warmup_steps=0"),
+        *("train.evaluate_batch_size=8", "train.epochs=1000", "schedule.final_factor=1", "schedule.warmup_steps=0"),
         *("tuning.compile=true", "strategy.gradient_as_bucket_view=true", "checkpoint.every_steps=1000000"),
         f"data.vocabulary={VOCABULARY}",
         *overrides,
     ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     if done.returncode:
-        raise RuntimeError((done.stdout + done.stderr)[-1500:])
+        raise RuntimeError((done.stdout + done.stderr)[-4000:])
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     train = [line for line in lines if line["kind"] == "train"]
     speed = statistics.median(line["tokens_per_second"] for line in train[3:])
@@ -99,7 +109,7 @@ def by_hand(corpus: Path, batch: int, steps: int, processes: int) -> dict[str, f
     command = [*start, __file__, "--peer", str(corpus), "--batches", str(batch), "--steps", str(steps)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     if done.returncode:
-        raise RuntimeError((done.stdout + done.stderr)[-1500:])
+        raise RuntimeError((done.stdout + done.stderr)[-4000:])
     return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))[7:])
 
 
@@ -135,6 +145,7 @@ def main() -> None:
                     mfu = f"{found['mfu']:.1%}" if "mfu" in found else "-"
                     row = f"| {name} | {batch} | {found['tokens_per_second']:,.0f} | {mfu} | {found['loss']:.3f} |"
                 except (RuntimeError, subprocess.TimeoutExpired, StopIteration) as error:
+                    print(error, file=sys.stderr)
                     row = f"| {name} | {batch} | failed: {str(error)[-300:]!r} | | |"
                 print(row, file=sys.stderr, flush=True)
                 rows.append(row)
@@ -148,7 +159,10 @@ def main() -> None:
             "|---|---:|---:|---:|---:|",
             *rows,
             "",
-            *conditions(f"gpt2.py --processes {n} --steps {steps}", f"{load}, {load_average()} at the end"),
+            *conditions(
+                f"gpt2.py --processes {n} --batches {' '.join(map(str, arguments.batches))} --steps {steps}",
+                f"{load}, {load_average()} at the end",
+            ),
         ],
         arguments.output,
     )

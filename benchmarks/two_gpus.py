@@ -1,6 +1,6 @@
 """The launcher on real GPUs: every strategy on digits and MNIST, what must agree, and what must be refused.
 
-    python benchmarks/two_gpus.py [--data data] [--out runs/two_gpus]
+    python benchmarks/two_gpus.py [--data data] [--out runs/two_gpus] [--only 'exact .*' 'mnist dp']
 
 Runs launch.py some twenty times, one after the other, and prints a markdown table of what each run reported in its
 summary.json, then the comparisons: weights on one GPU against two, with and without SyncBatchNorm, and repeatability.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import time
@@ -84,11 +85,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", default="data")
     parser.add_argument("--out", type=Path, default=Path("runs/two_gpus"))
+    parser.add_argument("--only", nargs="+", help="runs whose whole names match these regular expressions")
     arguments = parser.parse_args()
     if torch.cuda.device_count() < 2:
         parser.error(f"two GPUs are needed, {torch.cuda.device_count()} visible")
     rows, failures = [], []
-    for name, (expected, overrides) in runs(["experiment=mnist", f"data.root={arguments.data}"]).items():
+    chosen = {
+        name: run
+        for name, run in runs(["experiment=mnist", f"data.root={arguments.data}"]).items()
+        if not arguments.only or any(re.fullmatch(pattern, name) for pattern in arguments.only)
+    }
+    for name, (expected, overrides) in chosen.items():
         run_dir = arguments.out / name.replace(" ", "_")
         code, wall = launch(name, overrides, run_dir)
         if code != expected:
@@ -116,6 +123,8 @@ def main() -> int:
     ]
     print("\n| weights after 20 steps (40: the last) | largest difference | allowed |\n|---|---|---|")
     for name, one, other, allowed in comparisons:
+        if not {one, other} <= {chosen_name.replace(" ", "_") for chosen_name in chosen}:
+            continue
         try:
             difference = largest_difference(arguments.out / one, arguments.out / other)
         except (OSError, IndexError) as error:

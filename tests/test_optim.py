@@ -375,3 +375,12 @@ def test_losses_of_scalars_and_of_unequal_numbers_of_replicas_add_up() -> None:
     losses.add(torch.tensor([6.0, 7.0, 8.0]), 5, micro_batch(5))  # and a short batch, which fills three of them
     losses.add(torch.tensor(100.0), 0, micro_batch(0))  # a stand-in does not count
     assert losses.mean("cpu") == Mean(36, 15)
+
+
+def test_losses_that_lie_on_a_device_are_added_up_in_a_handful_of_kernels() -> None:
+    losses, calls = RunningLoss(), Calls()
+    for number in range(100):
+        losses.add(torch.tensor(float(number)), 4, micro_batch(4))
+    with calls:
+        assert losses.mean("cpu") == Mean(4950, 400)
+    assert calls.seen.total() - calls.seen["aten.view.default"] < 20, "not some for each loss"
