@@ -212,7 +212,7 @@ def test_samples_are_copied_in_words_bit_for_bit(
 ) -> None:
     held = torch.randint(256, (40, *shape), generator=torch.Generator().manual_seed(0)).to(kind)
     means = ((0.4,) * shape[0], (0.3,) * shape[0]) if kind == torch.uint8 and len(shape) == 3 else ((), ())
-    source = ArraySource(held, torch.arange(40), *means).first(39).to(torch.device("cpu"), channels_last)
+    source = ArraySource(held, torch.arange(40), *means).select(np.arange(39)).to(torch.device("cpu"), channels_last)
     indices = np.array([38, 0, 7, 7, 21])
     inputs, targets = source.get_batch(indices, None)
     expected = held[indices]
@@ -465,7 +465,7 @@ def test_fewer_samples_than_classes_leave_no_class_out() -> None:
 
 def test_a_part_of_a_data_set_keeps_its_classes() -> None:
     source = ArraySource(torch.arange(6.0)[:, None], torch.tensor([0, 1, 0, 1, 2, 2]))
-    part = source.first(3)
+    part = source.select(np.arange(3))
     assert (len(part), part.outputs, len(source)) == (3, 3, 6)
     assert part.to(torch.device("cpu")).get_batch(np.array([2]), None)[0].tolist() == [[2.0]]
 

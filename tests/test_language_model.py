@@ -178,7 +178,7 @@ def test_parts_held_together_give_the_windows_of_parts_held_apart() -> None:
     parts = [torch.arange(size, dtype=torch.int16) + 1000 * place for place, size in enumerate([500, 40, 900])]
     for seed in (None, 7):
         apart = TokenSource(parts, 64, 30_000, seed)
-        together = apart.first(len(apart))
+        together = apart.select(np.arange(len(apart)))
         together.whole = torch.cat(parts)
         index = np.random.default_rng(0).permutation(len(apart))
         for epoch in (None, 4):

@@ -123,7 +123,7 @@ def content(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def samples(case: Case) -> Any:
     """Both splits: their lengths and some samples as training sees them in epoch 0."""
-    train, test = open_datasets(case.config)
+    train, test = open_datasets(case.config)[:2]
     inputs, targets = train.get_batch(np.arange(min(8, len(train))), 0)
     return len(train), len(test), train.outputs, content(inputs), content(targets)
 
@@ -291,7 +291,7 @@ def where_data_are_held(case: Case) -> Any:
     """What batches come from, or why they cannot."""
     if case.problems:
         return case.problems
-    train, test = open_datasets(case.config)
+    train, test = open_datasets(case.config)[:2]
     evaluation: Any = evaluation_of(case, train, test)
     return type(evaluation.batches.loader.batches)
 
@@ -417,7 +417,7 @@ def plan(case: Case) -> Any:
 
 
 def evaluation_batches(case: Case) -> Any:
-    return [len(batch.targets) for batch in evaluation_of(case, *open_datasets(case.config)).batches]
+    return [len(batch.targets) for batch in evaluation_of(case, *open_datasets(case.config)[:2]).batches]
 
 
 def weights_after_a_step(case: Case) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import typing
-from typing import Any
+from typing import Any, TypeGuard
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
@@ -43,12 +43,25 @@ def _custom(section: str, content: dict[str, Any]) -> dict[str, Any]:
     """`_target_` and the arguments beside it, as the fields of CustomConfig."""
     if "_target_" not in content or "custom" not in OPTIONS.get(section, {}):
         return content
-    arguments = {name: value for name, value in content.items() if name not in ("name", "_target_")}
-    return {"name": CustomConfig.name, "target": content["_target_"] or "", "arguments": arguments}
+    keys = own_keys(OPTIONS[section]["custom"])
+    arguments = {name: value for name, value in content.items() if name not in ("name", "_target_", *keys)}
+    kept = {name: value for name, value in content.items() if name in keys}
+    return {"name": CustomConfig.name, "target": content["_target_"] or "", "arguments": arguments, **kept}
+
+
+def is_section(hint: Any) -> TypeGuard[type]:
+    """Whether a key is a section with keys of its own: train.early_stopping."""
+    return isinstance(hint, type) and dataclasses.is_dataclass(hint)
+
+
+def own_keys(custom: type) -> list[str]:
+    """The keys of a section for the user's own code that are not arguments of that code: `data.validation`."""
+    known = [f.name for f in dataclasses.fields(CustomConfig)]
+    return [f.name for f in dataclasses.fields(custom) if f.name not in known]
 
 
 def field_types(schema: type) -> dict[str, Any]:
-    """The type of each key of a section, by its name."""
+    """The type of each key of a section, by its name. A section within it (train.early_stopping) is one of them."""
     hints = typing.get_type_hints(schema)
     names = SCALARS if schema is Config else [f.name for f in dataclasses.fields(schema)]
     return {name: hints[name] for name in names}
@@ -64,6 +77,13 @@ def bind_fields(schema: type, prefix: str, content: dict[str, Any], problems: li
             continue
         if isinstance(value, dict) and typing.get_origin(types[name]) is dict:
             unconverted[name] = value  # OmegaConf would look up the `${oc.env:...}` in it
+            continue
+        if is_section(types[name]):
+            inner = f"{prefix}{name}"
+            if isinstance(value, dict):
+                unconverted[name] = bind_fields(types[name], f"{inner}.", value, problems)
+            else:
+                problems.append(f"{inner}={shown(value)}: is a section; set one of its keys, {_example(inner)}=...")
             continue
         try:
             takes_bool = bool in (types[name], *typing.get_args(types[name]))
@@ -144,10 +164,15 @@ def all_keys() -> list[str]:
         **{name: [schema] for name, schema in SECTIONS.items()},
         **{n: [*o.values()] for n, o in OPTIONS.items()},
     }
-    in_sections = [
-        f"{section}.{f.name}" for section, found in schemas.items() for one in found for f in dataclasses.fields(one)
-    ]
+    in_sections = [key for section, found in schemas.items() for one in found for key in _keys_of(one, f"{section}.")]
     return list(dict.fromkeys([*SCALARS, *in_sections]))
+
+
+def _keys_of(schema: type, prefix: str) -> list[str]:
+    keys = []
+    for name, hint in field_types(schema).items():
+        keys += _keys_of(hint, f"{prefix}{name}.") if is_section(hint) else [prefix + name]
+    return keys
 
 
 def _example(section: str) -> str:

@@ -6,8 +6,10 @@ Each check is given what the user wrote (asked), the same after `resolve` (confi
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 from typing import Any
 
+from ddp_train.config import metrics
 from ddp_train.config.auto import OWN_GRAPHS, capture_blockers, process_count
 from ddp_train.config.hardware import Hardware
 from ddp_train.config.schema import Config, CustomConfig, DdpConfig, OrderedConfig, SgdConfig
@@ -174,8 +176,6 @@ def _task(asked: Config, config: Config, hardware: Hardware, world: World | None
     if fitting and task not in ("auto", "custom", fitting):
         what = {"regression": "numbers", "classification": "class labels", "language_model": "tokens"}[fitting]
         problems.append(f"task={task}: data={data.name} has {what} as targets; use task={fitting}")
-    if fitting in ("regression", "language_model") and asked.objective == "test.accuracy":
-        problems.append(f"objective=test.accuracy: data={data.name} has no classes; use objective=test.loss")
     if not getattr(config.task, "sample_tokens", 1):
         default = type(config.task)()
         problems += [
@@ -183,7 +183,16 @@ def _task(asked: Config, config: Config, hardware: Hardware, world: World | None
             for name in ("sample_prompt", "sample_temperature")
             if getattr(config.task, name) != getattr(default, name)
         ]
+    if data.validation and data.task == "language_model":
+        problems.append(
+            f"data.validation={data.validation:g}: windows of data={data.name} overlap those of other epochs, so none can "
+            "be held out; leave it out: data.test_part, or a file named val, is held out"
+        )
     return problems
+
+
+def _metrics(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
+    return metrics.problems(config, metrics.has_validation(config))
 
 
 def _true(problems: dict[str, Any]) -> list[str]:
@@ -191,13 +200,14 @@ def _true(problems: dict[str, Any]) -> list[str]:
     return [problem for problem, holds in problems.items() if holds]
 
 
-CHECKS = (_batch, _ddp, _ordered, _precision, _tuning, _placement, _optimizer, _warmup, _task)
+CHECKS = (_batch, _ddp, _ordered, _precision, _tuning, _placement, _optimizer, _warmup, _task, _metrics)
 
 
 def notices(asked: Config, config: Config) -> list[str]:
     """Switches that the user set and that have no effect here. Not errors: the same command runs elsewhere."""
     tuning, strategy, model, launch = config.tuning, config.strategy, config.model, config.launch
     on_cpu, optimizer, prefetch = config.device == "cpu", config.optimizer, asked.tuning.prefetch_factor
+    stopping, resume, which = config.train.early_stopping, config.checkpoint.resume, config.checkpoint.which
     on_gpus_only = ("pin_memory", "non_blocking", "copy_stream", "cudnn_benchmark", "tf32", "cuda_graph")
     applies = {
         f"tuning.{name}=true has no effect on CPU": on_cpu and getattr(asked.tuning, name) is True
@@ -219,6 +229,10 @@ def notices(asked: Config, config: Config) -> list[str]:
             and not (optimizer.decay_norm_and_bias or optimizer.weight_decay or optimizer.adapts_per_layer),
         f"tuning.channels_last=true has no effect: model={model.name} has no convolution":
             asked.tuning.channels_last is True and model.takes_images is False,
+        f"train.early_stopping.metric={stopping.metric} and min_delta={stopping.min_delta:g} have no effect without "
+        "train.early_stopping.patience": stopping.patience is None and stopping != type(stopping)(),
+        f"checkpoint.which={which} has no effect: checkpoint.resume={resume} names one checkpoint":
+            which != "auto" and (Path(resume) / "manifest.json").is_file(),
         "tracker.details=true has no effect without tracker=tensorboard":
             config.tracker.details and not config.tracker.tensorboard,
         "launch.backend=gloo copies the gradients of GPUs through host memory; launch.backend=nccl is faster":

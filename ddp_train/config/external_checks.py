@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib.util
 import json
 import os
@@ -84,7 +85,12 @@ def _checkpoint(asked: Config, config: Config, hardware: Hardware, world: World 
     if config.mode == "evaluate" and resume in ("auto", "never"):
         return [f"mode=evaluate: needs a checkpoint, checkpoint.resume={resume} names none; add checkpoint.resume=PATH"]
     if resume in ("auto", "never"):
-        return []
+        if config.checkpoint.which != "best":
+            return []
+        return [
+            f"checkpoint.which=best: a run goes on from its last checkpoint, checkpoint.resume={resume}; to start from "
+            "the best of another run use checkpoint.resume=RUN and another run_dir"
+        ]
     if not _manifests(Path(resume)):
         return [f"checkpoint.resume={resume}: holds no checkpoint; use the path of a run or a checkpoint"]
     before = manifest_config(Path(resume))
@@ -183,12 +189,21 @@ def changed(before: Config, config: Config) -> list[str]:
     """What a resumed run does differently, of the keys that may change: `optimizer.lr=0.05 (was 0.3)`."""
     found = []
     for section in ("train", "task", "optimizer", "schedule"):
-        one, other = (vars(getattr(c, section)) for c in (before, config))
+        one, other = (_values_of(getattr(c, section)) for c in (before, config))
         for name in dict.fromkeys((*one, *other)):
             if one.get(name) != other.get(name) and name in other:
                 key = section if name == "name" else f"{section}.{name}"
                 was = f" (was {shown(one[name])})" if name in one else ""
                 found.append(f"{key}={shown(other[name])}{was}")
+    return found
+
+
+def _values_of(section: Any) -> dict[str, Any]:
+    """The keys of a section; those of a section within it by their dotted names."""
+    found: dict[str, Any] = {}
+    for name, value in vars(section).items():
+        inner = {f"{name}.{key}": one for key, one in vars(value).items()} if dataclasses.is_dataclass(value) else {}
+        found |= inner or {name: value}
     return found
 
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import json
+import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,10 @@ from ddp_train.resilience.failure_report import FILE as FAILURE
 from ddp_train.resilience.failure_report import SUMMARY
 
 FILE = "config.yaml"
+COMMANDS = "commands.jsonl"
+"""In the run directory: a line for each command that worked in it."""
+GIT_SECONDS = 5.0
+"""The longest wait for a revision; a file server may be slow."""
 
 
 def freeze(config: Config) -> str:
@@ -35,6 +43,32 @@ def freeze(config: Config) -> str:
     except OSError as error:
         raise ConfigError([unwritable(config.run_dir, error.strerror or str(error))]) from None
     return text
+
+
+def record_command(run_dir: Path, overrides: list[str]) -> None:
+    """Adds the command to those of the run directory: its words, the time (UTC), and the revision of the code in the
+    working folder, null if that is no git repository. Raises OSError."""
+    started = datetime.datetime.now(datetime.UTC).isoformat()
+    line = {"command": shlex.join(["launch.py", *overrides]), "started": started, "git_revision": git_revision()}
+    with (run_dir / COMMANDS).open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def git_revision() -> str | None:
+    """Of the working folder; None if it has none, or git does not say."""
+    try:
+        asked = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=GIT_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return asked.stdout.strip() if asked.returncode == 0 else None
+
+
+def last_command(run_dir: Path) -> dict[str, Any]:
+    """What `record_command` wrote last; {} if it did not."""
+    try:
+        return json.loads((run_dir / COMMANDS).read_text().splitlines()[-1])
+    except (OSError, ValueError, IndexError):
+        return {}
 
 
 def to_text(config: Config) -> str:

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
-from ddp_train.config.bind import bind
+from ddp_train.config.bind import bind, own_keys
 from ddp_train.config.external_checks import package_of
 from ddp_train.config.schema import OPTIONS, SCALARS, SECTIONS, Config, CustomConfig
 from ddp_train.config.values import from_environment, leaves
@@ -161,7 +161,9 @@ def register_schema(conf: Path) -> None:
             name = path.stem if path.stem in schemas else (yaml.safe_load(path.read_text()) or {}).get("name")
             schema = schemas.get(str(name))
             if schema:
-                node = {"name": "custom", "_target_": None} if schema is CustomConfig else dataclasses.asdict(schema())
+                node = dataclasses.asdict(schema())
+                if issubclass(schema, CustomConfig):
+                    node = {"name": "custom", "_target_": None} | {name: node[name] for name in own_keys(schema)}
                 store.store(group=f"{SCHEMA}/{group}", name=path.stem, node=node)
 
 
@@ -227,16 +229,16 @@ def read_config(conf: Path, overrides: Overrides, adopted: dict[str, Any] | None
     for dotted, value in overrides.given.items():
         section, _, name = dotted.partition(".")
         if name and section in from_elsewhere:
-            _set(values[section], name, value)
+            _set(section, values[section], name, value)
     config, problems = bind(values)
     config.trusted_modules = list(dict.fromkeys([*config.trusted_modules, *_own_packages(config, from_elsewhere)]))
     located = [problem + _origin(conf, overrides, choices, problem.split("=")[0]) for problem in problems]
     return config, overrides.problems + located
 
 
-def _set(content: dict[str, Any], name: str, value: Any) -> None:
+def _set(section: str, content: dict[str, Any], name: str, value: Any) -> None:
     """Sets a key of an adopted section; of your own class an argument."""
-    if content.get("name") == CustomConfig.name:
+    if content.get("name") == CustomConfig.name and name not in own_keys(OPTIONS[section]["custom"]):
         content = content["arguments"]
     content[name] = value
 

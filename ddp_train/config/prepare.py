@@ -10,7 +10,7 @@ from typing import Any
 from ddp_train.config.auto import resolve
 from ddp_train.config.conflicts import notices
 from ddp_train.config.external_checks import changed, held_run, manifest_config, unwritable
-from ddp_train.config.freeze import freeze, to_text
+from ddp_train.config.freeze import COMMANDS, freeze, record_command, to_text
 from ddp_train.config.hardware import detect_hardware
 from ddp_train.config.overrides import Overrides, read_config, read_overrides
 from ddp_train.config.schema import Config
@@ -41,7 +41,7 @@ def prepare(conf: Path, overrides: list[str], world: World | None, run_dir: str 
     config, problems = read_run(conf, read_overrides(conf, overrides))
     if run_dir:
         config = replace(config, run_dir=run_dir)
-    return _locked_and_frozen(config, problems, world)
+    return _locked_and_frozen(config, problems, world, overrides)
 
 
 def read_run(conf: Path, overrides: Overrides) -> tuple[Config, list[str]]:
@@ -73,7 +73,7 @@ def resolve_and_check(config: Config, world: World | None) -> tuple[Config, list
     return resolved, check(config, resolved, hardware, world)
 
 
-def _locked_and_frozen(config: Config, problems: list[str], world: World | None) -> Prepared:
+def _locked_and_frozen(config: Config, problems: list[str], world: World | None, overrides: list[str]) -> Prepared:
     """The rest of `prepare`, for a config that has been composed and bound."""
     resolved, more = resolve_and_check(config, world)
     if problems or more:
@@ -89,7 +89,12 @@ def _locked_and_frozen(config: Config, problems: list[str], world: World | None)
         notes.append(f"run_dir={resolved.run_dir} resumes with other values: {', '.join(other)}")
     if resolved.mode == "train" and resolved.checkpoint.resume == "never" and not (world and world.attempt):
         notes += archive_previous_run(Path(str(resolved.run_dir)))
-    return Prepared(resolved, freeze(resolved), notes, held)
+    text = freeze(resolved)
+    try:
+        record_command(Path(str(resolved.run_dir)), overrides)
+    except OSError as error:
+        raise ConfigError([unwritable(resolved.run_dir, error.strerror or str(error))]) from None
+    return Prepared(resolved, text, notes, held)
 
 
 def lock_run_dir(config: Config, world: World | None) -> run_lock.Lock:
@@ -105,7 +110,7 @@ def lock_run_dir(config: Config, world: World | None) -> run_lock.Lock:
         raise ConfigError([unwritable(config.run_dir, error.strerror or str(error))]) from None
 
 
-LEFT_BY_RUNS = ("checkpoints", "metrics.jsonl", "trackers.json", "tensorboard")
+LEFT_BY_RUNS = ("checkpoints", "metrics.jsonl", COMMANDS, "trackers.json", "tensorboard")
 
 
 def archive_previous_run(run_dir: Path) -> list[str]:

@@ -52,6 +52,15 @@ class LaunchConfig:
 
 
 @dataclass
+class EarlyStoppingConfig:
+    patience: int | None = key(
+        None, "stop after this many evaluations in a row without improvement; null: never", at_least=1
+    )
+    metric: str = key("auto", "validation.NAME or test.NAME; auto: the loss of the set that is scored")
+    min_delta: float = key(0.0, "smallest change that is an improvement", at_least=0)
+
+
+@dataclass
 class TrainConfig:
     global_batch_size: int = key(96, "samples per optimizer step, over all processes", at_least=1)
     accumulation_steps: int = key(1, "micro-batches per optimizer step on each process", at_least=1)
@@ -62,6 +71,7 @@ class TrainConfig:
     log_every_steps: int = key(50, "optimizer steps between two lines of metrics.jsonl", at_least=1)
     evaluate_every_epochs: int = key(1, "epochs between evaluations; the last epoch is always evaluated", at_least=1)
     evaluate_batch_size: int = key(200, "samples per forward pass of an evaluation, on each process", at_least=1)
+    early_stopping: EarlyStoppingConfig = field(default_factory=EarlyStoppingConfig)
 
 
 @dataclass
@@ -69,8 +79,17 @@ class CheckpointConfig:
     every_steps: int | None = key(None, "optimizer steps between two checkpoints; null: one per epoch", at_least=1)
     every_minutes: float | None = key(None, "also save after so long, at the end of a logging interval", above=0)
     keep: int = key(2, "number of newest checkpoints to keep", at_least=1)
-    best: bool = key(False, "save after every evaluation, and keep the best too (by test accuracy, else by loss)")
+    best: bool = key(False, "save after every evaluation, keep the best checkpoint too, and link it as `best`")
+    best_metric: str = key(
+        "auto",
+        "what the best is the best by, validation.NAME or test.NAME; auto: accuracy where there is one, else loss",
+    )
     resume: str = key("auto", "auto: the newest valid checkpoint in run_dir; never; or the path of a checkpoint or run")
+    which: str = key(
+        "auto",
+        "which checkpoint of the run that resume names; auto: for mode=evaluate the best if it has one, else the last",
+        choices=("auto", "best", "last"),
+    )
 
 
 @dataclass
@@ -350,6 +369,8 @@ class TaskConfig:
 class AutoTaskConfig(TaskConfig):
     """Classification for class labels, regression for numbers; other targets are refused with the candidates."""
 
+    metrics: ClassVar[dict[str, str]] = {}
+    """What an evaluation gives, and which direction is better, `max` or `min`; {}: unknown before the task is loaded."""
     name: str = "auto"
 
 
@@ -357,6 +378,7 @@ class AutoTaskConfig(TaskConfig):
 class ClassificationConfig(TaskConfig):
     """Class labels, or a part of each class (soft labels)."""
 
+    metrics: ClassVar[dict[str, str]] = {"loss": "min", "accuracy": "max", "top5": "max"}
     name: str = "classification"
     loss: str = key("cross_entropy", "loss of a sample", choices=("cross_entropy",))
     label_smoothing: float = key(0.0, "label smoothing of the cross entropy", at_least=0, below=1)
@@ -367,6 +389,7 @@ class ClassificationConfig(TaskConfig):
 class MultilabelConfig(TaskConfig):
     """Any number of labels per sample, each 0 or 1."""
 
+    metrics: ClassVar[dict[str, str]] = {"loss": "min", "f1_macro": "max", "exact_match": "max"}
     name: str = "multilabel"
     loss: str = key("bce", "loss of a sample, the mean over its labels", choices=("bce",))
     pos_weight: list[float] | None = key(None, "factor on the loss of a label that applies, for each label", at_least=0)
@@ -376,6 +399,7 @@ class MultilabelConfig(TaskConfig):
 class RegressionConfig(TaskConfig):
     """One number per sample, or several."""
 
+    metrics: ClassVar[dict[str, str]] = {"loss": "min", "mae": "min", "mse": "min", "rmse": "min"}
     name: str = "regression"
     loss: str = key("mse", "loss of a sample, the mean over its numbers", choices=("mse", "mae", "huber", "smooth_l1"))
 
@@ -384,6 +408,7 @@ class RegressionConfig(TaskConfig):
 class SegmentationConfig(TaskConfig):
     """A class for each pixel."""
 
+    metrics: ClassVar[dict[str, str]] = {"loss": "min", "pixel_accuracy": "max", "mean_iou": "max"}
     name: str = "segmentation"
     loss: str = key("cross_entropy", "loss of a pixel", choices=("cross_entropy",))
     ignore_index: int = key(-100, "pixels of this class are left out")
@@ -394,6 +419,7 @@ class SegmentationConfig(TaskConfig):
 class LanguageModelConfig(TaskConfig):
     """The next token."""
 
+    metrics: ClassVar[dict[str, str]] = {"loss": "min", "perplexity": "min", "bits_per_byte": "min"}
     name: str = "language_model"
     loss: str = key("cross_entropy", "loss of a token; targets of -100 are left out", choices=("cross_entropy",))
     sample_tokens: int = key(0, "tokens of a text that the model writes at the end, to run_dir/sample.txt", at_least=0)
@@ -402,6 +428,11 @@ class LanguageModelConfig(TaskConfig):
 
 
 # --- data -----------------------------------------------------------------------------------------------------------
+
+
+def _validation_part() -> Any:
+    meaning = "part of the training set that validates; 0: none; null: the data set's own validation split, if any"
+    return key(None, meaning, at_least=0, below=1)
 
 
 class DataFacts:
@@ -421,6 +452,7 @@ class DataFacts:
     root = decode = ""
     path = tokenizer = None
     download = False
+    validation = None
 
     def in_memory_bytes(self) -> int | None:
         """Size of a data set that is held in memory: a batch is one indexing operation, which loader processes do not
@@ -442,6 +474,7 @@ class DataConfig(DataFacts):
     name: str = "digits"
     is_regression: ClassVar[bool | None] = False
     limit: int | None = key(None, "use only this many samples of each split", at_least=1)
+    validation: float | None = _validation_part()
     placement: str = key(
         "auto", "where the data are held; auto: device if they fit", choices=("auto", "host", "device")
     )
@@ -769,6 +802,14 @@ class CustomConfig(ModelFacts, DataFacts, OptimizerFacts):
     name: str = "custom"
     target: str = key("", "dotted path of your own class or function (see SECURITY.md)", may_be_empty=True)
     arguments: dict[str, Any] = key({}, "its keyword arguments, plain values")
+    metrics: ClassVar[dict[str, str]] = {}
+
+
+@dataclass
+class CustomDataConfig(CustomConfig):
+    """Your own data set: `_target_=package.Name`, and its arguments beside it."""
+
+    validation: float | None = _validation_part()
 
 
 @dataclass
@@ -786,9 +827,9 @@ class Config:
     device: str = key("auto", "where to compute; auto: cuda if there is a GPU", choices=("auto", "cuda", "cpu"))
     deterministic: Union[bool, str] = key("auto", "repeatable bits; auto: on CPU and with strategy=ordered", **AUTO)
     objective: str = key(
-        "test.loss",
-        "number in summary.json that a sweep optimizes",
-        choices=("test.loss", "test.accuracy", "samples_per_second", "seconds"),
+        "auto",
+        "what a sweep optimizes: validation.NAME or test.NAME of any metric, samples_per_second or seconds; auto: the "
+        "loss of the validation set, or of the test set if there is none",
     )
     hooks: list[str] = key([], "your classes, package.Name: called with (job, run_dir, world), entered around training")
     trusted_modules: list[str] = key([], "packages whose code a checkpoint's _target_ may name")
@@ -835,7 +876,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         LinearRegressionDataConfig,
         TextConfig,
         TokensConfig,
-        CustomConfig,
+        CustomDataConfig,
     ),
     "optimizer": _by_name(
         SgdConfig, AdamConfig, AdamWConfig, AdadeltaConfig, RmspropConfig, LarsConfig, LambConfig, CustomConfig
@@ -843,6 +884,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "schedule": _by_name(ConstantConfig, StepConfig, CosineConfig, PolynomialConfig, OneCycleConfig),
 }
 """For each group with several options: the schema of each option, by its `name`."""
+
+DIRECTIONS: dict[str, str] = {
+    name: better for option in OPTIONS["task"].values() for name, better in option.metrics.items()
+}
+"""Which direction is better, `max` or `min`, for the metrics of the built-in tasks. A task of your own may say otherwise."""
 
 SECTIONS: dict[str, type] = {
     "launch": LaunchConfig,

@@ -19,13 +19,7 @@ def instantiate(section: str, custom: CustomConfig, *args: Any, **more: Any) -> 
     Raises ConfigError if it does not exist, is not callable, or does not take these arguments. Exceptions of the call
     itself are passed on.
     """
-    found = f"{section}._target_={custom.target}"
-    target = _imported(found, custom.target)
-    if is_trusted(custom.target, TRUSTED_MODULES) and not _is_harmless(target):
-        rule = f"neither a class of {', '.join(TRUSTED_MODULES)} nor a model of torchvision"
-        raise ConfigError([f"{found}: {rule}, and nothing else may be named there; call it in a class of your own"])
-    if not callable(target):
-        raise ConfigError([f"{found}: must be a class or function, and is of type {type(target).__name__}"])
+    found, target = _target_of(section, custom)
     values = from_environment(custom.arguments, section)
     try:
         inspect.signature(target).bind(*args, **values, **more)
@@ -38,6 +32,26 @@ def instantiate(section: str, custom: CustomConfig, *args: Any, **more: Any) -> 
     except ValueError:  # written in C, without a signature: the call itself fails
         pass
     return target(*args, **values, **more)
+
+
+def parameters_of(section: str, custom: CustomConfig) -> list[str]:
+    """The names of the parameters that `custom.target` takes; [] if it does not say. Raises ConfigError as above."""
+    try:
+        return list(inspect.signature(_target_of(section, custom)[1]).parameters)
+    except ValueError:  # written in C
+        return []
+
+
+def _target_of(section: str, custom: CustomConfig) -> tuple[str, Any]:
+    """Key and value, for messages; and what they name."""
+    found = f"{section}._target_={custom.target}"
+    target = _imported(found, custom.target)
+    if is_trusted(custom.target, TRUSTED_MODULES) and not _is_harmless(target):
+        rule = f"neither a class of {', '.join(TRUSTED_MODULES)} nor a model of torchvision"
+        raise ConfigError([f"{found}: {rule}, and nothing else may be named there; call it in a class of your own"])
+    if not callable(target):
+        raise ConfigError([f"{found}: must be a class or function, and is of type {type(target).__name__}"])
+    return found, target
 
 
 def build_hook(path: str, *args: Any) -> Any:

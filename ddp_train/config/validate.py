@@ -10,7 +10,7 @@ from typing import Any
 from ddp_train.config import conflicts, external_checks
 from ddp_train.config.auto import process_count
 from ddp_train.config.hardware import Hardware
-from ddp_train.config.schema import OPTIONS, SECTIONS, Config
+from ddp_train.config.schema import Config
 from ddp_train.distributed.environment import hosts_requested, srun_tasks
 from ddp_train.distributed.world import World
 from ddp_train.text import counted, did_you_mean, shown
@@ -28,17 +28,17 @@ def check(asked: Config, config: Config, hardware: Hardware, world: World | None
 
 def check_rules(config: Config) -> list[str]:
     """What breaks the rules beside the fields of the schema."""
-    problems = section_rules(config, "")
-    for section in (*SECTIONS, *OPTIONS):
-        problems += section_rules(getattr(config, section), section + ".")
-    return problems
+    return section_rules(config, "")
 
 
 def section_rules(section: Any, prefix: str) -> list[str]:
-    """What breaks the rules beside the fields of one section, whose keys begin with `prefix`."""
+    """What breaks the rules beside the fields of one section, and of those within it; its keys begin with `prefix`."""
     problems = []
     for f in dataclasses.fields(section):
         value = getattr(section, f.name)
+        if dataclasses.is_dataclass(value):
+            problems += section_rules(value, f"{prefix}{f.name}.")
+            continue
         for item in value if isinstance(value, list) else [value]:
             rule = _broken_rule(item, f.metadata)
             if rule:

@@ -48,6 +48,10 @@ class BatchSource(Protocol):
         augmentation."""
         ...
 
+    def select(self, numbers: np.ndarray) -> BatchSource:
+        """Some of these samples as a split of their own. numbers: of samples, int64 [n]."""
+        ...
+
 
 @runtime_checkable
 class HeldSource(Protocol):
@@ -65,8 +69,8 @@ class HeldSource(Protocol):
         """Of the inputs of a sample in a batch."""
         ...
 
-    def first(self, count: int) -> Self:
-        """The first samples. The outputs stay those of all."""
+    def select(self, numbers: np.ndarray) -> Self:
+        """See BatchSource. The outputs stay those of all."""
         ...
 
     def to(self, device: torch.device, channels_last: bool = False) -> Self:
@@ -106,8 +110,10 @@ class ArraySource:
         """As float32."""
         return 4 * self.inputs[0].numel()
 
-    def first(self, count: int) -> ArraySource:
-        return self._with(inputs=self.inputs[:count], targets=self.targets[:count])
+    def select(self, numbers: np.ndarray) -> ArraySource:
+        """The number of classes stays that of all."""
+        index = torch.from_numpy(numbers)
+        return self._with(inputs=self.inputs[index], targets=self.targets[index])
 
     def to(self, device: torch.device, channels_last: bool = False) -> ArraySource:
         targets = self.targets.to(device)
@@ -160,9 +166,16 @@ class UserDataset:
             )
         if not len(dataset):
             raise DataError(f"data._target_: {self.name} has no samples", "check its arguments, data.NAME=VALUE")
+        self.numbers: np.ndarray | None = None
+        """Those of the data set's samples that belong to this split; None: all."""
 
     def __len__(self) -> int:
-        return len(self.dataset)
+        return len(self.dataset) if self.numbers is None else len(self.numbers)
+
+    def select(self, numbers: np.ndarray) -> UserDataset:
+        other = copy.copy(self)
+        other.numbers = numbers if self.numbers is None else self.numbers[numbers]
+        return other
 
     @property
     def outputs(self) -> int:
@@ -182,7 +195,7 @@ class UserDataset:
         collate = getattr(self.dataset, "collate_fn", default_collate)
         samples, state = [], random.getstate()
         with torch.random.fork_rng(devices=[]):
-            for number in indices.tolist():
+            for number in (indices if self.numbers is None else self.numbers[indices]).tolist():
                 key = hash_key(self.seed, "augment", -1 if epoch is None else epoch, number)
                 torch.manual_seed(key)
                 random.seed(key)
@@ -197,38 +210,13 @@ class UserDataset:
             ) from error
 
 
-class LimitedSource:
-    """The first samples of another source."""
-
-    def __init__(self, source: BatchSource, limit: int) -> None:
-        self.get_batch, self.outputs = source.get_batch, source.outputs
-        self.whole, self.count = source, min(limit, len(source))
-
-    def __len__(self) -> int:
-        return self.count
-
-
-def folder_of(source: BatchSource) -> FolderSource | None:
-    """The image folder that a source is, or the first part of."""
-    whole = source.whole if isinstance(source, LimitedSource) else source
-    return whole if isinstance(whole, FolderSource) else None
-
-
-def build_datasets(name: str, seed: int, limit: int | None = None, **arguments: Any) -> tuple[BatchSource, BatchSource]:
+def build_datasets(name: str, seed: int, **arguments: Any) -> tuple[BatchSource, BatchSource]:
     """The training and the test split of a built-in data set. arguments: those of its builder below, which are the keys
-    of `data=NAME`. limit: use only so many samples of each split.
+    of `data=NAME`.
 
     Raises DataError if files are missing or corrupt.
     """
-    train, test = _BUILDERS[name](seed=seed, **arguments)
-    return limited(train, limit), limited(test, limit)
-
-
-def limited(source: BatchSource, limit: int | None) -> BatchSource:
-    """The first `limit` samples of a source, or all of them."""
-    if limit is None:
-        return source
-    return source.first(limit) if isinstance(source, HeldSource) else LimitedSource(source, limit)
+    return _BUILDERS[name](seed=seed, **arguments)
 
 
 def digests(source: BatchSource, samples: int = 8) -> dict[str, str]:

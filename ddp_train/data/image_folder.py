@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,6 +44,13 @@ class FolderSource:
 
     def __len__(self) -> int:
         return len(self.paths)
+
+    def select(self, numbers: np.ndarray) -> FolderSource:
+        """Some of these samples as a split of their own. numbers: int64 [n]."""
+        other = copy.copy(self)
+        other.paths = [self.paths[number] for number in numbers.tolist()]
+        other.targets = self.targets[torch.from_numpy(numbers)]
+        return other
 
     @property
     def outputs(self) -> int:

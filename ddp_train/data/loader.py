@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.copy_stream import CopyStream
-from ddp_train.data.datasets import BatchSource, HeldSource, folder_of
+from ddp_train.data.datasets import BatchSource, HeldSource
+from ddp_train.data.image_folder import FolderSource
 from ddp_train.data.prefetch import GpuDecoder
 from ddp_train.errors import LaunchError
 from ddp_train.linux import end_loader_with_parent
@@ -165,7 +166,7 @@ class Loader:
         """The micro-batches that loader processes are working on, the next one first."""
         self.on_fetched: Callable[[], None] = lambda: None
         """Is called when the host has a batch, before it is copied to the device."""
-        self.folder = folder_of(source)
+        self.folder = source if isinstance(source, FolderSource) else None
         decoded_on_gpu = self.folder is not None and self.folder.decode == "gpu"
         self.copies_beside = options.copy_stream and self.device.type == "cuda" and not resident and not decoded_on_gpu
         """Whether batches are copied while the GPU computes."""

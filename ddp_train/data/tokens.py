@@ -84,6 +84,8 @@ class TokenSource:
         self.counts = np.where(sizes > length, counts, 0)
         self.window_ends = self.counts.cumsum()
         self.windows = int(self.counts.sum())
+        self.numbers: np.ndarray | None = None
+        """Of the windows that were selected; None: all."""
         if not self.windows:
             split, needed = ("test", length + 1) if seed is None else ("training", 2 * length)
             raise DataError(
@@ -114,10 +116,11 @@ class TokenSource:
     def __len__(self) -> int:
         return self.windows
 
-    def first(self, count: int) -> TokenSource:
-        """The first windows."""
+    def select(self, numbers: np.ndarray) -> TokenSource:
+        """Some of the windows. In training they overlap, of one epoch and another, those that are left out."""
         other = copy.copy(self)
-        other.windows = min(count, self.windows)
+        other.numbers = numbers if self.numbers is None else self.numbers[numbers]
+        other.windows = len(numbers)
         return other
 
     def to(self, device: torch.device, channels_last: bool = False) -> TokenSource:
@@ -139,6 +142,8 @@ class TokenSource:
         return other
 
     def get_batch(self, indices: np.ndarray, epoch: int | None) -> tuple[Tensor, Tensor]:
+        if self.numbers is not None:
+            indices = self.numbers[indices]
         part = np.searchsorted(self.window_ends, indices, side="right")
         begins = (indices - (self.window_ends - self.counts)[part]) * self.length
         offset = 0

@@ -13,7 +13,7 @@ from pathlib import Path
 import hydra
 
 import ddp_train
-from ddp_train.config.bind import key_named_like
+from ddp_train.config.bind import is_section, key_named_like, own_keys
 from ddp_train.config.overrides import register_schema
 from ddp_train.config.schema import OPTIONS, SECTIONS, Config, CustomConfig
 from ddp_train.distributed.world import World
@@ -85,12 +85,14 @@ def help_text(usage: str, conf: Path) -> str:
         lines += ["", f"{section}:", *_keys(section + ".", schema)]
     for section, options in OPTIONS.items():
         common = next(iter(options.values())).__bases__[0]
-        if keys := _keys(section + ".", common):
+        keys = _keys(section + ".", common) if is_section(common) else []
+        if keys:
             lines += ["", f"{section}=... (keys of every option{' but custom' if 'custom' in options else ''}):", *keys]
         for name, schema in options.items():
             about = "" if (schema.__doc__ or "").startswith(schema.__name__ + "(") else schema.__doc__ or ""
             heading = f"{section}={name}: {about.splitlines()[0] if about else ''}".rstrip(": ")
-            lines += ["", heading, *(line for line in _keys(section + ".", schema) if line not in keys)]
+            known = [] if issubclass(schema, CustomConfig) else keys
+            lines += ["", heading, *(line for line in _keys(section + ".", schema) if line not in known)]
     return "\n".join(lines)
 
 
@@ -107,12 +109,15 @@ def wrapped(text: str, width: int) -> str:
 
 
 def _keys(prefix: str, schema: type) -> list[str]:
-    if schema is CustomConfig:
-        fields = {"_target_=package.Name": "target", "ANY=value": "arguments"}
-        meanings = {f.name: f.metadata.get("meaning") for f in dataclasses.fields(schema)}
-        return [f"  {prefix + override:<44} {meanings[name]}" for override, name in fields.items()]
-    lines = []
-    for f in dataclasses.fields(schema):
+    lines, fields = [], list(dataclasses.fields(schema))
+    if issubclass(schema, CustomConfig):
+        named = {"_target_=package.Name": "target", "ANY=value": "arguments"}
+        meanings = {f.name: f.metadata.get("meaning") for f in fields}
+        lines = [f"  {prefix + override:<44} {meanings[name]}" for override, name in named.items()]
+        fields = [f for f in fields if f.name in own_keys(schema)]
+    for f in fields:
+        if dataclasses.is_dataclass(inner := getattr(schema(), f.name, None)) and "." in prefix:
+            lines += _keys(f"{prefix}{f.name}.", type(inner))
         if "meaning" in f.metadata:
             default = getattr(schema(), f.name)
             choices = f" ({', '.join(f.metadata['choices'])})" if "choices" in f.metadata else ""

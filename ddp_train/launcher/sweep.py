@@ -21,6 +21,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from ddp_train.config.metrics import BY_TEST, SPLITS, direction_of, has_validation, objective_name, read_objective
 from ddp_train.config.overrides import read_overrides
 from ddp_train.config.prepare import prepare, read_run, resolve_and_check
 from ddp_train.config.schema import Config
@@ -32,9 +33,19 @@ from ddp_train.launcher.fork_server import ForkServer
 from ddp_train.resilience.failure_report import FILE as FAILURE
 from ddp_train.resilience.failure_report import SUMMARY
 from ddp_train.resilience.preemption import SAVED, UNSAVED
+from ddp_train.text import did_you_mean
 
 RESULTS = "results.jsonl"
 LAUNCHER, SLURM = "hydra/launcher", ("slurm", "submitit_slurm")
+SWEEPER = "hydra/sweeper"
+PLUGINS = {"optuna": "hydra-optuna-sweeper"}
+DIRECTION_KEYS = {
+    "optuna": ("hydra.sweeper.direction", {"max": "maximize", "min": "minimize"}),
+    "nevergrad": ("hydra.sweeper.optim.maximize", {"max": "true", "min": "false"}),
+    "ax": ("hydra.sweeper.ax_config.experiment.minimize", {"max": "false", "min": "true"}),
+}
+"""Sweepers that optimize: the key that tells each of them the better direction, and its values."""
+HIGHER = {"max": "the higher it is", "min": "the lower it is"}
 
 
 class Trials:
@@ -52,6 +63,13 @@ class Trials:
         self.swept: set[str] = set()
         """The keys that the sweep varies."""
         self.objective = ""
+        """As asked for; its name once a trial has told what `auto` is."""
+        self.better: str | None = None
+        """max or min; None until a trial tells, where only the task knows."""
+        self.sweeper = ""
+        """The one that must know the better direction; empty if none must."""
+        self.told_by_test = False
+        """Whether the user knows that the test set selects."""
         self.total = 0
         """The number of trials in the grid; 0 if a sweeper other than the grid decides it."""
         self.rows: list[dict[str, Any]] = []
@@ -87,12 +105,19 @@ class Trials:
             problems += found
             if sweep and not found:
                 problems += _problems_of_trial(config, bool(self.job_launcher))
+        self.objective, self.better = config.objective, direction_of(config.objective, config)
+        direction, found = self._direction(read.arguments)
+        problems += found if sweep else []
         if problems:
             raise ConfigError(list(dict.fromkeys(problems)))
         hydra_argv = [word for word in argv if word not in overrides] + read.arguments
         if not sweep:
             return hydra_argv
-        self.swept, self.objective = set(read.swept), config.objective
+        hydra_argv += direction
+        if (validation := has_validation(config)) is not None:
+            self.objective = objective_name(config.objective, validation)
+            self._tell_if_by_test(self.objective)
+        self.swept = set(read.swept)
         self.total = math.prod(map(len, read.swept.values()))
         self.sweep_dir = Path(config.run_dir or f"runs/{config.name}/sweep_{new_run_id(None)}")
         if self.job_launcher:
@@ -100,6 +125,34 @@ class Trials:
             self.rows_begin = results.stat().st_size if results.exists() else 0
             print(f"trials are run by hydra/launcher={self.job_launcher}; results: {results}", flush=True)
         return [*hydra_argv, f"hydra.sweep.dir='{self.sweep_dir}'"]
+
+    def _direction(self, arguments: list[str]) -> tuple[list[str], list[str]]:
+        """What a sweeper must be told about the better direction, and what is wrong with what it was told."""
+        sweeper = _last(arguments, SWEEPER)
+        if sweeper not in DIRECTION_KEYS:
+            return [], []
+        self.sweeper = sweeper
+        if sweeper in PLUGINS and not _has_plugin(PLUGINS[sweeper]):
+            remedy = f"pip install -e '.[{sweeper}]'"
+            return [], [f"{SWEEPER}={sweeper}: needs the package {PLUGINS[sweeper]}; {remedy}"]
+        key, words = DIRECTION_KEYS[sweeper]
+        given = _last(arguments, key)
+        if self.better is None and not given:
+            rule = f"only the task knows which direction of objective={self.objective} is better"
+            return [], [f"{SWEEPER}={sweeper}: {rule}; add {key}={words['max']} or {key}={words['min']}"]
+        if self.better is None:
+            self.better = next((better for better, word in words.items() if word == given.lower()), None)
+            return [], [] if self.better else [f"{key}={given}: must be one of {', '.join(words.values())}"]
+        if given and given.lower() != words[self.better]:
+            rule = f"objective={self.objective} is better {HIGHER[self.better]}"
+            return [], [f"{key}={given}: {rule}; leave it out, or use {key}={words[self.better]}"]
+        return [] if given else [f"{key}={words[self.better]}"], []
+
+    def _tell_if_by_test(self, name: str) -> None:
+        """Says once that the test set selects."""
+        if name.startswith("test.") and not self.told_by_test:
+            self.told_by_test = True
+            print(f"note: objective={name}: {BY_TEST}", file=sys.stderr)
 
     def run(self, _: DictConfig) -> float:
         """Runs one trial. Returns its objective; NaN if it has none or failed, so that the sweep continues."""
@@ -135,9 +188,26 @@ class Trials:
         with (self.sweep_dir / RESULTS).open("a") as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # trials on other hosts append to the file too
             file.write(json.dumps(row, allow_nan=False) + "\n")
+        if contradiction := self._learn(row):
+            print(contradiction, file=sys.stderr)
+            raise SystemExit(ConfigError.exit_code)
         if (stop.received and not self.job_launcher) or row["exit_code"] in (SAVED, UNSAVED):
             raise SystemExit(row["exit_code"] or stop.exit_code(UNSAVED))
         return math.nan if row.get("objective") is None else row["objective"]
+
+    def _learn(self, row: dict[str, Any]) -> ConfigError | None:
+        """What only a trial could tell: what `auto` stands for, and the better direction. Returns an error if the
+        sweeper was told the other one."""
+        if "objective_name" not in row:
+            return None
+        told, self.objective, self.better = self.better, row["objective_name"], row["better"]
+        self._tell_if_by_test(self.objective)
+        better = row["better"]
+        if told in (None, better) or not self.sweeper:
+            return None
+        key, words = DIRECTION_KEYS[self.sweeper]
+        rule = f"objective={self.objective} is better {HIGHER[better]} with this task"
+        return ConfigError([f"{key}={words[str(told)]}: {rule}; use {key}={words[better]}"])
 
     def finish(self) -> int:
         """Prints the results. Returns 0 if all trials were completed, else the exit code of the first failed one."""
@@ -146,10 +216,12 @@ class Trials:
                 file.seek(self.rows_begin)
                 self.rows = sorted(map(json.loads, file), key=lambda row: row["trial"])
         if self.rows:
-            Console(soft_wrap=False).print(_table(self.rows))
+            for row in self.rows:  # those of jobs are read here first
+                self._learn(row)
+            Console(soft_wrap=False).print(_table(self.rows, self.objective))
             scored = [row for row in self.rows if row.get("objective") is not None]
             if scored:
-                pick = max if self.objective in ("test.accuracy", "samples_per_second") else min
+                pick = max if self.better == "max" else min
                 best = pick(scored, key=lambda row: row["objective"])
                 print(
                     f"best trial {best['trial']}: {' '.join(best['overrides'])}  {self.objective} {best['objective']:g}"
@@ -175,12 +247,22 @@ def _key(word: str) -> str:
 
 def _missing_for_slurm(name: str) -> list[str]:
     """What this host lacks to submit jobs to SLURM."""
-    parent = importlib.util.find_spec("hydra_plugins")  # find_spec of a submodule raises if the parent is missing
-    if not parent or importlib.util.find_spec("hydra_plugins.hydra_submitit_launcher") is None:
+    if not _has_plugin("hydra-submitit-launcher"):
         return [f"{LAUNCHER}={name}: needs the package hydra-submitit-launcher; pip install -e '.[slurm]'"]
     if not shutil.which("srun"):
         return [f"{LAUNCHER}={name}: there is no srun on this host; start the sweep where `sbatch` works"]
     return []
+
+
+def _has_plugin(package: str) -> bool:
+    """Whether a plugin of Hydra is installed."""
+    parent = importlib.util.find_spec("hydra_plugins")  # find_spec of a submodule raises if the parent is missing
+    return bool(parent and importlib.util.find_spec(f"hydra_plugins.{package.replace('-', '_')}"))
+
+
+def _last(arguments: list[str], key: str) -> str:
+    """The value that a key was given last; "" if it was not."""
+    return next((word.partition("=")[2] for word in reversed(arguments) if _key(word) == key), "")
 
 
 def _problems_of_trial(config: Config, runs_as_job: bool) -> list[str]:
@@ -196,12 +278,19 @@ def _problems_of_trial(config: Config, runs_as_job: bool) -> list[str]:
 
 def _outcome(config: Config) -> dict[str, Any]:
     summary = json.loads((Path(str(config.run_dir)) / SUMMARY).read_text())
-    objective: Any = summary
-    for part in config.objective.split("."):
-        objective = objective.get(part)
+    try:
+        name, value, better = read_objective(config.objective, summary)
+    except KeyError:
+        known = [f"{split}.{metric}" for split in SPLITS for metric in summary.get(split) or {}]
+        problem = f"objective={config.objective}: the run has no such number; it has {', '.join(known)}"
+        raise ConfigError([problem + did_you_mean(config.objective, known)]) from None
+    validation = summary.get("validation")
     return {
         "status": "completed",
-        "objective": objective,
+        "objective": value,
+        "objective_name": name,
+        "better": better,
+        **({"validation": validation} if validation else {}),
         **summary["test"],
         "seconds": summary["seconds"],
         "samples_per_second": summary.get("samples_per_second"),
@@ -214,13 +303,24 @@ def _failure(run_dir: str) -> dict[str, Any]:
     return {"kind": failure["kind"], "reason": failure["detail"]}
 
 
-def _table(rows: list[dict[str, Any]]) -> Table:
+TABLED = {"test.accuracy": "accuracy", "test.loss": "loss", "seconds": "seconds", "samples_per_second": "samples/s"}
+"""Objectives that have a column in any case."""
+
+
+def _table(rows: list[dict[str, Any]], objective: str) -> Table:
     table = Table(title="trials", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for heading in ("trial", "overrides", "status", "accuracy", "loss", "seconds", "samples/s"):
+    own = [] if objective in TABLED else [objective]
+    for heading in ("trial", "overrides", "status", *own, "accuracy", "loss", "seconds", "samples/s"):
         is_text = heading in ("overrides", "status")
         table.add_column(heading, justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text)
     for row in rows:
-        formats = (("accuracy", ".2%"), ("loss", ".4f"), ("seconds", ".1f"), ("samples_per_second", ",.0f"))
+        formats = (
+            *[("objective", ".4f") for _ in own],
+            ("accuracy", ".2%"),
+            ("loss", ".4f"),
+            ("seconds", ".1f"),
+            ("samples_per_second", ",.0f"),
+        )
         numbers = [format(row[name], spec) if row.get(name) is not None else "-" for name, spec in formats]
         status = row["status"] if row["status"] == "completed" else f"failed ({row['exit_code']}): {row['kind']}"
         table.add_row(str(row["trial"]), " ".join(row["overrides"]), status, *numbers)

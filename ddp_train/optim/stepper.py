@@ -51,6 +51,7 @@ class Stepper:
         self.constants: dict[float, Tensor] = {}
         self.scaled_units: list[Tensor] = []
         self.divisor: Callable[[], Tensor] | None = None
+        self.norm: Tensor | None = None
         self.steps_done = 0
         self.continue_from(0)
 
@@ -127,8 +128,8 @@ class Stepper:
             self._divide_gradients(self.divisor())
             self.divisor = None
         limit = self.max_grad_norm
-        norm = None if limit is None else nn.utils.clip_grad_norm_(self.parameters, limit)
-        allowed = self.check_finite.allows(self.steps_done, norm)
+        self.norm = None if limit is None else nn.utils.clip_grad_norm_(self.parameters, limit)
+        allowed = self.check_finite.allows(self.steps_done, self.norm)
         if self.scaled:
             self.scaler.step(self.optimizer)
             self.scaler.update()
@@ -161,4 +162,15 @@ class Stepper:
     @property
     def last_learning_rate(self) -> float:
         """Of the step that was done last, in the first group."""
-        return self.base_lrs[0] * self.factor(self.steps_done - 1)
+        return self.last_learning_rates[0]
+
+    @property
+    def last_learning_rates(self) -> list[float]:
+        """Of the step that was done last, in each group."""
+        factor = self.factor(self.steps_done - 1)
+        return [base_lr * factor for base_lr in self.base_lrs]
+
+    @property
+    def last_gradient_norm(self) -> float | None:
+        """Of the step that was done last, before clipping; None without clipping. Waits for the device."""
+        return None if self.norm is None else self.norm.item()

@@ -103,15 +103,33 @@ class Display:
             self.bar.stop()
             self.bar = None
 
+    def checkpoint(self, found: dict[str, Any]) -> None:
+        """Which one is evaluated. found: see `checkpoint.described`."""
+        which = {"best": f", the best of its run by {found['metric']}", "last": ", the last of its run"}
+        text = f"checkpoint {found['path']}: step {found['step']:,}{which.get(found['which'], '')}"
+        if found["metric"]:
+            text += f", {shown_metric(found['metric'].partition('.')[2], found['value'])}"
+        self.line(text)
+
     def summary(self, summary: dict[str, Any], run_dir: Path) -> None:
         """The end of a run, or of its part until it was stopped."""
         test = summary["test"]
         if summary["status"] == "preempted":
             self.line(f"stopped after step {summary['steps']:,} and saved; resume with run_dir={run_dir}")
             return
+        if early := summary.get("stopped_early"):
+            self.line(f"stopped early after step {early['step']:,}: {early['reason']}")
+        if validation := summary.get("validation"):
+            self.line(f"validation {score_line(validation)}")
         self.line(f"test {score_line(test)}")
+        best = summary.get("best") or {}
+        if best.get("test"):
+            value = shown_metric(best["metric"].partition(".")[2], best["value"])
+            self.line(f"best {best['metric']} {value} after step {best['step']:,}: test {score_line(best['test'])}")
         if summary.get("samples_per_second"):
-            self.line(f"{in_words(summary)}, {counted(summary['steps'], 'step')}, {summary['seconds']:.1f} s")
+            overall = f"({summary['samples_per_second_with_evaluation']:,.0f} samples/s with evaluation)"
+            steps = counted(summary["steps"], "step")
+            self.line(f"{in_words(summary)} {overall}, {steps}, {summary['seconds']:.1f} s")
         if gpus := summary_line(summary.get("figures", {})):
             self.line(gpus)
         self.line(f"run directory {run_dir}")
@@ -134,13 +152,20 @@ class _Bar(Progress):
 
 
 def epoch_line(
-    epoch: int, epochs: int, steps: str, loss: float | None, score: dict[str, Any] | None, seconds: float, samples: int
+    epoch: int,
+    epochs: int,
+    steps: str,
+    loss: float | None,
+    score: tuple[str, dict[str, Any]] | None,
+    seconds: float,
+    samples: int,
 ) -> str:
-    """`epoch  3/20  loss 0.1234  test 97.50 %  1.2 s  1,234 samples/s`. steps: of an epoch that is cut short."""
+    """`epoch  3/20  loss 0.1234  test 97.50 %  1.2 s  1,234 samples/s`. steps: of an epoch that is cut short. score:
+    the name of the split, and what `Score.as_dict` gives."""
     parts = [f"epoch {epoch:>{len(str(epochs))}}/{epochs}", *([steps] if steps else [])]
     parts += [f"loss {loss:.4f}"] if loss is not None else []
     if score:
-        parts.append(f"test {headline(score)}")
+        parts.append(f"{score[0]} {headline(score[1])}")
     return "  ".join([*parts, f"{seconds:.1f} s", f"{samples / seconds:,.0f} samples/s"])
 
 

@@ -210,7 +210,7 @@ def without_passwords(text: str) -> str:
 def scalars_of(line: dict[str, Any]) -> Scalars:
     """`train/loss`, `test/accuracy`, `figures/gpu_utilisation`: the numbers of a line, one for each figure."""
     kind, figures = line["kind"], line.get("figures", {})
-    found = {f"{kind}/{name}": value for name, value in line.items() if name not in ("kind", "step")}
+    found = {f"{kind}/{name}": value for name, value in line.items() if name not in ("kind", "step", "time")}
     found |= {f"figures/{name}": combined(RULES[name], values) for name, values in figures.items()}
     numbers = {name: float(v) for name, v in found.items() if isinstance(v, int | float) and not isinstance(v, bool)}
     return {name: value for name, value in numbers.items() if math.isfinite(value)}

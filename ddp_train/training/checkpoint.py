@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import os
 import shutil
 import threading
@@ -29,8 +30,11 @@ from torch import Tensor, nn
 from ddp_train.errors import DataError, OwnershipLostError, WriteError
 from ddp_train.resilience import run_lock
 from ddp_train.tensor_tree import map_tensors, tensors
+from ddp_train.training.selection import Selection
 
 MODEL, TRAINING, MANIFEST = "model.safetensors", "training.pt", "manifest.json"
+BEST = "best"
+"""The link to the best checkpoint of a run, beside it."""
 log = logging.getLogger(__name__)
 
 
@@ -42,7 +46,8 @@ class Snapshot:
     model: dict[str, Tensor]
     training: dict[str, Any]
     manifest: dict[str, Any]
-    """Further entries of the manifest: plain data. `test`, the score of this step, decides which one is the best."""
+    """Further entries of the manifest: plain data. `validation` or `test`, the score of this step, decides which one is
+    the best."""
 
 
 def copy_of(tensor: Tensor) -> Tensor:
@@ -57,18 +62,25 @@ class Writer:
     """Writes checkpoints into `run_dir` in a thread of its own, one at a time. For one process only, rank 0."""
 
     def __init__(
-        self, run_dir: Path, keep: int, keep_best: bool = False, on_saving: Callable[[bool], None] = lambda _: None
+        self,
+        run_dir: Path,
+        keep: int,
+        selection: Selection | None = None,
+        on_saving: Callable[[bool], None] = lambda _: None,
     ) -> None:
-        """on_saving: is called with True before a checkpoint is written, and with False after."""
+        """selection: of the best checkpoint, which is kept and linked; None: there is none. on_saving: is called with
+        True before a checkpoint is written, and with False after."""
         self.run_dir = run_dir
         self.keep = keep
-        self.keep_best = keep_best
+        self.selection = selection
         self.on_saving = on_saving
         self.thread: threading.Thread | None = None
         self.error: Exception | None = None
         self.owner = run_lock.owner(run_dir / run_lock.FILE)
         for part in run_dir.glob("checkpoints/step_*.part-*"):  # a process was killed while it wrote or removed it
             shutil.rmtree(part)
+        for part in run_dir.glob(f"checkpoints/{BEST}.part-*"):
+            part.unlink()
 
     def submit(self, take: Callable[[], Snapshot]) -> None:
         """Waits until the one before is written, takes a snapshot and begins to write it."""
@@ -97,7 +109,7 @@ class Writer:
         try:
             self.error = None
             write(self.run_dir, snapshot, self.owner)
-            _remove_old(self.run_dir / "checkpoints", snapshot.step, self.keep, self.keep_best)
+            _remove_old(self.run_dir / "checkpoints", snapshot.step, self.keep, self.selection)
         except Exception as error:  # noqa: BLE001  `submit` and `finish` raise it in the training thread
             self.error = error  # a WriteError counts if it is the last word: until then training goes on
             log.warning("%s; training continues, and the next checkpoint is tried", error)
@@ -112,7 +124,7 @@ def write(run_dir: Path, snapshot: Snapshot, owner: dict[str, str] | None = None
     else does now.
     """
     step = snapshot.step
-    final = run_dir / "checkpoints" / f"step_{step:08d}"
+    final = place_of(run_dir, step)
     part = final.with_name(f"{final.name}.part-{os.getpid()}")
     try:
         part.mkdir(parents=True)
@@ -147,7 +159,7 @@ def write(run_dir: Path, snapshot: Snapshot, owner: dict[str, str] | None = None
     return final
 
 
-def _remove_old(folder: Path, newest: int, keep: int, keep_best: bool) -> None:
+def _remove_old(folder: Path, newest: int, keep: int, selection: Selection | None) -> None:
     """Removes all but the newest `keep` checkpoints and the best one, once that of step `newest` is verified."""
     final = folder / f"step_{newest:08d}"
     defect = _defect(final)
@@ -156,7 +168,9 @@ def _remove_old(folder: Path, newest: int, keep: int, keep_best: bool) -> None:
     # A later step than this one's was passed over when the run resumed: it goes before any that can be trusted.
     others = sorted(path for path in folder.glob("step_????????") if path != final)
     others.sort(key=lambda path: path < final)
-    best = _best([*others, final]) if keep_best else None
+    best = _best([*others, final], selection) if selection else None
+    if best:
+        _link_best(best)
     for old in others[: max(0, len(others) - (keep - 1))]:
         if old != best:
             aside = old.with_name(f"{old.name}.part-old")  # never half a checkpoint under a checkpoint's name
@@ -164,30 +178,49 @@ def _remove_old(folder: Path, newest: int, keep: int, keep_best: bool) -> None:
             shutil.rmtree(aside)
 
 
-def _best(places: list[Path]) -> Path | None:
-    """The checkpoint with the highest test accuracy, or the lowest loss; the earliest of equal ones."""
-
-    def rank(score: dict[str, Any]) -> tuple[float, float]:
-        return -(score["accuracy"] or 0.0), score["loss"]
-
+def _best(places: list[Path], selection: Selection) -> Path | None:
+    """The checkpoint whose score is the best, the earliest of equal ones; None if none has a finite score."""
     scored = []
     for place in sorted(places):
         with contextlib.suppress(OSError, ValueError):  # a corrupt one is nobody's best
-            scored += [(rank(score), place) for score in [read_manifest(place).get("test")] if score]
+            score = read_manifest(place).get(selection.split)
+            rank = selection.rank(score) if score else [math.inf]
+            scored += [] if math.isinf(rank[0]) else [(rank, place)]
     return min(scored)[1] if scored else None
 
 
-def find(resume: str, run_dir: Path) -> Path | None:
+def _link_best(best: Path) -> None:
+    """Lets checkpoints/best point to a checkpoint beside it, atomically: there is always the old one or the new one."""
+    link, part = best.with_name(BEST), best.with_name(f"{BEST}.part-{os.getpid()}")
+    try:
+        if not link.is_symlink() or link.readlink() != Path(best.name):
+            part.unlink(missing_ok=True)
+            part.symlink_to(best.name)
+            part.replace(link)
+            _flush(best.parent)
+    except OSError as error:  # a file system without links: the checkpoint itself is there all the same
+        log.warning("%s cannot be linked: %s; the best checkpoint is %s", link, error, best.name)
+
+
+def find(resume: str, run_dir: Path, which: str = "last") -> Path | None:
     """The checkpoint that a run starts from, verified; None to start from nothing.
 
-    resume: auto (the newest valid one in run_dir), never, or the path of a checkpoint or of a run. Raises DataError if
-    a path, or a run with checkpoints, holds no valid one: a run never starts over silently.
+    resume: auto (the newest valid one in run_dir), never, or the path of a checkpoint or of a run. which: of a run's
+    path the `last`, the `best`, or, with `auto`, the best if the run has one. Raises DataError if a path, or a run with
+    checkpoints, holds no valid one: a run never starts over silently.
     """
     if resume == "never":
         return None
     place = run_dir if resume == "auto" else Path(resume)
+    link = place / "checkpoints" / BEST
     if (place / MANIFEST).is_file():
-        candidates = [place]
+        candidates = [place.parent / place.readlink() if place.is_symlink() else place]
+    elif which == "best" or (which == "auto" and link.is_symlink()):
+        if not link.is_symlink():
+            raise DataError(
+                f"{place} has no best checkpoint: it was trained without checkpoint.best", "use checkpoint.which=last"
+            )
+        candidates = [link.parent / link.readlink()]
     else:
         candidates = sorted((place / "checkpoints").glob("step_????????"), reverse=True)
     for path in candidates:
@@ -197,9 +230,30 @@ def find(resume: str, run_dir: Path) -> Path | None:
         log.warning("checkpoint %s is passed over: %s", path, defect)
     if resume == "auto" and not candidates:
         return None
+    last = "checkpoint.which=last, " if candidates[0].parent == link.parent and which != "last" else ""
     raise DataError(
-        f"{place} holds no valid checkpoint", "name another checkpoint.resume=PATH, or checkpoint.resume=never"
+        f"{place} holds no valid checkpoint", f"name another checkpoint.resume=PATH, or {last}checkpoint.resume=never"
     )
+
+
+def place_of(run_dir: Path, step: int) -> Path:
+    """Where the checkpoint of a step is, if there is one."""
+    return run_dir / "checkpoints" / f"step_{step:08d}"
+
+
+def described(path: Path) -> dict[str, Any]:
+    """Which checkpoint of its run it is, for people and for summary.json: its path and step, whether it is the `best`
+    or the `last`, and for the best the metric by which it is, with its value."""
+    manifest, link = read_manifest(path), path.parent / BEST
+    found: dict[str, Any] = {"path": str(path), "step": manifest["step"], "which": None, "metric": None, "value": None}
+    if link.is_symlink() and link.readlink() == Path(path.name):
+        selection = Selection(**manifest["best_by"])
+        score = manifest[selection.split]
+        metric = selection.metrics_of(score)[0]
+        found |= {"which": "best", "metric": f"{selection.split}.{metric}", "value": score[metric]}
+    elif path == max(path.parent.glob("step_????????"), default=path):
+        found["which"] = "last"
+    return found
 
 
 def load_model(path: Path, model: nn.Module) -> None:

@@ -47,8 +47,10 @@ class MetricsHook:
         epochs: int,
         log_every_steps: int,
         evaluate_every_epochs: int,
+        split: str = "test",
         rates: Rates = Rates(),  # noqa: B008  it is frozen
     ) -> None:
+        """split: what `job.evaluation` scores, validation or test."""
         self.rates = rates
         self.display = display
         self.metrics = metrics
@@ -56,6 +58,7 @@ class MetricsHook:
         self.epochs = epochs
         self.log_every_steps = log_every_steps
         self.evaluate_every_epochs = evaluate_every_epochs
+        self.split = split
         self.epoch_seconds: list[float] = []
         self.score: Score | None = None
         """Of the step that was done last, if it was evaluated."""
@@ -63,6 +66,8 @@ class MetricsHook:
         """Of the part of an epoch that is recorded."""
         self.units = 0.0
         """That the loss was taken over, since the beginning of the run."""
+        self.last_epoch_loss: float | None = None
+        """The mean over the last epoch that was completed, or cut short by the end of the run."""
         self.seconds_before = 0.0
         self.epoch_seconds_before = 0.0
         """In earlier processes of this run: altogether, and in the unfinished epoch."""
@@ -88,6 +93,7 @@ class MetricsHook:
             "this_epoch_seconds": epoch,
             "epoch_loss": [self.epoch_loss.sum, self.epoch_loss.units],
             "units": self.units,
+            "last_epoch_loss": self.last_epoch_loss,
             "figures": self.hardware.state(),
         }
 
@@ -97,6 +103,7 @@ class MetricsHook:
         self.epoch_seconds_before = state["this_epoch_seconds"]
         self.epoch_loss = Mean(*state.get("epoch_loss", []))  # older checkpoints have none
         self.units = state.get("units", 0.0)  # likewise
+        self.last_epoch_loss = state.get("last_epoch_loss")
         self.hardware.load_state(state.get("figures", {}))  # older checkpoints have none
 
     def due(self, job: Job) -> int:
@@ -122,19 +129,25 @@ class MetricsHook:
         if epoch % self.evaluate_every_epochs == 0 or job.step == job.plan.steps:
             self.score = evaluate(job.evaluation)
             if self.score:
-                self.metrics.write(kind="test", step=job.step, epoch=epoch, **self.score.as_dict())
-        line = epoch_line(
-            epoch, self.epochs, note, self.epoch_loss.value, self.score and self.score.as_dict(), seconds, samples
-        )
+                self.write_score(job, self.split, self.score)
+        score = self.score and (self.split, self.score.as_dict())
+        line = epoch_line(epoch, self.epochs, note, self.epoch_loss.value, score, seconds, samples)
         self.display.line("  ".join(filter(None, [line, self.hardware.short_of_gpus()])))
+        self.last_epoch_loss = self.epoch_loss.value
         self.epoch_loss = Mean()
         self.epoch_seconds_before = 0.0
         self.epoch_began = self.interval_began = time.perf_counter()
+
+    def write_score(self, job: Job, split: str, score: Score) -> None:
+        """A line of an evaluation."""
+        epoch = -(-job.step // job.plan.steps_per_epoch)
+        self.metrics.write(kind=split, step=job.step, epoch=epoch, time=time.time(), **score.as_dict())
 
     def _record_interval(self, job: Job) -> None:
         loss = job.stepper.mean_loss(self.hardware)  # waits for the device: the clock is read after it
         self.epoch_loss += loss
         self.units += loss.units
+        norm = job.stepper.last_gradient_norm
         now = time.perf_counter()
         samples = job.plan.samples_seen(job.step) - job.plan.samples_seen(self.interval_first_step)
         speeds = self.rates.of(samples, loss.units, now - self.interval_began)
@@ -143,8 +156,11 @@ class MetricsHook:
             kind="train",
             step=job.step,
             epoch=epoch,
+            time=time.time(),
             loss=loss.value,
             lr=job.stepper.last_learning_rate,
+            lrs=job.stepper.last_learning_rates,
+            **({} if norm is None else {"grad_norm": norm}),
             **speeds,
             samples_seen=job.plan.samples_seen(job.step),
             figures=self.hardware.interval(now - self.interval_began),
@@ -165,15 +181,18 @@ class CheckpointHook:
         every_steps: int | None = None,
         every_minutes: float | None = None,
         best: bool = False,
+        more_state: Callable[[], dict[str, Any]] = dict,
     ) -> None:
         """writer: on one process; the others take part without one. manifest: entries of every checkpoint's manifest.
-        every_steps: None saves at the end of each epoch. best: save after every evaluation too."""
+        every_steps: None saves at the end of each epoch. best: save after every evaluation too. more_state: further
+        entries of what training goes on with."""
         self.writer = writer
         self.record = record
         self.manifest = manifest
         self.every_steps = every_steps
         self.every_minutes = every_minutes
         self.best = best
+        self.more_state = more_state
         self.last_save = time.monotonic()
 
     def due(self, job: Job) -> int:
@@ -203,12 +222,13 @@ class CheckpointHook:
                 self.writer.submit(lambda: self._snapshot(job, buffers))
 
     def _snapshot(self, job: Job, buffers: Tensor) -> Snapshot:
-        training = job.stepper.state() | {"buffers": buffers, "record": self.record.state()}
+        training = job.stepper.state() | {"buffers": buffers, "record": self.record.state()} | self.more_state()
+        scores = {"test": None, self.record.split: self.record.score and self.record.score.as_dict()}
         return Snapshot(
             step=job.step,
             model=map_tensors(copy_of, job.module.model.state_dict()),
             training=map_tensors(copy_of, training),
-            manifest={**self.manifest, "test": self.record.score and self.record.score.as_dict()},
+            manifest={**self.manifest, **scores},
         )
 
 

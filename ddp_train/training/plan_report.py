@@ -20,14 +20,15 @@ def plan_rows(
     base_lr: float,
     warmup_steps: int,
     first_step: int,
+    validation_samples: int | None = None,
     rates: Rates = Rates(),  # noqa: B008  it is frozen
 ) -> dict[str, str]:
     """Heading -> text. parameters: of the model. base_lr: at this global batch. first_step: where training resumes.
-    rates: of the model."""
+    validation_samples: None if nothing validates. rates: of the model."""
     return {
         "processes": _processes(config),
         "model": f"{_model_name(config.model)}, {parameters:,} parameters",
-        "data": _data(config.data, plan.samples),
+        "data": _data(config.data, plan.samples, validation_samples),
         "task": _task(config.task, task),
         "global batch": f"{plan.global_batch_size} = {_split(plan, process_count(config))}",
         "steps": _steps(plan, config.train.epochs, first_step),
@@ -64,8 +65,10 @@ def _task(section: Any, task: Task) -> str:
     return f"{name}{loss}, mean over {task.unit}s" + (" (auto: by the targets)" if section.name == "auto" else "")
 
 
-def _data(data: Any, samples: int) -> str:
+def _data(data: Any, samples: int, validation_samples: int | None) -> str:
     parts = [data.name, f"{samples:,} samples to train on"]
+    if validation_samples is not None:
+        parts.append(f"{validation_samples:,} to validate ({data.validation or 'its own split'})")
     if getattr(data, "placement", "host") == "device":
         parts.append("held on the device")
     if decode := getattr(data, "decode", ""):

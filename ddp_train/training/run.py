@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ddp_train.config.auto import described
-from ddp_train.config.freeze import to_values
+from ddp_train.config.freeze import last_command, to_values
 from ddp_train.config.schema import TRACKERS, Config
 from ddp_train.config.user_code import build_hook
-from ddp_train.data.datasets import BatchSource, check_same_data, digests
-from ddp_train.distributed.process_group import Store, local_leader_first, same_everywhere, set_buffers
+from ddp_train.data.datasets import check_same_data, digests
+from ddp_train.data.splits import Splits
+from ddp_train.distributed.process_group import Store, from_leader, local_leader_first, same_everywhere, set_buffers
 from ddp_train.distributed.world import World
 from ddp_train.performance.switches import frozen_gc, set_process_flags
 from ddp_train.resilience.failure_report import SUMMARY, write_json
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.resilience.preemption import StopController
 from ddp_train.tasks.score import Score
+from ddp_train.tasks.task import ModelWithTask
 from ddp_train.telemetry.console import Display
 from ddp_train.telemetry.hardware_monitor import hardware_monitor_for
 from ddp_train.telemetry.metrics_log import MetricsFile
@@ -31,16 +34,17 @@ from ddp_train.telemetry.tracker_queue import Tracking, flat, open_trackers
 from ddp_train.telemetry.trackers import Run as TrackedRun
 from ddp_train.text import counted
 from ddp_train.training import checkpoint, setup
+from ddp_train.training.early_stopping import SelectionHook
 from ddp_train.training.hooks import SAMPLE, CheckpointHook, MetricsHook, SampleHook, tensorboard_details
-from ddp_train.training.loop import Job, evaluate, fit
+from ddp_train.training.loop import Evaluation, Job, evaluate, fit
 from ddp_train.training.phases import ReportedHook
 from ddp_train.training.plan_report import plan_rows
 
-Sources = tuple[BatchSource, BatchSource]
-"""The training and the test split."""
+Scores = dict[str, Score]
+"""By the name of the split."""
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Run:
     """One run on one process. What its methods build is gone when `execute` returns: DDP objects must be collected
     before their process group is closed."""
@@ -74,7 +78,6 @@ class Run:
         if self.config.mode == "evaluate":
             assert found, "config.validate asks for a checkpoint, and find raises if it is not valid"
             summary = self.evaluate(sources, found)
-            self.display.line(f"checkpoint {found}")
             self.publish(summary)
         else:
             launch = self.config.launch
@@ -84,7 +87,7 @@ class Run:
                 tracking.finish(summary)
         return summary["status"] == "completed"
 
-    def open_data(self) -> Sources:
+    def open_data(self) -> Splits:
         """A download happens once per host."""
         downloads = getattr(self.config.data, "download", False)
         with local_leader_first(self.world, self.device) if downloads else contextlib.nullcontext():
@@ -94,7 +97,9 @@ class Run:
         """The verified checkpoint to start from, the same on all ranks; None to start from step 0."""
         restarted = self.world.attempt > 0 and self.config.mode == "train"
         found = checkpoint.find("auto", self.run_dir) if restarted else None
-        found = found or checkpoint.find(self.config.checkpoint.resume, self.run_dir)
+        section = self.config.checkpoint
+        which = "last" if section.which == "auto" and self.config.mode == "train" else section.which
+        found = found or checkpoint.find(section.resume, self.run_dir, which)
         step = checkpoint.read_manifest(found)["step"] if found else -1
         same_everywhere(step, self.device, f"the checkpoint in {self.run_dir}")
         return found
@@ -105,7 +110,7 @@ class Run:
 
     # --- training -----------------------------------------------------------------------------------------------------
 
-    def train(self, sources: Sources, found: Path | None, tracking: Tracking) -> dict[str, Any]:
+    def train(self, sources: Splits, found: Path | None, tracking: Tracking) -> dict[str, Any]:
         """From step 0, or from a checkpoint, to the end or to an agreed stop. Returns the summary."""
         config, device = self.config, self.device
         first_step = checkpoint.read_manifest(found)["step"] if found else 0
@@ -120,13 +125,15 @@ class Run:
             epochs=config.train.epochs,
             log_every_steps=config.train.log_every_steps,
             evaluate_every_epochs=config.train.evaluate_every_epochs,
-            rates=setup.build_rates(config, self.world, device, job, sources[0]),
+            split=sources.scored[0],
+            rates=setup.build_rates(config, self.world, device, job, sources.train),
         )
+        select = setup.build_selection(config, module.task, sources, record)
         data_digests = digests(sources[0])
         if found:
-            self.restore(found, job, record, data_digests)
+            self.restore(found, job, record, select, data_digests)
         job.stepper.continue_from(first_step)
-        save = self.checkpoint_hook(record, data_digests)
+        save = self.checkpoint_hook(record, select, data_digests)
         self.start_trackers(tracking, metrics, first_step)
         details = []
         if config.tracker.details:
@@ -135,19 +142,26 @@ class Run:
             )
         job.hooks = [
             ReportedHook(record, self.status, "record"),
+            select,
             ReportedHook(save, self.status, "checkpoint"),
             *details,
         ]
-        write = setup.text_writer(config, sources[0])
+        write = setup.text_writer(config, sources.train)
         if write and self.world.is_leader:
             sample = SampleHook(write, self.display, self.run_dir / SAMPLE)
             job.hooks = [*job.hooks, ReportedHook(sample, self.status, "sample")]
         job.stop = job.evaluation.stop = StopController()
-        self.announce(job, sources[0], record.rates)
-        score = self.fit(job, record)
-        return self.training_summary(job, record, score)
+        test = job.evaluation
+        if sources.validation is not None:
+            test = setup.build_evaluation(config, self.world, device, module, strategy, sources.test, self.status)
+            test.stop = job.stop
+        self.announce(job, sources, select, record.rates)
+        scores = self.fit(job, record, select, test)
+        return self.training_summary(job, record, select, scores, test)
 
-    def restore(self, found: Path, job: Job, record: MetricsHook, data_digests: dict[str, str]) -> None:
+    def restore(
+        self, found: Path, job: Job, record: MetricsHook, select: SelectionHook, data_digests: dict[str, str]
+    ) -> None:
         """Weights, buffers of every rank, optimizer and counters, from a checkpoint."""
         data = self.config.data
         if self.run_dir in found.parents:
@@ -159,19 +173,35 @@ class Run:
             set_buffers(job.module, training["buffers"][self.world.rank])
         job.stepper.load_state(training)
         record.load_state(training["record"])
+        selection = training.get("selection", {})  # older checkpoints have none
+        if self.run_dir not in found.parents:
+            selection = {**selection, "best": None}  # its checkpoint is in another run
+        select.load_state(selection)
 
-    def checkpoint_hook(self, record: MetricsHook, data_digests: dict[str, str]) -> CheckpointHook:
+    def checkpoint_hook(
+        self, record: MetricsHook, select: SelectionHook, data_digests: dict[str, str]
+    ) -> CheckpointHook:
         section = self.config.checkpoint
         writer = None
         if self.world.is_leader:
-            writer = checkpoint.Writer(self.run_dir, section.keep, section.best, self.status.set_saving)
+            selection = select.best.selection if section.best else None
+            writer = checkpoint.Writer(self.run_dir, section.keep, selection, self.status.set_saving)
         manifest = {
             "config": to_values(self.config),
             "world_size": self.world.size,
             "torch": torch.__version__,
             "data_digests": data_digests,
+            "best_by": dataclasses.asdict(select.best.selection),
         }
-        return CheckpointHook(writer, record, manifest, section.every_steps, section.every_minutes, section.best)
+        return CheckpointHook(
+            writer,
+            record,
+            manifest,
+            section.every_steps,
+            section.every_minutes,
+            section.best,
+            more_state=lambda: {"selection": select.state()},
+        )
 
     def start_trackers(self, tracking: Tracking, metrics: MetricsFile, first_step: int) -> None:
         config = self.config
@@ -180,25 +210,37 @@ class Run:
         tracking.start(run, metrics.kept)
         metrics.listeners.append(tracking.write)
 
-    def announce(self, job: Job, source: BatchSource, rates: Rates) -> None:
+    def announce(self, job: Job, sources: Splits, select: SelectionHook, rates: Rates) -> None:
         """Shows the plan, and the progress bar."""
         if self.world.is_leader:
             parameters = sum(parameter.numel() for parameter in job.module.model.parameters())
             warmup = setup.warmup_steps(self.config, job.plan)
             self.display.plan(
                 plan_rows(
-                    self.config, job.plan, job.module.task, parameters, job.stepper.base_lrs[0], warmup, job.step, rates
+                    self.config,
+                    job.plan,
+                    job.module.task,
+                    parameters,
+                    job.stepper.base_lrs[0],
+                    warmup,
+                    job.step,
+                    validation_samples=None if sources.validation is None else len(sources.validation),
+                    rates=rates,
                 )
             )
-            for line in setup.advice(self.config, job.module, source):
+            for line in setup.advice(self.config, job.module, sources.train) + setup.selects_by_test(
+                self.config, sources
+            ):
                 self.display.line(line)
+        select.stop_if_due(job)
         if job.step >= job.plan.steps:
             done = counted(job.step, "step")
             self.display.line(f"nothing is left to train: {done} done, {job.plan.steps:,} were asked for")
         self.display.start(job.plan.steps, lambda: job.step)
 
-    def fit(self, job: Job, record: MetricsHook) -> Score | None:
-        """Trains; a signal stops all ranks after one and the same step. Returns the last score, None if stopped."""
+    def fit(self, job: Job, record: MetricsHook, select: SelectionHook, test: Evaluation) -> Scores | None:
+        """Trains; a signal stops all ranks after one and the same step. Returns the scores of the weights that the run
+        ends with, None if stopped."""
         record.start_clocks(job.step)
         connection = self.store.clone() if self.store else None
         patience = self.config.launch.grace_seconds / 2
@@ -211,49 +253,105 @@ class Run:
                 fit(job)
                 if job.step < job.plan.steps:
                     return None
-                # Without a score at the end, nothing was left to train: the run was complete already.
-                return record.score or evaluate(job.evaluation)
+                return self.final_scores(job, record, test)
         finally:
             self.display.stop()
 
+    def final_scores(self, job: Job, record: MetricsHook, test: Evaluation) -> Scores | None:
+        """None if an evaluation was stopped."""
+        # Without a score at the end, nothing was left to train: the run was complete already.
+        score = record.score or evaluate(job.evaluation)
+        if score is None or test is job.evaluation:
+            return score and {"test": score}
+        tested = evaluate(test)
+        if tested is None:
+            return None
+        record.write_score(job, "test", tested)
+        return {"validation": score, "test": tested}
+
     # --- evaluation and summary ---------------------------------------------------------------------------------------
 
-    def evaluate(self, sources: Sources, found: Path) -> dict[str, Any]:
+    def evaluate(self, sources: Splits, found: Path) -> dict[str, Any]:
         """Scores the test set with a checkpoint. Returns the summary."""
         strategy = setup.build_strategy(self.config, self.world, self.device)
         module = setup.build_module(self.config, sources[0], strategy, self.device)
         checkpoint.load_model(found, module.model)
         evaluation = setup.build_evaluation(
-            self.config, self.world, self.device, module, strategy, sources[1], self.status
+            self.config, self.world, self.device, module, strategy, sources.test, self.status
         )
+        evaluated = checkpoint.described(found)
+        self.display.checkpoint(evaluated)
         began = time.perf_counter()
         score = evaluate(evaluation)
         seconds = time.perf_counter() - began
-        return self.summary(score, steps=checkpoint.read_manifest(found)["step"], seconds=seconds)
+        scores = score and {"test": score}
+        return self.summary(scores, module, steps=evaluated["step"], seconds=seconds, evaluated=evaluated)
 
-    def training_summary(self, job: Job, record: MetricsHook, score: Score | None) -> dict[str, Any]:
-        samples_seen = job.plan.samples_seen(job.step)
-        trained = sum(record.epoch_seconds) if score else record.seconds
+    def training_summary(
+        self, job: Job, record: MetricsHook, select: SelectionHook, scores: Scores | None, test: Evaluation
+    ) -> dict[str, Any]:
+        samples_seen, seconds = job.plan.samples_seen(job.step), record.seconds
+        trained = sum(record.epoch_seconds) if scores else seconds
         return self.summary(
-            score,
+            scores,
+            job.module,
             steps=job.step,
-            seconds=record.seconds,
+            stopped_early=select.stopped_early,
+            train={"loss": record.last_epoch_loss},
+            best=scores and self.best_of(job, select, scores, test),
+            checkpoint=self.checkpoint_of(job.step),
+            seconds=seconds,
             samples_seen=samples_seen,
             epoch_seconds=record.epoch_seconds,
             **(record.rates.of(samples_seen, record.units, trained) or {"samples_per_second": None}),
+            samples_per_second_with_evaluation=samples_seen / seconds if seconds else None,
             figures=record.hardware.summary(),
         )
 
-    def summary(self, score: Score | None, **numbers: Any) -> dict[str, Any]:
+    def best_of(self, job: Job, select: SelectionHook, scores: Scores, test: Evaluation) -> dict[str, Any] | None:
+        """The best evaluation, and its checkpoint if that is kept: with the score of the test set, if the best was
+        found by another one."""
+        best = select.best.as_dict()
+        if best is None:
+            return None
+        place = from_leader(self.checkpoint_of(best["step"]))  # a file server may show it to the others later
+        found: dict[str, Any] = {**best, "checkpoint": place}
+        if "validation" in scores and self.config.checkpoint.best:
+            if best["step"] == job.step:
+                found["test"] = scores["test"].as_dict()
+            elif place:
+                checkpoint.load_model(Path(place), job.module.model)
+                found["test"] = (tested := evaluate(test)) and tested.as_dict()
+        return found
+
+    def checkpoint_of(self, step: int) -> str | None:
+        """The path of the checkpoint of a step; None if there is none."""
+        place = checkpoint.place_of(self.run_dir, step)
+        return str(place) if place.is_dir() else None
+
+    def summary(self, scores: Scores | None, module: ModelWithTask, **numbers: Any) -> dict[str, Any]:
         """The content of summary.json."""
         on_gpu = self.config.device == "cuda"
+        parameters = list(module.model.parameters())
+        command = last_command(self.run_dir)
+        started = command.get("started")
         return {
-            "status": "completed" if score else "preempted",
+            "status": "completed" if scores else "preempted",
             **described(self.config),
+            "command": command.get("command"),
+            "git_revision": command.get("git_revision"),
+            "started": started,
+            "wall_seconds": time.time() - datetime.fromisoformat(started).timestamp() if started else None,
+            "parameters": {
+                "all": sum(p.numel() for p in parameters),
+                "trained": sum(p.numel() for p in parameters if p.requires_grad),
+            },
             "device_name": torch.cuda.get_device_name(self.device) if on_gpu else "cpu",
             "torch": torch.__version__,
             **numbers,
-            "test": score.as_dict() if score else None,
+            "better": setup.directions(module.task, scores["test"].metrics if scores else {}),
+            "validation": scores["validation"].as_dict() if scores and "validation" in scores else None,
+            "test": scores["test"].as_dict() if scores else None,
         }
 
     def publish(self, summary: dict[str, Any]) -> None:

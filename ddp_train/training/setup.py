@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, cast
 
@@ -12,13 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ddp_train.config import metrics
 from ddp_train.config.auto import optimizer_at_batch
-from ddp_train.config.schema import Config
-from ddp_train.config.user_code import instantiate
+from ddp_train.config.schema import DIRECTIONS, Config
+from ddp_train.config.user_code import instantiate, parameters_of
 from ddp_train.data.batch_plan import BatchPlan, MicroBatch, evaluation_batches
 from ddp_train.data.datasets import BatchSource, UserDataset, build_datasets
 from ddp_train.data.loader import Batch, Loader, LoaderOptions
 from ddp_train.data.rng import StepSeed, hash_key
+from ddp_train.data.splits import Splits, parted
 from ddp_train.data.tokens import TokenSource
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
@@ -40,8 +42,11 @@ from ddp_train.tasks.task import ModelWithTask, Task, complete
 from ddp_train.telemetry.rates import Rates
 from ddp_train.tensor_tree import map_tensors
 from ddp_train.text import counted
+from ddp_train.training.early_stopping import SelectionHook, Wanted
+from ddp_train.training.hooks import MetricsHook
 from ddp_train.training.loop import Evaluation, Job
 from ddp_train.training.phases import ReportedBatches, ReportedStepper
+from ddp_train.training.selection import AUTO, Best, Selection
 
 AUTOCAST = {"fp32": None, "fp64": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -56,12 +61,43 @@ def keys_taken_by(function: Callable[..., Any], section: Any) -> dict[str, Any]:
     return {name: vars(section)[name] for name in inspect.signature(function).parameters if name in vars(section)}
 
 
-def open_datasets(config: Config) -> tuple[BatchSource, BatchSource]:
-    """The training and the test split. Raises DataError or ConfigError."""
-    if config.data.name == "custom":
-        train, test = (instantiate("data", config.data, train=train) for train in (True, False))
-        return UserDataset(train, config.seed), UserDataset(test, config.seed)
-    return build_datasets(config.data.name, config.seed, **arguments_of(config.data, "placement"))
+def open_datasets(config: Config) -> Splits:
+    """What trains, what tests, and what validates if anything does. Raises DataError or ConfigError."""
+    data, seed = config.data, config.seed
+    if data.name == "custom":
+        return _own_datasets(data, seed)
+    train, test = build_datasets(data.name, seed, **arguments_of(data, "placement", "limit", "validation"))
+    validation = None
+    if data.validation:
+        kept, taken = parted(len(train), data.validation, seed)
+        train, validation = train.select(kept), train.select(taken)
+    return Splits(train, test, validation).limited(data.limit)
+
+
+def _own_datasets(data: Any, seed: int) -> Splits:
+    """Those of the user's own class: by its `split`, "train", "validation" and "test", or else by its `train`."""
+    parameters = parameters_of("data", data)
+    by_split = "split" in parameters and "split" not in data.arguments  # else it means something else, as in EMNIST
+
+    def opened(split: str, section: Any = data) -> UserDataset:
+        which = {"split": split} if by_split else {"train": split == "train"}
+        return UserDataset(instantiate("data", section, **which), seed)
+
+    train, test, validation = opened("train"), opened("test"), None
+    if data.validation:
+        kept, taken = parted(len(train), data.validation, seed)
+        plain = train
+        if "augment" in parameters:
+            plain = opened("train", replace(data, arguments={**data.arguments, "augment": False}))
+        train, validation = train.select(kept), plain.select(taken)
+    elif data.validation is None and by_split:
+        try:
+            validation = opened("validation")
+        except (ValueError, LookupError, NotImplementedError) as error:
+            problem = f"data._target_={data.target}: split='validation' failed: {type(error).__name__}: {error}"
+            remedy = "use data.validation=0, or data.validation=0.1 for a part of the training set"
+            raise ConfigError([f"{problem}; {remedy}"]) from error
+    return Splits(train, test, validation)
 
 
 def build_strategy(config: Config, world: World, device: str) -> Strategy:
@@ -197,12 +233,13 @@ def build_job(
     device: str,
     module: ModelWithTask,
     strategy: Strategy,
-    sources: tuple[BatchSource, BatchSource],
+    sources: tuple[BatchSource, BatchSource] | Splits,
     status: RankStatus,
     first_step: int,
 ) -> Job:
     """What `fit` needs, `first_step` optimizer steps being done. The weights are those of `module` on rank 0."""
-    train_source, test_source = sources
+    splits = sources if isinstance(sources, Splits) else Splits(*sources)
+    train_source, scored_source = splits.train, splits.scored[1]
     units = 1.0
     if not module.task.units_are_samples:
         units = module.task.units_per_sample(train_source.get_batch(np.array([0]), None))
@@ -241,7 +278,7 @@ def build_job(
         strategy=strategy,
         stepper=cast(Stepper, ReportedStepper(stepper, status)),
         batches=ReportedBatches(loader, status),
-        evaluation=build_evaluation(config, world, device, module, strategy, test_source, status),
+        evaluation=build_evaluation(config, world, device, module, strategy, scored_source, status),
         seed_step=StepSeed(config.seed, world.rank, device),
         step=first_step,
     )
@@ -279,6 +316,44 @@ def build_evaluation(
         batches=ReportedBatches(loader, status, "evaluation "),
         new_scorer=lambda: Scorer(-(-len(source) // batch_size), device, module.task.derive),
     )
+
+
+def directions(task: Task, metrics: Iterable[str]) -> dict[str, str]:
+    """Which direction is better, max or min, for each metric. What a task of your own does not say is that of the
+    built-in metric of that name, or else min."""
+    return {name: task.better.get(name, DIRECTIONS.get(name, "min")) for name in metrics}
+
+
+def build_selection(config: Config, task: Task, sources: Splits, record: MetricsHook) -> SelectionHook:
+    """What follows from each evaluation. Raises ConfigError if a key names a set that is not scored then."""
+    problems = metrics.problems(config, sources.validation is not None)
+    if problems:
+        raise ConfigError(problems)
+    split, better = sources.scored[0], {**DIRECTIONS, **task.better}
+    stopping = config.train.early_stopping
+
+    def by(metric: str, auto: str) -> Selection:
+        return Selection(split, auto if metric == metrics.AUTO else metric.partition(".")[2], better)
+
+    return SelectionHook(
+        record,
+        best=Best(by(config.checkpoint.best_metric, AUTO)),
+        stopping=Best(by(stopping.metric, "loss"), stopping.min_delta) if stopping.patience else None,
+        patience=stopping.patience or 0,
+        wanted=tuple(Wanted(f"{key}={metric}", metric.partition(".")[2]) for key, metric in metrics.named(config)),
+    )
+
+
+def selects_by_test(config: Config, sources: Splits) -> list[str]:
+    """A note if the test set decides which weights are kept or when training ends."""
+    asked = {
+        "checkpoint.best=true": config.checkpoint.best,
+        f"train.early_stopping.patience={config.train.early_stopping.patience}": config.train.early_stopping.patience,
+    }
+    by = [key for key, applies in asked.items() if applies]
+    if not by or sources.validation is not None:
+        return []
+    return [f"note: {' and '.join(by)}: {metrics.BY_TEST}"]
 
 
 def loader_options(config: Config) -> LoaderOptions:

@@ -1,0 +1,85 @@
+"""Which evaluation of a run is the best.
+
+Scores are the same on all ranks to the last bit, so all of them find the same one: nothing is exchanged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Selection:
+    """By what one evaluation is better than another."""
+
+    split: str
+    """validation or test."""
+    metric: str = AUTO
+    """auto: the accuracy where there is one, the lower loss where it is equal; else the loss."""
+    better: Mapping[str, str] = field(default_factory=dict)
+    """`max` or `min` for each metric; `min` for those not named."""
+
+    def metrics_of(self, score: Mapping[str, Any]) -> list[str]:
+        """Those that decide, the first one first."""
+        if self.metric != AUTO:
+            return [self.metric]
+        return ["accuracy", "loss"] if score.get("accuracy") is not None else ["loss"]
+
+    def rank(self, score: Mapping[str, Any]) -> list[float]:
+        """Of an evaluation; the lower the better. Infinite for a number that is missing or not finite."""
+        return [self._rank(name, score.get(name)) for name in self.metrics_of(score)]
+
+    def _rank(self, name: str, value: float | None) -> float:
+        if value is None or not math.isfinite(value):
+            return math.inf
+        return -value if self.better.get(name) == "max" else value
+
+
+class Best:
+    """The best evaluation so far."""
+
+    def __init__(self, selection: Selection, min_delta: float = 0.0) -> None:
+        """min_delta: the smallest difference that counts."""
+        self.selection, self.min_delta = selection, min_delta
+        self.rank: list[float] = []
+        self.metric = self.selection.metric
+        self.value = math.nan
+        self.step = 0
+        self.waited = 0
+        """Evaluations since then."""
+
+    def see(self, step: int, score: Mapping[str, Any]) -> None:
+        """An evaluation after `step` optimizer steps."""
+        first, *others = self.selection.rank(score)
+        if math.isinf(first) or (self.rank and [first + self.min_delta, *others] >= self.rank):
+            self.waited += 1
+            return
+        self.rank, self.step, self.waited = [first, *others], step, 0
+        self.metric = self.selection.metrics_of(score)[0]
+        self.value = score[self.metric]
+
+    def __str__(self) -> str:
+        return f"{self.selection.split}.{self.metric}"
+
+    def as_dict(self) -> dict[str, Any] | None:
+        """For summary.json; None if there is none."""
+        if not self.rank:
+            return None
+        better = self.selection.better.get(self.metric, "min")
+        return {"metric": str(self), "better": better, "value": self.value, "step": self.step}
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run must know."""
+        kept = ("rank", "metric", "value", "step", "waited")
+        return {"by": [self.selection.split, self.selection.metric], **{name: getattr(self, name) for name in kept}}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Starts over if the evaluations of that run were compared by something else."""
+        state = dict(state)
+        if state.pop("by", None) == [self.selection.split, self.selection.metric]:
+            vars(self).update(state)
