@@ -22,6 +22,7 @@ from ddp_train.errors import DataError, WriteError
 from ddp_train.tensor_tree import map_tensors
 from ddp_train.training import checkpoint
 from ddp_train.training.checkpoint import Snapshot, Writer, copy_of, find, load_model, load_training, write
+from ddp_train.training.selection import Selection
 
 
 def snapshot(step: int, **manifest: Any) -> Snapshot:
@@ -89,16 +90,17 @@ def test_leftovers_of_a_torn_save_are_never_taken_and_are_removed(tmp_path: Path
 
 
 def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
-    writer = Writer(tmp_path, keep=2, keep_best=True)
+    by = Selection("test", better={"accuracy": "max"})
+    writer = Writer(tmp_path, 2, by)
     for step, accuracy in enumerate([0.5, 0.9, 0.7, 0.9, 0.8, 0.6], start=1):
         writer.submit(partial(snapshot, step, test={"loss": 1.0, "accuracy": accuracy}))
     writer.finish()
-    assert names(tmp_path) == ["step_00000002", "step_00000005", "step_00000006"]
-    regression = Writer(tmp_path / "other", keep=1, keep_best=True)
+    assert names(tmp_path) == ["best", "step_00000002", "step_00000005", "step_00000006"]
+    regression = Writer(tmp_path / "other", 1, by)
     for step, loss in enumerate([3.0, 1.0, 2.0], start=1):
         regression.submit(partial(snapshot, step, test={"loss": loss, "accuracy": None}))
     regression.finish()
-    assert names(tmp_path / "other") == ["step_00000002", "step_00000003"]
+    assert names(tmp_path / "other") == ["best", "step_00000002", "step_00000003"]
 
 
 def test_a_newer_one_is_verified_before_an_older_one_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,8 +90,8 @@ def direction_of(objective: str, config: Config) -> str | None:
 def read_objective(objective: str, summary: dict[str, Any]) -> tuple[str, float | None, str]:
     """Its name, its value in a summary.json, and the better direction, max or min.
 
-    The value is None where there is no number: nothing was measured, or it is not finite. Raises KeyError if the summary
-    has no such metric.
+    The value is None where there is no number: nothing was measured, or it is not finite. Raises KeyError if the
+    summary has no such metric.
     """
     name = objective_name(objective, bool(summary.get("validation")))
     split, _, metric = name.partition(".")

@@ -370,7 +370,7 @@ class AutoTaskConfig(TaskConfig):
     """Classification for class labels, regression for numbers; other targets are refused with the candidates."""
 
     metrics: ClassVar[dict[str, str]] = {}
-    """What an evaluation gives, and which direction is better, `max` or `min`; {}: unknown before the task is loaded."""
+    """Of an evaluation, with the better direction, `max` or `min`; {}: unknown before the task is loaded."""
     name: str = "auto"
 
 
@@ -888,7 +888,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 DIRECTIONS: dict[str, str] = {
     name: better for option in OPTIONS["task"].values() for name, better in option.metrics.items()
 }
-"""Which direction is better, `max` or `min`, for the metrics of the built-in tasks. A task of your own may say otherwise."""
+"""The better direction, `max` or `min`, of the built-in tasks' metrics. A task of your own may say otherwise."""
 
 SECTIONS: dict[str, type] = {
     "launch": LaunchConfig,
