@@ -24,8 +24,8 @@ ROOMS = """
 
 LINES = {
     "errors": 70, "text": 30, "linux": 90, "stdio": 35, "tensor_tree": 25,
-    "distributed": 450, "resilience": 750, "config": 1990, "launcher": 950, "data": 1160, "models": 170,
-    "telemetry": 750, "tasks": 500, "optim": 560, "parallel": 280, "performance": 330, "training": 1260,
+    "distributed": 450, "resilience": 750, "config": 2250, "launcher": 1030, "data": 1200, "models": 170,
+    "telemetry": 750, "tasks": 500, "optim": 580, "parallel": 280, "performance": 330, "training": 1620,
     "study": 2450, "doctor": 1600, "launch": 90,
 }  # fmt: skip
 """The most lines of code that each room may hold: not blank, no comment, no docstring. No file is left out."""
@@ -138,7 +138,7 @@ def test_a_first_sitting_is_short() -> None:
 
 @pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_no_module_is_too_long(path: Path) -> None:
-    assert code_lines(path) <= (570 if path.name == "schema.py" else 300)  # a list of all keys
+    assert code_lines(path) <= (620 if path.name == "schema.py" else 300)  # a list of all keys
 
 
 def test_the_loop_is_a_page() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import itertools
 import json
@@ -991,11 +992,14 @@ def test_a_shown_value_can_be_pasted(value: Any) -> None:
 @given(key=st.sampled_from(all_keys()), value=VALUES | st.floats(), option=st.integers(0, 10))
 def test_no_value_is_too_odd_to_be_refused(key: str, value: Any, option: int) -> None:
     """Any value of any key ends as a config or as a message that begins with a key; never as a traceback."""
-    section, _, name = key.rpartition(".")
+    section, *inner, name = key.split(".") if "." in key else ["", key]
     names = list(OPTIONS.get(section, ["recommended"]))
-    values = {section: {"name": names[option % len(names)], name: value}} if section else {key: value}
+    content: dict[str, Any] = {name: value}
+    for part in reversed(inner):
+        content = {part: content}
+    values = {section: {"name": names[option % len(names)], **content}} if section else {key: value}
     if section in SECTIONS and section != "tuning":
-        values = {section: {name: value}}
+        values = {section: content}
     config, problems = bind(values)
     machine = Hardware(cpus=2, gpus=option % 2)
     problems += check_rules(config) or check(config, resolve(config, machine, None), machine, None)
@@ -1003,7 +1007,8 @@ def test_no_value_is_too_odd_to_be_refused(key: str, value: Any, option: int) ->
         assert problem.split("=")[0] in {*all_keys(), *OPTIONS, *SECTIONS} | {f"{s}._target_" for s in OPTIONS}
     if isinstance(value, float) and not math.isfinite(value) and problems == []:
         assert shown(value) in ("nan", "inf", "-inf")
-        assert isinstance(getattr(getattr(config, section) if section else config, name), str | dict | list)
+        place = functools.reduce(getattr, [part for part in (section, *inner) if part], config)
+        assert isinstance(getattr(place, name), str | dict | list)
 
 
 # --- sweeps ---------------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from PIL import Image
 from torch import nn
 
 from ddp_train.config.auto import resolve
-from ddp_train.config.bind import all_keys, bind
+from ddp_train.config.bind import all_keys, bind, field_types, is_section
 from ddp_train.config.freeze import FILE, freeze
 from ddp_train.config.hardware import Hardware
 from ddp_train.config.overrides import read_overrides
@@ -43,9 +43,10 @@ from ddp_train.launcher import local, multihost, sweep
 from ddp_train.performance import switches
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.resilience.preemption import SIGNALS
+from ddp_train.tasks.builtin import Classification
 from ddp_train.telemetry import tracker_queue
 from ddp_train.telemetry.console import Display
-from ddp_train.training import worker
+from ddp_train.training import checkpoint, worker
 from ddp_train.training.loop import Evaluation
 from ddp_train.training.plan_report import tuning_rows
 from ddp_train.training.run import Run
@@ -54,6 +55,7 @@ from ddp_train.training.setup import (
     build_evaluation,
     build_module,
     build_plan,
+    build_selection,
     build_strategy,
     build_task,
     open_datasets,
@@ -106,8 +108,10 @@ def case_of(line: str, machine: Hardware) -> Case:
             group, _, option = word.partition("=")
             values[group] = yaml.safe_load((CONF / group / f"{option}.yaml").read_text())
     for key, value in read.given.items():
-        section, _, name = key.rpartition(".")
+        section, *inner, name = ["", key] if "." not in key else key.split(".")
         place = values.setdefault(section, dataclasses.asdict(getattr(Config(), section))) if section else values
+        for part in inner:
+            place = place[part]
         place[name] = value
     config, problems = bind(values)
     assert read.problems + problems == []
@@ -444,9 +448,13 @@ def run(case: Case) -> Any:
     run_of(case.config).execute()
     lines = (run_dir / "metrics.jsonl").read_text().splitlines() if (run_dir / "metrics.jsonl").exists() else []
     summary = json.loads((run_dir / "summary.json").read_text())
-    timeless = [{k: v for k, v in json.loads(line).items() if "second" not in k and k != "figures"} for line in lines]
+    timeless = [
+        {k: v for k, v in json.loads(line).items() if "second" not in k and k not in ("figures", "time")}
+        for line in lines
+    ]
     checkpoints = sorted(path.name for path in (run_dir / "checkpoints").glob("step_*"))
-    return timeless, summary["mode"], summary["steps"], summary["test"], checkpoints
+    best = (summary.get("best") or {}).get("metric")
+    return timeless, summary["mode"], summary["steps"], summary["test"], best, checkpoints
 
 
 def trackers(case: Case) -> Any:
@@ -493,6 +501,20 @@ def objective(case: Case) -> Any:
     run_dir.mkdir(parents=True)
     (run_dir / "summary.json").write_text(json.dumps(numbers))
     return sweep._outcome(case.config)["objective"]
+
+
+def asked_checkpoint(case: Case) -> Any:
+    """Which one of a run's checkpoints."""
+    asked: list[Any] = []
+    with mock.patch.object(checkpoint, "find", lambda *arguments: asked.append(arguments)):
+        run_of(case.config).find_checkpoint()
+    return asked
+
+
+def early_stopping(case: Case) -> Any:
+    """What it compares, and how long it waits."""
+    hook = build_selection(case.config, Classification(), open_datasets(case.config), mock.Mock())
+    return hook.stopping and (hook.stopping.selection, hook.stopping.min_delta), hook.patience
 
 
 def worker_environments(case: Case) -> Any:
@@ -628,6 +650,13 @@ ROWS: dict[str, Row] = {
     "task.sample_temperature": Row("task.sample_temperature=1e-6", text_written, f"{TEXT} task.sample_tokens=9"),
     "train.log_every_steps": Row("train.log_every_steps=1", run, SMALL),
     "train.evaluate_every_epochs": Row("train.evaluate_every_epochs=2", run, SMALL),
+    "train.early_stopping.patience": Row("train.early_stopping.patience=2", early_stopping),
+    "train.early_stopping.metric": Row(
+        "train.early_stopping.metric=test.accuracy", early_stopping, "train.early_stopping.patience=2"
+    ),
+    "train.early_stopping.min_delta": Row(
+        "train.early_stopping.min_delta=0.1", early_stopping, "train.early_stopping.patience=2"
+    ),
     "train.evaluate_batch_size": Row("train.evaluate_batch_size=7", evaluation_batches),
     "tuning.precision": Row("tuning.precision=fp64", number_types),
     "tuning.num_workers": Row("tuning.num_workers=2", data_loader),
@@ -657,6 +686,8 @@ ROWS: dict[str, Row] = {
         "checkpoint.every_minutes=0.00001", run, f"{SMALL} checkpoint.keep=9 train.log_every_steps=1"
     ),
     "checkpoint.best": Row("checkpoint.best=true", run, f"{SMALL} checkpoint.keep=9 checkpoint.every_steps=3"),
+    "checkpoint.best_metric": Row("checkpoint.best_metric=test.loss", run, SMALL),
+    "checkpoint.which": Row("checkpoint.which=last", asked_checkpoint, "mode=evaluate checkpoint.resume=trained"),
     "checkpoint.keep": Row("checkpoint.keep=1", run, SMALL),
     "checkpoint.resume": Row("checkpoint.resume=trained", run, f"{SMALL} train.epochs=3"),
     "tracker.tensorboard": Row("tracker.tensorboard=true", trackers),
@@ -677,6 +708,7 @@ ROWS: dict[str, Row] = {
     "model.target": Row("model._target_=torch.nn.modules.linear.NonDynamicallyQuantizableLinear", model),
     "model.arguments": Row("model.out_features=4", model),
     "data.limit": Row("data.limit=5", samples),
+    "data.validation": Row("data.validation=0.2", samples),
     "data.placement": Row("data.placement=device", where_data_are_held, "data.placement=host"),
     "data.augment": Row("data.augment=FLIPPED", samples),
     "data.root": Row("data.root=other", asked_of_torchvision),
@@ -771,13 +803,19 @@ def test_the_plan_says_why() -> None:
 # --- the tests --------------------------------------------------------------------------------------------------------
 
 
+def names_of(schema: type) -> Iterator[str]:
+    """The keys of a section, and of a section within it."""
+    for name, hint in field_types(schema).items():
+        yield from (f"{name}.{inner}" for inner in names_of(hint)) if is_section(hint) else [name]
+
+
 def all_switches() -> Iterator[tuple[str, str]]:
     """(option, key): each key of each option, `model=cnn` and `model.channels`; no option for what has none."""
     for field in dataclasses.fields(Config):
         if field.name in SCALARS:
             yield "", field.name
     for section, schema in SECTIONS.items():
-        yield from (("", f"{section}.{f.name}") for f in dataclasses.fields(schema) if f.name != "name")
+        yield from (("", f"{section}.{name}") for name in names_of(schema) if name != "name")
     for section, options in OPTIONS.items():
         for name, schema in options.items():
             for f in dataclasses.fields(schema):

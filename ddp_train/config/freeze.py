@@ -7,6 +7,7 @@ import datetime
 import json
 import shlex
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -63,12 +64,15 @@ def git_revision() -> str | None:
     return asked.stdout.strip() if asked.returncode == 0 else None
 
 
-def last_command(run_dir: Path) -> dict[str, Any]:
-    """What `record_command` wrote last; {} if it did not."""
+def facts_of_start(run_dir: Path) -> dict[str, Any]:
+    """For summary.json: what `record_command` wrote last, null if it did not, and the seconds since then."""
     try:
-        return json.loads((run_dir / COMMANDS).read_text().splitlines()[-1])
+        line = json.loads((run_dir / COMMANDS).read_text().splitlines()[-1])
     except (OSError, ValueError, IndexError):
-        return {}
+        line = dict.fromkeys(("command", "started", "git_revision"))
+    started = line["started"]
+    wall = started and time.time() - datetime.datetime.fromisoformat(started).timestamp()
+    return {**line, "wall_seconds": wall}
 
 
 def to_text(config: Config) -> str:

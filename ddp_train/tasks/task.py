@@ -28,7 +28,8 @@ class Task:
     loss_name: str = ""
     """For the plan that a run prints."""
     better: ClassVar[Mapping[str, str]] = {}
-    """Which direction is better, `max` or `min`, for each metric; `min` for those not named, the loss among them."""
+    """Which direction is better, `max` or `min`, for each metric. Those not named have that of the built-in metric of
+    their name (accuracy, mean_iou), others `min`, as the loss."""
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | float]:
         """The sum of the losses of all units of a batch, a scalar, and the number of units.

@@ -6,14 +6,13 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ddp_train.config.auto import described
-from ddp_train.config.freeze import last_command, to_values
+from ddp_train.config.freeze import facts_of_start, to_values
 from ddp_train.config.schema import TRACKERS, Config
 from ddp_train.config.user_code import build_hook
 from ddp_train.data.datasets import check_same_data, digests
@@ -333,15 +332,10 @@ class Run:
         """The content of summary.json."""
         on_gpu = self.config.device == "cuda"
         parameters = list(module.model.parameters())
-        command = last_command(self.run_dir)
-        started = command.get("started")
         return {
             "status": "completed" if scores else "preempted",
             **described(self.config),
-            "command": command.get("command"),
-            "git_revision": command.get("git_revision"),
-            "started": started,
-            "wall_seconds": time.time() - datetime.fromisoformat(started).timestamp() if started else None,
+            **facts_of_start(self.run_dir),
             "parameters": {
                 "all": sum(p.numel() for p in parameters),
                 "trained": sum(p.numel() for p in parameters if p.requires_grad),
