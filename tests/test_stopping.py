@@ -378,8 +378,9 @@ def test_a_run_that_is_stopped_in_every_way_ends_where_it_would_have(
 
 
 @pytest.mark.slow
-def test_a_stop_during_the_last_evaluation_leaves_it_to_the_next_start(slowly: Slowly) -> None:
-    words = ("train.max_steps=2", "train.evaluate_batch_size=1")
+@pytest.mark.parametrize("validation", ["0", "0.2"])
+def test_a_stop_during_the_last_evaluation_leaves_it_to_the_next_start(slowly: Slowly, validation: str) -> None:
+    words = ("train.max_steps=2", "train.evaluate_batch_size=1", f"data.validation={validation}")
     with slowly.running(*words, evaluating=1.0) as job:
         slowly.wait_for(job, "evaluating")
         job.process.terminate()

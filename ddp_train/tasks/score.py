@@ -75,8 +75,12 @@ class Scorer:
         """The score over all processes, or None on all of them if a batch is missing."""
         if self.batches < ranks():  # those without a batch do not know what the others count
             layout = from_leader(self.layout)
+            if not layout:  # stopped before its first batch
+                return None
             if not self.layout:
                 self._lay_out(layout)
+        elif total(torch.tensor(float(not self.layout), device=self.device)).item():  # a rank was stopped so early
+            return None
         samples, *columns = total(self.slots).T.tolist()
         if not all(samples):
             return None
