@@ -42,7 +42,8 @@ from ddp_train.distributed.world import World
 from ddp_train.performance import switches
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.training.loop import Job, train
-from ddp_train.training.setup import build_job, build_module, build_strategy, loader_options, open_datasets
+from ddp_train.training.open_data import open_datasets
+from ddp_train.training.setup import build_job, build_module, build_strategy, loader_options
 
 DIFFERENT, CLASSES, WARM_UP = 64, 8, 8
 

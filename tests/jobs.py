@@ -26,14 +26,8 @@ from ddp_train.optim.schedules import Factor, build_schedule
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.tasks.task import ModelWithTask
 from ddp_train.training.loop import Job, fit
-from ddp_train.training.setup import (
-    arguments_of,
-    build_job,
-    build_module,
-    build_strategy,
-    loader_options,
-    open_datasets,
-)
+from ddp_train.training.open_data import open_datasets
+from ddp_train.training.setup import arguments_of, build_job, build_module, build_strategy, loader_options
 
 
 def config_of(world: World, machine: Hardware | None = None, **sections: Any) -> Config:

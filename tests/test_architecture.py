@@ -103,7 +103,7 @@ def test_config_objects_stop_where_a_run_is_set_up() -> None:
     plain = {"distributed", "resilience", "data", "models", "telemetry", "tasks", "optim", "parallel", "performance"}
     assert not {pair for pair in arrows() if pair[0] in plain and pair[1] == "config"}
     users = {path.stem for path in (PACKAGE / "training").glob("*.py") if "config.schema" in modules_imported(path)}
-    assert users == {"setup", "run", "worker", "plan_report"}
+    assert users == {"open_data", "setup", "run", "worker", "plan_report"}
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:

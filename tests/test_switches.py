@@ -48,6 +48,7 @@ from ddp_train.telemetry import tracker_queue
 from ddp_train.telemetry.console import Display
 from ddp_train.training import checkpoint, worker
 from ddp_train.training.loop import Evaluation
+from ddp_train.training.open_data import open_datasets
 from ddp_train.training.plan_report import tuning_rows
 from ddp_train.training.run import Run
 from ddp_train.training.setup import (
@@ -58,7 +59,6 @@ from ddp_train.training.setup import (
     build_selection,
     build_strategy,
     build_task,
-    open_datasets,
     text_writer,
 )
 from tests.jobs import job_of, loader_of, module_of, optimizer_of, schedule_of
@@ -643,8 +643,8 @@ ROWS: dict[str, Row] = {
     "task.loss": Row("task.loss=mae", loss, "task=regression data=linear_regression model=mlp"),
     "task.label_smoothing": Row("task.label_smoothing=0.1", loss, "task=classification"),
     "task.class_weights": Row("task.class_weights=[1,2,3]", loss, "task=classification"),
-    "task.pos_weight": Row("task.pos_weight=[2,1,1]", loss, "task=multilabel data._target_=own.Data"),
-    "task.ignore_index": Row("task.ignore_index=1", loss, "task=segmentation data._target_=own.Data"),
+    "task.pos_weight": Row("task.pos_weight=[2,1,1]", loss, "task=multilabel"),
+    "task.ignore_index": Row("task.ignore_index=1", loss, "task=segmentation data=image_folder"),
     "task.sample_tokens": Row("task.sample_tokens=9", text_written, TEXT),
     "task.sample_prompt": Row("task.sample_prompt=ab", text_written, f"{TEXT} task.sample_tokens=9"),
     "task.sample_temperature": Row("task.sample_temperature=1e-6", text_written, f"{TEXT} task.sample_tokens=9"),

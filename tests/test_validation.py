@@ -36,8 +36,8 @@ from ddp_train.launcher import sweep
 from ddp_train.launcher.sweep import Trials, _outcome
 from ddp_train.tasks.builtin import TASKS
 from ddp_train.training.checkpoint import Writer, described, find
+from ddp_train.training.open_data import open_datasets
 from ddp_train.training.selection import Best, Selection
-from ddp_train.training.setup import open_datasets
 from tests.commands import ONE, ROOT, SMALL, THREE, checkpoints, read, run, weights
 from tests.commands import metrics as lines_of
 from tests.test_checkpoint import snapshot

@@ -185,8 +185,8 @@ def _task(asked: Config, config: Config, hardware: Hardware, world: World | None
         ]
     if data.validation and data.task == "language_model":
         problems.append(
-            f"data.validation={data.validation:g}: windows of data={data.name} overlap those of other epochs, so none can "
-            "be held out; leave it out: data.test_part, or a file named val, is held out"
+            f"data.validation={data.validation:g}: windows of data={data.name} overlap those of other epochs, so that "
+            "none can be held out; leave it out: data.test_part, or a file named val, is held out"
         )
     return problems
 

@@ -26,6 +26,7 @@ from ddp_train.text import did_you_mean, shown
 TRUSTED_MODULES = (
     "ddp_train.models",
     "ddp_train.optim",
+    "ddp_train.tasks",
     "torch.nn",
     "torch.optim",
     "torchvision.datasets",

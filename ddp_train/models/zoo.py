@@ -144,3 +144,12 @@ _BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "torchvision": _torchvision,
 }
 """For each built-in network a function of the shape of a sample, the outputs, and the keys of `model=NAME`."""
+
+
+def parameter_counts(model: nn.Module) -> dict[str, int]:
+    """The numbers that a model consists of: `all`, and those that are `trained`."""
+    parameters = list(model.parameters())
+    return {
+        "all": sum(parameter.numel() for parameter in parameters),
+        "trained": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+    }

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from ddp_train.telemetry.hardware_monitor import summary_line
 from ddp_train.telemetry.rates import in_words
+from ddp_train.telemetry.score_lines import headline, score_line, shown_metric
 from ddp_train.text import counted
 
 REFRESHES_PER_SECOND = 4
@@ -167,29 +168,3 @@ def epoch_line(
     if score:
         parts.append(f"{score[0]} {headline(score[1])}")
     return "  ".join([*parts, f"{seconds:.1f} s", f"{samples / seconds:,.0f} samples/s"])
-
-
-NOT_METRICS = ("correct", "samples")
-PERCENT = ("accuracy", "top5", "f1_macro", "exact_match", "pixel_accuracy", "mean_iou")
-"""Metrics from 0 to 1 that are read as percentages, the one of most interest first."""
-
-
-def headline(score: dict[str, Any]) -> str:
-    """The one number of an epoch's line: `97.50%`, `mean_iou 81.20%`, `perplexity 12.3`, `loss 0.1234`."""
-    name = next((name for name in (*PERCENT, "perplexity", "rmse") if name in score), "loss")
-    return shown_metric(name, score[name]) if name == "accuracy" else f"{name} {shown_metric(name, score[name])}"
-
-
-def score_line(score: dict[str, Any]) -> str:
-    """All metrics, the loss last: `accuracy 97.50% (351/360), loss 0.1234`."""
-    names = [name for name in score if name not in ("loss", *NOT_METRICS)]
-    texts = [f"{name} {shown_metric(name, score[name])}" for name in names]
-    if "correct" in score:
-        place = names.index("accuracy")
-        texts[place] += f" ({score['correct']}/{score['samples']})"
-    over = "" if texts else f" over {score['samples']} samples"
-    return ", ".join([*texts, f"loss {shown_metric('loss', score['loss'])}{over}"])
-
-
-def shown_metric(name: str, value: float) -> str:
-    return f"{value:.2%}" if name in PERCENT else f"{value:,.1f}" if abs(value) >= 1_000 else f"{value:.4f}"

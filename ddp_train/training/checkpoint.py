@@ -241,6 +241,12 @@ def place_of(run_dir: Path, step: int) -> Path:
     return run_dir / "checkpoints" / f"step_{step:08d}"
 
 
+def existing(run_dir: Path, step: int) -> str | None:
+    """The path of the checkpoint of a step; None if there is none."""
+    place = place_of(run_dir, step)
+    return str(place) if place.is_dir() else None
+
+
 def described(path: Path) -> dict[str, Any]:
     """Which checkpoint of its run it is, for people and for summary.json: its path and step, whether it is the `best`
     or the `last`, and for the best the metric by which it is, with its value."""

@@ -19,6 +19,7 @@ from ddp_train.data.datasets import check_same_data, digests
 from ddp_train.data.splits import Splits
 from ddp_train.distributed.process_group import Store, from_leader, local_leader_first, same_everywhere, set_buffers
 from ddp_train.distributed.world import World
+from ddp_train.models.zoo import parameter_counts
 from ddp_train.performance.switches import frozen_gc, set_process_flags
 from ddp_train.resilience.failure_report import SUMMARY, write_json
 from ddp_train.resilience.heartbeat import RankStatus
@@ -33,9 +34,11 @@ from ddp_train.telemetry.tracker_queue import Tracking, flat, open_trackers
 from ddp_train.telemetry.trackers import Run as TrackedRun
 from ddp_train.text import counted
 from ddp_train.training import checkpoint, setup
+from ddp_train.training.display_hooks import SAMPLE, SampleHook, tensorboard_details
 from ddp_train.training.early_stopping import SelectionHook
-from ddp_train.training.hooks import SAMPLE, CheckpointHook, MetricsHook, SampleHook, tensorboard_details
+from ddp_train.training.hooks import CheckpointHook, MetricsHook
 from ddp_train.training.loop import Evaluation, Job, evaluate, fit
+from ddp_train.training.open_data import open_datasets
 from ddp_train.training.phases import ReportedHook
 from ddp_train.training.plan_report import plan_rows
 
@@ -90,7 +93,7 @@ class Run:
         """A download happens once per host."""
         downloads = getattr(self.config.data, "download", False)
         with local_leader_first(self.world, self.device) if downloads else contextlib.nullcontext():
-            return setup.open_datasets(self.config)
+            return open_datasets(self.config)
 
     def find_checkpoint(self) -> Path | None:
         """The verified checkpoint to start from, the same on all ranks; None to start from step 0."""
@@ -212,7 +215,7 @@ class Run:
     def announce(self, job: Job, sources: Splits, select: SelectionHook, rates: Rates) -> None:
         """Shows the plan, and the progress bar."""
         if self.world.is_leader:
-            parameters = sum(parameter.numel() for parameter in job.module.model.parameters())
+            parameters = parameter_counts(job.module.model)["all"]
             warmup = setup.warmup_steps(self.config, job.plan)
             self.display.plan(
                 plan_rows(
@@ -298,7 +301,7 @@ class Run:
             stopped_early=select.stopped_early,
             train={"loss": record.last_epoch_loss},
             best=scores and self.best_of(job, select, scores, test),
-            checkpoint=self.checkpoint_of(job.step),
+            checkpoint=checkpoint.existing(self.run_dir, job.step),
             seconds=seconds,
             samples_seen=samples_seen,
             epoch_seconds=record.epoch_seconds,
@@ -313,7 +316,9 @@ class Run:
         best = select.best.as_dict()
         if best is None:
             return None
-        place = from_leader(self.checkpoint_of(best["step"]))  # a file server may show it to the others later
+        place = from_leader(
+            checkpoint.existing(self.run_dir, best["step"])
+        )  # a file server may show it to the others later
         found: dict[str, Any] = {**best, "checkpoint": place}
         if "validation" in scores and self.config.checkpoint.best:
             if best["step"] == job.step:
@@ -323,23 +328,14 @@ class Run:
                 found["test"] = (tested := evaluate(test)) and tested.as_dict()
         return found
 
-    def checkpoint_of(self, step: int) -> str | None:
-        """The path of the checkpoint of a step; None if there is none."""
-        place = checkpoint.place_of(self.run_dir, step)
-        return str(place) if place.is_dir() else None
-
     def summary(self, scores: Scores | None, module: ModelWithTask, **numbers: Any) -> dict[str, Any]:
         """The content of summary.json."""
         on_gpu = self.config.device == "cuda"
-        parameters = list(module.model.parameters())
         return {
             "status": "completed" if scores else "preempted",
             **described(self.config),
             **facts_of_start(self.run_dir),
-            "parameters": {
-                "all": sum(p.numel() for p in parameters),
-                "trained": sum(p.numel() for p in parameters if p.requires_grad),
-            },
+            "parameters": parameter_counts(module.model),
             "device_name": torch.cuda.get_device_name(self.device) if on_gpu else "cpu",
             "torch": torch.__version__,
             **numbers,

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from ddp_train.config import metrics
 from ddp_train.config.auto import optimizer_at_batch
 from ddp_train.config.schema import DIRECTIONS, Config
-from ddp_train.config.user_code import instantiate, parameters_of
+from ddp_train.config.user_code import instantiate
 from ddp_train.data.batch_plan import BatchPlan, MicroBatch, evaluation_batches
-from ddp_train.data.datasets import BatchSource, UserDataset, build_datasets
+from ddp_train.data.datasets import BatchSource
 from ddp_train.data.loader import Batch, Loader, LoaderOptions
 from ddp_train.data.rng import StepSeed, hash_key
-from ddp_train.data.splits import Splits, parted
+from ddp_train.data.splits import Splits
 from ddp_train.data.tokens import TokenSource
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
@@ -59,45 +59,6 @@ def arguments_of(section: Any, *but: str) -> dict[str, Any]:
 def keys_taken_by(function: Callable[..., Any], section: Any) -> dict[str, Any]:
     """The keys of a section that a function takes, by name: a switch reaches the place where it acts without a list."""
     return {name: vars(section)[name] for name in inspect.signature(function).parameters if name in vars(section)}
-
-
-def open_datasets(config: Config) -> Splits:
-    """What trains, what tests, and what validates if anything does. Raises DataError or ConfigError."""
-    data, seed = config.data, config.seed
-    if data.name == "custom":
-        return _own_datasets(data, seed)
-    train, test = build_datasets(data.name, seed, **arguments_of(data, "placement", "limit", "validation"))
-    validation = None
-    if data.validation:
-        kept, taken = parted(len(train), data.validation, seed)
-        train, validation = train.select(kept), train.select(taken)
-    return Splits(train, test, validation).limited(data.limit)
-
-
-def _own_datasets(data: Any, seed: int) -> Splits:
-    """Those of the user's own class: by its `split`, "train", "validation" and "test", or else by its `train`."""
-    parameters = parameters_of("data", data)
-    by_split = "split" in parameters and "split" not in data.arguments  # else it means something else, as in EMNIST
-
-    def opened(split: str, section: Any = data) -> UserDataset:
-        which = {"split": split} if by_split else {"train": split == "train"}
-        return UserDataset(instantiate("data", section, **which), seed)
-
-    train, test, validation = opened("train"), opened("test"), None
-    if data.validation:
-        kept, taken = parted(len(train), data.validation, seed)
-        plain = train
-        if "augment" in parameters:
-            plain = opened("train", replace(data, arguments={**data.arguments, "augment": False}))
-        train, validation = train.select(kept), plain.select(taken)
-    elif data.validation is None and by_split:
-        try:
-            validation = opened("validation")
-        except (ValueError, LookupError, NotImplementedError) as error:
-            problem = f"data._target_={data.target}: split='validation' failed: {type(error).__name__}: {error}"
-            remedy = "use data.validation=0, or data.validation=0.1 for a part of the training set"
-            raise ConfigError([f"{problem}; {remedy}"]) from error
-    return Splits(train, test, validation)
 
 
 def build_strategy(config: Config, world: World, device: str) -> Strategy:

@@ -1,0 +1,55 @@
+"""The data set that a config names: what trains, what tests, and what validates if anything does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ddp_train.config.schema import Config
+from ddp_train.config.user_code import instantiate, parameters_of
+from ddp_train.data.datasets import UserDataset, build_datasets
+from ddp_train.data.splits import Splits, parted
+from ddp_train.errors import ConfigError
+
+LAUNCHERS_OWN = ("name", "placement", "limit", "validation")
+"""Keys of a data set that are no arguments of its builder."""
+
+
+def open_datasets(config: Config) -> Splits:
+    """Raises DataError or ConfigError."""
+    data, seed = config.data, config.seed
+    if data.name == "custom":
+        return _own_datasets(data, seed)
+    arguments = {name: value for name, value in vars(data).items() if name not in LAUNCHERS_OWN}
+    train, test = build_datasets(data.name, seed, **arguments)
+    validation = None
+    if data.validation:
+        kept, taken = parted(len(train), data.validation, seed)
+        train, validation = train.select(kept), train.select(taken)
+    return Splits(train, test, validation).limited(data.limit)
+
+
+def _own_datasets(data: Any, seed: int) -> Splits:
+    """Those of the user's own class: by its `split`, "train", "validation" and "test", or else by its `train`."""
+    parameters = parameters_of("data", data)
+    by_split = "split" in parameters and "split" not in data.arguments  # else it means something else, as in EMNIST
+
+    def opened(split: str, section: Any = data) -> UserDataset:
+        which = {"split": split} if by_split else {"train": split == "train"}
+        return UserDataset(instantiate("data", section, **which), seed)
+
+    train, test, validation = opened("train"), opened("test"), None
+    if data.validation:
+        kept, taken = parted(len(train), data.validation, seed)
+        plain = train
+        if "augment" in parameters:
+            plain = opened("train", replace(data, arguments={**data.arguments, "augment": False}))
+        train, validation = train.select(kept), plain.select(taken)
+    elif data.validation is None and by_split:
+        try:
+            validation = opened("validation")
+        except (ValueError, LookupError, NotImplementedError) as error:
+            problem = f"data._target_={data.target}: split='validation' failed: {type(error).__name__}: {error}"
+            remedy = "use data.validation=0, or data.validation=0.1 for a part of the training set"
+            raise ConfigError([f"{problem}; {remedy}"]) from error
+    return Splits(train, test, validation)
