@@ -381,7 +381,7 @@ def test_what_does_not_fit_is_refused_with_a_remedy(tmp_path: Path) -> None:
         ({"model": GPT, "data": {"name": "tokens"}}, "data.path=null: data=tokens needs", "data.path=PATH"),
         ({"model": GPT, "data": {"name": "tokens", "path": str(tmp_path)}}, "no *.bin in this folder", "1 .md"),
         ({"model": GPT, "data": {"name": "text", "tokenizer": "none"}}, "data.tokenizer=none: no such file", "leave"),
-        ({"model": GPT, "data": {"name": "text"}, "objective": "test.accuracy"}, "has no classes", "test.loss"),
+        ({"model": GPT, "data": {"name": "text"}, "objective": "test.accuracy"}, "no metric accuracy", "it has loss"),
     ]  # fmt: skip
     for sections, message, remedy in expected:
         (problem,) = problems(**sections)

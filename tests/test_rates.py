@@ -102,10 +102,10 @@ def test_a_run_counts_its_tokens_across_a_resume(tmp_path: Path) -> None:
     assert run(*words, "train.epochs=1", "train.max_steps=3").returncode == 0
     done = run(*words, "train.epochs=1")
     assert done.returncode == 0, done.stderr
-    assert "tokens/s" in done.stdout and "FLOP" not in done.stdout, "utilisation of a model this small says nothing"
+    assert "tokens/s" in done.stdout and "FLOP" not in done.stdout, "on the CPU utilisation says nothing"
     summary = read(tmp_path / "run", "summary.json")
     assert summary["tokens_per_second"] == pytest.approx(16 * summary["samples_per_second"])
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     for line in (line for line in lines if line["kind"] == "train"):
         assert line["tokens_per_second"] == pytest.approx(16 * line["samples_per_second"])
-        assert line["flops_per_second"] > 0 and "mfu" not in line
+        assert "flops_per_second" not in line and "mfu" not in line

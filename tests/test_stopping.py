@@ -79,11 +79,11 @@ class Racer:
     def __init__(self, rank: int, size: int, store: Board, meet: Callable[[], Any], due_every: int) -> None:
         self.status, self.meet, self.due_every = Racy(), meet, due_every
         self.stops: list[int] = []
-        batch = SimpleNamespace(micro_batch=SimpleNamespace(is_last=True), inputs=None, targets=None)
+        batch = SimpleNamespace(micro_batch=SimpleNamespace(is_last=True), data=None)
         self.job: Any = SimpleNamespace(
             step=0, stop=StopController(), hooks=[self], stepper=self, batches=itertools.repeat(batch),
             seed_step=lambda _: None,
-            plan=SimpleNamespace(steps=NEVER, epoch_end=lambda step: step + 1_000), wrapped=lambda *_: None,
+            plan=SimpleNamespace(steps=NEVER, epoch_end=lambda step: step + 1_000), wrapped=lambda _: (None, None),
             strategy=SimpleNamespace(sync_gradients=lambda *_, **__: contextlib.nullcontext()),
             module=SimpleNamespace(train=lambda: None),
         )  # fmt: skip

@@ -41,7 +41,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = str(ROOT / "launch.py")
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 AGENT = "torch.distributed.run"
-MODULES = ("ddp_train.launcher.fork_server", "ddp_train.training.worker", "ddp_train.doctor.collective_test", AGENT)
+MODULES = ("ddp_train.launcher.fork_server", "ddp_train.training.worker", AGENT)
 PRELOAD = (
     *("torch", "torch._dynamo", "hydra", "rich.progress", "sklearn.datasets", "torch.distributed.run"),
     *("ddp_train.training.worker", "ddp_train.config.prepare", "ddp_train.launcher.local", "ddp_train.launcher.cli"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
@@ -118,12 +119,17 @@ def send_from_leader(tensors: Iterable[torch.Tensor]) -> None:
             dist.broadcast(tensor.detach(), 0)
 
 
-def from_leader(value: Any) -> Any:
-    """A picklable value of rank 0, on all ranks (broadcast)."""
-    values = [value]
-    if dist.is_initialized():
-        dist.broadcast_object_list(values, 0)
-    return values[0]
+def from_leader(value: Any, device: str) -> Any:
+    """A value of rank 0, on all ranks (two broadcasts). It travels as JSON: tuples arrive as lists."""
+    if not dist.is_initialized():
+        return value
+    text = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=device)
+    size = torch.tensor(len(text), device=device)
+    dist.broadcast(size, 0)
+    if dist.get_rank():
+        text = torch.empty(int(size), dtype=torch.uint8, device=device)
+    dist.broadcast(text, 0)
+    return json.loads(bytes(text.tolist()))
 
 
 def mean_later(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:

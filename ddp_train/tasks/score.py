@@ -74,7 +74,7 @@ class Scorer:
     def result(self) -> Score | None:
         """The score over all processes, or None on all of them if a batch is missing."""
         if self.batches < ranks():  # those without a batch do not know what the others count
-            layout = from_leader(self.layout)
+            layout = from_leader(self.layout, self.device)
             if not layout:  # stopped before its first batch
                 return None
             if not self.layout:

@@ -316,8 +316,9 @@ class Run:
         best = select.best.as_dict()
         if best is None:
             return None
+        # From rank 0: a file server may show it to the others later.
         place = from_leader(
-            checkpoint.existing(self.run_dir, best["step"])
+            checkpoint.existing(self.run_dir, best["step"]), self.device
         )  # a file server may show it to the others later
         found: dict[str, Any] = {**best, "checkpoint": place}
         if "validation" in scores and self.config.checkpoint.best:

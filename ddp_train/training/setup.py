@@ -112,12 +112,10 @@ def build_rates(config: Config, world: World, device: str, job: Job, source: Bat
     unit = None if task.units_are_samples else task.unit
     if not world.is_leader:
         return Rates(unit)
-    if config.model.is_launch_bound():
-        return Rates(unit)  # the utilisation of a model this small says nothing, and counting delays the first step
+    if not gpu or config.model.is_launch_bound():
+        return Rates(unit)  # utilisation says nothing there, and counting calls the model and delays the first step
     flops = flops_of(job.module.model, task, _one_sample(source, job.module.model))
-    peak = None
-    if gpu and flops:
-        peak = peak_flops(torch.cuda.get_device_name(device), config.tuning.precision, bool(config.tuning.tf32))
+    peak = peak_flops(torch.cuda.get_device_name(device), config.tuning.precision, bool(config.tuning.tf32))
     gpus = torch.cuda.device_count() if config.strategy.spreads_over_gpus else world.size
     return Rates(unit, flops, peak * gpus if peak else None)
 
