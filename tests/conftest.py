@@ -41,6 +41,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_rank)  # within a rank the order stays
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """pytest-xdist passes a group on in a test's id. If it does not, shared fixtures are made in every process."""
+    if getattr(session.config.option, "loadgroup", False):
+        lost = [item.nodeid for item in session.items
+                if item.get_closest_marker("xdist_group") and "@" not in item.nodeid]  # fmt: skip
+        assert not lost, f"pytest-xdist does not see the group of {lost[0]}"
+
+
 def _parameters(item: pytest.Item) -> list[tuple[str, Any]]:
     return sorted(item.callspec.params.items()) if hasattr(item, "callspec") else []  # type: ignore[attr-defined]
 

@@ -241,6 +241,7 @@ def tensors_by_sample(world: World, root: Path, workers: int) -> dict[tuple[str,
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_sample_becomes_the_same_tensor_on_any_rank_worker_count_and_world(folder: Path) -> None:
     runs = []
     for ranks, workers in ((1, 0), (1, 3), (3, 1)):

@@ -107,6 +107,7 @@ def by_hand() -> dict[str, Tensor]:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_weights_are_those_of_a_loop_by_hand_on_any_number_of_processes() -> None:
     """The mean is over the tokens of the global batch; peers take a mean of the means of micro-batches."""
     expected, scores = by_hand(), []

@@ -33,7 +33,8 @@ def ladder_run(world: World, precision: str, accumulation: int, model: str = "cn
 
 
 @pytest.mark.parametrize(
-    ("precision", "tolerance"), [("fp64", 1e-10), pytest.param("fp32", 1e-5, marks=pytest.mark.slow)]
+    ("precision", "tolerance"),
+    [("fp64", 1e-10), pytest.param("fp32", 1e-5, marks=[pytest.mark.slow, pytest.mark.nightly])],
 )
 def test_weights_agree_on_1_2_3_and_4_ranks_with_and_without_accumulation(precision: str, tolerance: float) -> None:
     (reference,) = on_ranks(1, ladder_run, precision, 1)
@@ -64,7 +65,9 @@ def tail_run(world: World, samples: int, accumulation: int) -> dict[str, Tensor]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("samples", [25, 26, 27, 12, 5, 2])
+@pytest.mark.parametrize(
+    "samples", [26, 5, 2, *(pytest.param(number, marks=pytest.mark.nightly) for number in (25, 27, 12))]
+)
 def test_a_last_batch_smaller_than_the_world_is_weighted_not_padded(samples: int) -> None:
     (reference,) = on_ranks(1, tail_run, samples, 1)
     for accumulation in (1, 4):
@@ -144,7 +147,9 @@ def score_of(world: World, limit: int, batch_size: int) -> dict:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("limit", "batch_size"), [(364, 50), (101, 7), (1, 200)])
+@pytest.mark.parametrize(
+    ("limit", "batch_size"), [(364, 50), (1, 200), pytest.param(101, 7, marks=pytest.mark.nightly)]
+)
 def test_evaluation_is_the_same_to_the_last_bit_on_any_number_of_ranks(limit: int, batch_size: int) -> None:
     (reference,) = on_ranks(1, score_of, limit, batch_size)
     assert reference["samples"] == limit
