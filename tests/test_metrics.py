@@ -21,7 +21,7 @@ def test_a_test_loss_that_is_no_number_is_warned_of(loss: float, caplog: pytest.
     score = scorer.result()
     assert score and not math.isfinite(score.loss) and (score.counts["accuracy"], score.samples) == (3, 4)
     (record,) = caplog.records
-    assert record.levelname == "WARNING" and f"the test loss is {loss}" in record.getMessage()
+    assert record.levelname == "WARNING" and f"the loss of an evaluation is {loss}" in record.getMessage()
 
 
 def test_files_hold_no_number_that_json_has_not(tmp_path: Path) -> None:

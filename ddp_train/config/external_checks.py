@@ -97,7 +97,11 @@ def _checkpoint(asked: Config, config: Config, hardware: Hardware, world: World 
     before = manifest_config(Path(resume))
     if config.mode == "evaluate" or not before:
         return []
-    values = _of_the_state(bind_frozen(before)[0], config)
+    then = bind_frozen(before)[0]
+    values = _of_the_state(then, config)
+    if config.data.validation and then.data.name == config.data.name:  # else what it trained with would validate
+        values["seed"] = then.seed, config.seed
+        values["data.validation"] = then.data.validation, config.data.validation
     return _differences(values, f"checkpoint.resume={resume}", "checkpoint.resume=never")
 
 

@@ -81,7 +81,10 @@ def split(documents: Sequence[Document], test_part: float) -> tuple[list[Documen
     if chosen:
         return [d for d in documents if d.name not in chosen], [d for d in documents if d.name in chosen]
     *others, last = documents
-    cut = _behind_a_line(last.content, max(1, len(last.content) - int(wanted)))
+    place = max(1, len(last.content) - int(wanted))
+    cut = _behind_a_line(last.content, place)
+    if len(last.content) - cut < wanted / 2:  # lines are long: in the middle of one
+        cut = place
     return [*others, Document(last.name, last.content[:cut])], [Document(last.name, last.content[cut:])]
 
 
@@ -194,7 +197,7 @@ def bin_files(path: Path) -> tuple[list[Path], list[Path]]:
     """The files to train on and to test with: of a folder, those with `val` or `test` in their names test."""
     if path.is_file():
         return [path], []
-    files = sorted(path.glob("*.bin"))
+    files = sorted(path.rglob("*.bin"))
     test = [file for file in files if TEST_WORDS & set(re.split(r"[^a-z]+", file.name.lower()))]
     return [file for file in files if file not in test], test
 

@@ -80,6 +80,10 @@ class GradientProbe:
     def take(self) -> None:
         """Before the optimizer step: the gradients are complete, exchanged and as the backward pass left them."""
         scale = self.stepper.scaler.get_scale() if self.stepper.scaled else 1.0
+        if self.stepper.divisor:  # the number of tokens or pixels, by which the optimizer step divides
+            units = self.stepper.divisor()
+            self.stepper.divisor = lambda: units
+            scale *= units
         named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         missing = [name for name, parameter in named.items() if parameter.grad is None]
         found = {name: p.grad.detach() / scale for name, p in named.items() if p.grad is not None}

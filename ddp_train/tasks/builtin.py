@@ -71,12 +71,10 @@ class Classification(_Supervised):
         if outputs.shape[-1] < self.classes:  # a GPU would only say that an assertion failed
             _refuse(outputs, f"the data have {self.classes} classes")
         try:
+            wide = _wide(outputs)
+            weight = self.class_weights.like(wide)
             return functional.cross_entropy(
-                outputs,
-                targets,
-                reduction="sum",
-                label_smoothing=self.label_smoothing,
-                weight=self.class_weights.like(outputs),
+                wide, targets, reduction="sum", label_smoothing=self.label_smoothing, weight=weight
             )
         except IndexError:
             _refuse(outputs, f"the labels go from {int(targets.min())} to {int(targets.max())}")
@@ -107,9 +105,9 @@ class Multilabel(_Supervised):
     def sum_of_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         if outputs.shape != targets.shape:
             _refuse(outputs, f"the targets are of shape {list(targets.shape)}")
-        weight = self.pos_weight.like(outputs)
+        wide = _wide(outputs)
         losses = functional.binary_cross_entropy_with_logits(
-            outputs, targets.to(outputs.dtype), reduction="sum", pos_weight=weight
+            wide, targets.to(wide.dtype), reduction="sum", pos_weight=self.pos_weight.like(wide)
         )
         return losses / targets.shape[1]
 
@@ -177,10 +175,9 @@ class Segmentation(_Supervised):
         return self.sum_of_losses(outputs, targets), (targets != self.ignore_index).sum()
 
     def sum_of_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        weight = self.class_weights.like(outputs)
-        return functional.cross_entropy(
-            outputs, targets, reduction="sum", ignore_index=self.ignore_index, weight=weight
-        )
+        wide = _wide(outputs)
+        weight = self.class_weights.like(wide)
+        return functional.cross_entropy(wide, targets, reduction="sum", ignore_index=self.ignore_index, weight=weight)
 
     def score(self, model: nn.Module, batch: Any) -> ScoreSums:
         outputs, targets = self.outputs_and_targets(model, batch)
@@ -258,14 +255,21 @@ class _Constant:
 
     def __init__(self, numbers: Any) -> None:
         self.numbers = numbers
-        self.tensor: Tensor | None = None
+        self.tensors: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+        """One for each GPU: the threads of DataParallel share this object."""
 
     def like(self, outputs: Tensor) -> Tensor | None:
         if self.numbers is None:
             return None
-        if self.tensor is None or self.tensor.device != outputs.device or self.tensor.dtype != outputs.dtype:
-            self.tensor = torch.tensor(self.numbers, device=outputs.device, dtype=outputs.dtype)
-        return self.tensor
+        place = outputs.device, outputs.dtype
+        if place not in self.tensors:
+            self.tensors[place] = torch.tensor(self.numbers, device=outputs.device, dtype=outputs.dtype)
+        return self.tensors[place]
+
+
+def _wide(outputs: Tensor) -> Tensor:
+    """As float32 at least, as autocast computes losses: weights of classes would be rounded too."""
+    return outputs.float() if outputs.dtype in (torch.bfloat16, torch.float16) else outputs
 
 
 def one_tensor(outputs: Any) -> Tensor:

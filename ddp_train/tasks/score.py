@@ -95,7 +95,9 @@ class Scorer:
         metrics |= self.derive(metrics)
         for name, value in metrics.items():
             if not math.isfinite(value):
-                log.warning("the test %s is %s: outputs of the model are not finite, or too large", name, value)
+                log.warning(
+                    "the %s of an evaluation is %s: outputs of the model are not finite, or too large", name, value
+                )
         return Score(metrics, whole, counts)
 
 

@@ -34,6 +34,10 @@ class MetricsFile:
             part.write_text("".join(json.dumps(line) + "\n" for line in self.kept))
             part.replace(self.path)
 
+    def has(self, kind: str, step: int) -> bool:
+        """Whether it began with a line of this kind and step."""
+        return any(line["kind"] == kind and line["step"] == step for line in self.kept)
+
     def write(self, **values: Any) -> None:
         if not self.active:
             return

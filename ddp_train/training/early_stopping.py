@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ddp_train.errors import ConfigError
-from ddp_train.tasks.score import Score
 from ddp_train.text import counted, did_you_mean
 from ddp_train.training.hooks import MetricsHook
 from ddp_train.training.loop import Job
@@ -48,18 +47,17 @@ class SelectionHook:
     def act(self, job: Job) -> None:
         if self.record.score is None:
             return
-        self.check(self.record.score)
         for one in filter(None, (self.best, self.stopping)):
             one.see(job.step, self.record.score.metrics)
         self.stop_if_due(job)
 
-    def check(self, score: Score) -> None:
-        """Raises ConfigError if a key names a metric that this score does not have."""
+    def check(self, names: list[str]) -> None:
+        """Raises ConfigError if a key names a metric that the task does not have. names: of those that it has."""
         problems = [
-            f"{one.key}: the task has no metric {one.metric}; it has {', '.join(score.metrics)}"
-            + did_you_mean(one.metric, list(score.metrics))
+            f"{one.key}: the task has no metric {one.metric}; it has {', '.join(names)}"
+            + did_you_mean(one.metric, names)
             for one in self.wanted
-            if one.metric not in score.metrics
+            if one.metric not in names
         ]
         if problems:
             raise ConfigError(problems)

@@ -50,6 +50,8 @@ class MetricsHook:
         """Of the step that was done last, if it was evaluated."""
         self.epoch_loss = Mean()
         """Of the part of an epoch that is recorded."""
+        self.interval_loss = Mean()
+        """Of the steps since the last line of metrics."""
         self.units = 0.0
         """That the loss was taken over, since the beginning of the run."""
         self.last_epoch_loss: float | None = None
@@ -124,15 +126,26 @@ class MetricsHook:
         self.epoch_seconds_before = 0.0
         self.epoch_began = self.interval_began = time.perf_counter()
 
+    def catch_up(self, job: Job) -> None:
+        """Before a checkpoint: the losses since the last line belong to the epoch that it is in. A collective."""
+        if job.step > self.interval_first_step:
+            self._add(job.stepper.mean_loss())
+
+    def _add(self, loss: Mean) -> None:
+        self.interval_loss += loss
+        self.epoch_loss += loss
+        self.units += loss.units
+
     def write_score(self, job: Job, split: str, score: Score) -> None:
-        """A line of an evaluation."""
+        """A line of an evaluation, unless a run that goes on has it already."""
         epoch = -(-job.step // job.plan.steps_per_epoch)
+        if self.metrics.has(split, job.step):
+            return
         self.metrics.write(kind=split, step=job.step, epoch=epoch, time=time.time(), **score.as_dict())
 
     def _record_interval(self, job: Job) -> None:
-        loss = job.stepper.mean_loss(self.hardware)  # waits for the device: the clock is read after it
-        self.epoch_loss += loss
-        self.units += loss.units
+        self._add(job.stepper.mean_loss(self.hardware))  # waits for the device: the clock is read after it
+        loss, self.interval_loss = self.interval_loss, Mean()
         norm = job.stepper.last_gradient_norm
         now = time.perf_counter()
         samples = job.plan.samples_seen(job.step) - job.plan.samples_seen(self.interval_first_step)
@@ -203,6 +216,7 @@ class CheckpointHook:
     def _save(self, job: Job) -> None:
         job.stepper.check()
         self.last_save = time.monotonic()
+        self.record.catch_up(job)
         with job.strategy.averaged(job.module) as buffers:
             if self.writer:
                 self.writer.submit(lambda: self._snapshot(job, buffers))

@@ -134,6 +134,9 @@ class Run:
         data_digests = digests(sources[0])
         if found:
             self.restore(found, job, record, select, data_digests)
+        if select.wanted:
+            batch = setup.first_batch(config, job.plan, sources.train, device)
+            select.check(setup.metric_names(module, batch.data))
         job.stepper.continue_from(first_step)
         save = self.checkpoint_hook(record, select, data_digests)
         self.start_trackers(tracking, metrics, first_step)
@@ -175,10 +178,8 @@ class Run:
             set_buffers(job.module, training["buffers"][self.world.rank])
         job.stepper.load_state(training)
         record.load_state(training["record"])
-        selection = training.get("selection", {})  # older checkpoints have none
-        if self.run_dir not in found.parents:
-            selection = {**selection, "best": None}  # its checkpoint is in another run
-        select.load_state(selection)
+        if self.run_dir in found.parents:  # another run's may be of other data, and its checkpoints are not here
+            select.load_state(training.get("selection", {}))  # older checkpoints have none
 
     def checkpoint_hook(
         self, record: MetricsHook, select: SelectionHook, data_digests: dict[str, str]
@@ -255,14 +256,17 @@ class Run:
                 fit(job)
                 if job.step < job.plan.steps:
                     return None
-                return self.final_scores(job, record, test)
+                return self.final_scores(job, record, select, test)
         finally:
             self.display.stop()
 
-    def final_scores(self, job: Job, record: MetricsHook, test: Evaluation) -> Scores | None:
+    def final_scores(self, job: Job, record: MetricsHook, select: SelectionHook, test: Evaluation) -> Scores | None:
         """None if an evaluation was stopped."""
         # Without a score at the end, nothing was left to train: the run was complete already.
         score = record.score or evaluate(job.evaluation)
+        if score and not record.score:  # or a stop cut its last evaluation off
+            record.write_score(job, record.split, score)
+            select.best.see(job.step, score.metrics)
         if score is None or test is job.evaluation:
             return score and {"test": score}
         tested = evaluate(test)

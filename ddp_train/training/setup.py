@@ -131,8 +131,12 @@ def text_writer(config: Config, source: BatchSource) -> Callable[[nn.Module], st
     if prompt and not source.words:
         raise ConfigError([f"task.sample_prompt={prompt}: data=tokens needs data.tokenizer to read it; add that"])
 
+    first = [source.last_token, *(source.words.encode(prompt) if source.words else [])]
+    if max(first) >= source.vocabulary:
+        has = f"has the token {max(first):,}, and the vocabulary ends with {source.vocabulary - 1:,}"
+        raise ConfigError([f"task.sample_prompt={prompt}: {has}; use the tokenizer that the data were made with"])
+
     def write(model: nn.Module) -> str:
-        first = [source.last_token, *(source.words.encode(prompt) if source.words else [])]
         ids = write_tokens(model, first, count, source.length, source.vocabulary, temperature, config.seed)
         return prompt + source.words.decode(ids) if source.words else " ".join(map(str, ids))
 
@@ -301,6 +305,14 @@ def build_selection(config: Config, task: Task, sources: Splits, record: Metrics
         patience=stopping.patience or 0,
         wanted=tuple(Wanted(f"{key}={metric}", metric.partition(".")[2]) for key, metric in metrics.named(config)),
     )
+
+
+def metric_names(module: ModelWithTask, data: Any) -> list[str]:
+    """Of the metrics that an evaluation will have: a batch is scored, its numbers are thrown away."""
+    module.eval()
+    with torch.no_grad():
+        found = dict.fromkeys(module.score(data), 0.5)
+    return [*found, *module.task.derive(found)]
 
 
 def selects_by_test(config: Config, sources: Splits) -> list[str]:
