@@ -33,7 +33,7 @@ LINES = {
 FIRST_SITTING = """
     launch config/prepare launcher/local training/worker training/setup training/loop training/hooks parallel/strategy
     optim/optimizers optim/schedules optim/stepper data/batch_plan data/rng data/loader data/datasets tasks/task
-    training/checkpoint distributed/world distributed/process_group models/zoo telemetry/console
+    training/checkpoint distributed/world distributed/process_group models/zoo
 """.split()  # noqa: SIM905
 """What docs/architecture.md asks a reader to read first."""
 

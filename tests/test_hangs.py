@@ -313,7 +313,7 @@ def test_torchruns_last_page_shows_the_failure(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.slow
 def test_a_slow_rank_is_no_hang_but_a_straggler(tmp_path: Path, env: dict[str, str]) -> None:
     limit = f"launch.timeout_seconds={TIMEOUT_SECONDS}"
-    with running(tmp_path / "run", *words({"rank": 2, "delay": 0.1}), "train.epochs=100000", limit, env=env) as job:
+    with running(tmp_path / "run", *words({"rank": 2, "delay": 0.3}), "train.epochs=100000", limit, env=env) as job:
         wait_until(lambda: "slower" in job.said(), "warning")
         time.sleep(1.2 * hang_detector.WINDOW_SECONDS)  # a second window, and longer than the limit
         assert job.process.poll() is None, job.said()

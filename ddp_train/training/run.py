@@ -134,9 +134,7 @@ class Run:
         data_digests = digests(sources[0])
         if found:
             self.restore(found, job, record, select, data_digests)
-        if select.wanted:
-            batch = setup.first_batch(config, job.plan, sources.train, device)
-            select.check(setup.metric_names(module, batch.data))
+        setup.check_metrics(select, config, job, sources.train, device)
         job.stepper.continue_from(first_step)
         save = self.checkpoint_hook(record, select, data_digests)
         self.start_trackers(tracking, metrics, first_step)
@@ -289,9 +287,8 @@ class Run:
         self.display.checkpoint(evaluated)
         began = time.perf_counter()
         score = evaluate(evaluation)
-        seconds = time.perf_counter() - began
-        scores = score and {"test": score}
-        return self.summary(scores, module, steps=evaluated["step"], seconds=seconds, evaluated=evaluated)
+        facts = {"steps": evaluated["step"], "seconds": time.perf_counter() - began, "evaluated": evaluated}
+        return self.summary(score and {"test": score}, module, **facts)
 
     def training_summary(
         self, job: Job, record: MetricsHook, select: SelectionHook, scores: Scores | None, test: Evaluation

@@ -307,12 +307,14 @@ def build_selection(config: Config, task: Task, sources: Splits, record: Metrics
     )
 
 
-def metric_names(module: ModelWithTask, data: Any) -> list[str]:
-    """Of the metrics that an evaluation will have: a batch is scored, its numbers are thrown away."""
-    module.eval()
-    with torch.no_grad():
-        found = dict.fromkeys(module.score(data), 0.5)
-    return [*found, *module.task.derive(found)]
+def check_metrics(select: SelectionHook, config: Config, job: Job, source: BatchSource, device: str) -> None:
+    """Raises ConfigError if a key names a metric that the task does not have: a batch is scored to see, its numbers are
+    thrown away."""
+    if select.wanted:
+        job.module.eval()
+        with torch.no_grad():
+            found = dict.fromkeys(job.module.score(first_batch(config, job.plan, source, device).data), 0.5)
+        select.check([*found, *job.module.task.derive(found)])
 
 
 def selects_by_test(config: Config, sources: Splits) -> list[str]:
