@@ -95,7 +95,7 @@ class Stepper:
         torch.autograd.backward((loss,), (self.scaler.scale(start) if self.scaled else start,))
 
     def count(self, units: Tensor | None, scale: float | Tensor, is_last: bool) -> None:
-        """Begins the exchange of a step's number of units, which the backward pass then hides."""
+        """Begins the exchange of a step's number of units, beside the backward pass that follows."""
         if units is not None:
             self.scaled_units.append(units.sum() * scale)
             if is_last:
