@@ -28,9 +28,11 @@ from ddp_train.config.auto import resolve
 from ddp_train.config.bind import all_keys, bind
 from ddp_train.config.freeze import FILE, freeze, load_frozen, to_text
 from ddp_train.config.hardware import Hardware
+from ddp_train.config.options.custom import CustomConfig
+from ddp_train.config.options.strategy import DdpConfig, OrderedConfig
 from ddp_train.config.overrides import read_config, read_overrides
 from ddp_train.config.prepare import prepare, read_run
-from ddp_train.config.schema import OPTIONS, SECTIONS, Config, CustomConfig, DdpConfig, OrderedConfig, schema_of
+from ddp_train.config.schema import OPTIONS, SECTIONS, Config, schema_of
 from ddp_train.config.validate import check, check_rules
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError

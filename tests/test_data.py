@@ -21,15 +21,15 @@ from torch.utils.data import IterableDataset
 
 from ddp_train.config import external_checks
 from ddp_train.config.hardware import Hardware
-from ddp_train.config.schema import (
+from ddp_train.config.options.data import (
     Cifar10Config,
     DigitsConfig,
     ImageFolderConfig,
     LinearRegressionDataConfig,
     MnistConfig,
     SyntheticConfig,
-    TuningConfig,
-)  # fmt: skip
+)
+from ddp_train.config.schema import TuningConfig
 from ddp_train.data import augment, rng
 from ddp_train.data.batch_plan import BatchPlan, MicroBatch, evaluation_batches
 from ddp_train.data.datasets import ArraySource, BatchSource, UserDataset

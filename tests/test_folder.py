@@ -17,7 +17,8 @@ from torchvision.transforms.v2 import functional
 
 from ddp_train.config.auto import resolve
 from ddp_train.config.hardware import Hardware
-from ddp_train.config.schema import ImageFolderConfig, TuningConfig
+from ddp_train.config.options.data import ImageFolderConfig
+from ddp_train.config.schema import TuningConfig
 from ddp_train.data import crop
 from ddp_train.data.batch_plan import BatchPlan, MicroBatch, evaluation_batches
 from ddp_train.data.image_folder import IMAGENET_MEAN, IMAGENET_STD, FolderSource, require_decoder

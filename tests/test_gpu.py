@@ -15,7 +15,8 @@ from torch._inductor.async_compile import shutdown_compile_workers
 from torchvision.models import resnet50
 
 from ddp_train.config.hardware import Hardware
-from ddp_train.config.schema import DigitsConfig, TuningConfig
+from ddp_train.config.options.data import DigitsConfig
+from ddp_train.config.schema import TuningConfig
 from ddp_train.data.batch_plan import BatchPlan
 from ddp_train.data.datasets import ArraySource
 from ddp_train.distributed.world import World

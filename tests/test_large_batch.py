@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.models import resnet50
 
-from ddp_train.config.schema import OPTIONS, LambConfig, LarsConfig, OptimizerConfig
+from ddp_train.config.options.optimizer import LambConfig, LarsConfig, OptimizerConfig
+from ddp_train.config.schema import OPTIONS
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
 from ddp_train.optim.lars_lamb import Lamb, Lars

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_train.config.schema import CustomConfig, TorchvisionConfig
+from ddp_train.config.options.custom import CustomConfig
+from ddp_train.config.options.model import TorchvisionConfig
 from ddp_train.errors import ConfigError, DataError
 from ddp_train.tasks.builtin import Classification, Regression
 from ddp_train.tasks.task import ModelWithTask

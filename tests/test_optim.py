@@ -14,18 +14,8 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from ddp_train.config.schema import (
-    AdadeltaConfig,
-    AdamConfig,
-    AdamWConfig,
-    ConstantConfig,
-    CosineConfig,
-    OneCycleConfig,
-    PolynomialConfig,
-    RmspropConfig,
-    SgdConfig,
-    StepConfig,
-)  # fmt: skip
+from ddp_train.config.options.optimizer import AdadeltaConfig, AdamConfig, AdamWConfig, RmspropConfig, SgdConfig
+from ddp_train.config.options.schedule import ConstantConfig, CosineConfig, OneCycleConfig, PolynomialConfig, StepConfig
 from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.datasets import ArraySource
 from ddp_train.distributed.world import World

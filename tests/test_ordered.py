@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddp_train.config.schema import CustomConfig
+from ddp_train.config.options.custom import CustomConfig
 from ddp_train.data.batch_plan import BatchPlan, MicroBatch
 from ddp_train.data.rng import StepSeed
 from ddp_train.distributed.world import World

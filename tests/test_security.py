@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from ddp_train.config.options.custom import CustomConfig
 from ddp_train.config.overrides import read_config, read_overrides
 from ddp_train.config.prepare import resolve_and_check
-from ddp_train.config.schema import CustomConfig
 from ddp_train.config.user_code import build_hook, instantiate
 from ddp_train.config.values import is_secret
 from ddp_train.errors import ConfigError

@@ -21,14 +21,9 @@ from torch.utils.data import Dataset
 from ddp_train.config import metrics
 from ddp_train.config.bind import bind
 from ddp_train.config.conflicts import notices
-from ddp_train.config.schema import (
-    OPTIONS,
-    Config,
-    CustomDataConfig,
-    DigitsConfig,
-    ImageFolderConfig,
-    LinearRegressionDataConfig,
-)
+from ddp_train.config.options.custom import CustomDataConfig
+from ddp_train.config.options.data import DigitsConfig, ImageFolderConfig, LinearRegressionDataConfig
+from ddp_train.config.schema import OPTIONS, Config
 from ddp_train.data.datasets import BatchSource
 from ddp_train.data.splits import Splits, parted
 from ddp_train.errors import ConfigError, DataError

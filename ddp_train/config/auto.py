@@ -7,7 +7,9 @@ import math
 from typing import Any
 
 from ddp_train.config.hardware import Hardware
-from ddp_train.config.schema import OPTIONS, Config, CustomConfig, OrderedConfig, TuningConfig
+from ddp_train.config.options.custom import CustomConfig
+from ddp_train.config.options.strategy import OrderedConfig
+from ddp_train.config.schema import OPTIONS, Config, TuningConfig
 from ddp_train.distributed.environment import new_run_id
 from ddp_train.distributed.world import World
 

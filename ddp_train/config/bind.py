@@ -10,7 +10,8 @@ from typing import Any, TypeGuard
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
-from ddp_train.config.schema import OPTIONS, SCALARS, SECTIONS, Config, CustomConfig, schema_of
+from ddp_train.config.options.custom import CustomConfig
+from ddp_train.config.schema import OPTIONS, SCALARS, SECTIONS, Config, schema_of
 from ddp_train.config.values import is_secret
 from ddp_train.text import did_you_mean, shown
 

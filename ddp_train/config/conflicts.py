@@ -12,7 +12,10 @@ from typing import Any
 from ddp_train.config import metrics
 from ddp_train.config.auto import OWN_GRAPHS, capture_blockers, process_count
 from ddp_train.config.hardware import Hardware
-from ddp_train.config.schema import Config, CustomConfig, DdpConfig, OrderedConfig, SgdConfig
+from ddp_train.config.options.custom import CustomConfig
+from ddp_train.config.options.optimizer import SgdConfig
+from ddp_train.config.options.strategy import DdpConfig, OrderedConfig
+from ddp_train.config.schema import Config
 from ddp_train.distributed.world import World
 from ddp_train.text import counted, shown
 

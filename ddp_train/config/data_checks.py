@@ -8,7 +8,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from ddp_train.config.schema import Config, TextConfig, TokensConfig
+from ddp_train.config.options.data import TextConfig, TokensConfig
+from ddp_train.config.schema import Config
 
 
 def missing_data(config: Config) -> list[str]:

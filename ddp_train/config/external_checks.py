@@ -18,7 +18,10 @@ import yaml
 from ddp_train.config.data_checks import missing_data
 from ddp_train.config.hardware import Hardware
 from ddp_train.config.migrate import bind_frozen, migrated
-from ddp_train.config.schema import TRACKERS, Config, CustomConfig, GptConfig, OrderedConfig, TorchvisionConfig
+from ddp_train.config.options.custom import CustomConfig
+from ddp_train.config.options.model import GptConfig, TorchvisionConfig
+from ddp_train.config.options.strategy import OrderedConfig
+from ddp_train.config.schema import TRACKERS, Config
 from ddp_train.config.values import is_secret, leaves
 from ddp_train.distributed.world import World
 from ddp_train.text import did_you_mean, shown

@@ -19,7 +19,8 @@ from omegaconf.resolvers import oc
 
 from ddp_train.config.bind import bind, own_keys
 from ddp_train.config.external_checks import package_of
-from ddp_train.config.schema import OPTIONS, SCALARS, SECTIONS, Config, CustomConfig
+from ddp_train.config.options.custom import CustomConfig
+from ddp_train.config.schema import OPTIONS, SCALARS, SECTIONS, Config
 from ddp_train.config.values import from_environment, leaves
 from ddp_train.errors import ConfigError
 from ddp_train.text import did_you_mean, shown

@@ -7,7 +7,7 @@ import inspect
 from typing import Any
 
 from ddp_train.config.external_checks import HOOK_RULE, TRUSTED_HOOKS, TRUSTED_MODULES, is_trusted
-from ddp_train.config.schema import CustomConfig
+from ddp_train.config.options.custom import CustomConfig
 from ddp_train.config.values import from_environment
 from ddp_train.errors import ConfigError
 from ddp_train.text import did_you_mean

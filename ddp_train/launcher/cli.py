@@ -14,8 +14,9 @@ import hydra
 
 import ddp_train
 from ddp_train.config.bind import is_section, key_named_like, own_keys
+from ddp_train.config.options.custom import CustomConfig
 from ddp_train.config.overrides import register_schema
-from ddp_train.config.schema import OPTIONS, SECTIONS, Config, CustomConfig
+from ddp_train.config.schema import OPTIONS, SECTIONS, Config
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
 from ddp_train.launcher.sweep import Trials

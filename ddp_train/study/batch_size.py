@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ddp_train.config.hardware import Hardware
-from ddp_train.config.schema import Config, key
+from ddp_train.config.key import key
+from ddp_train.config.schema import Config
 from ddp_train.errors import ConfigError, LaunchError
 from ddp_train.resilience.preemption import UNSAVED
 from ddp_train.study.plots import Axis, Curve, curves

@@ -10,7 +10,8 @@ from typing import Any, Union
 
 import numpy as np
 
-from ddp_train.config.schema import AUTO, Config, key
+from ddp_train.config.key import AUTO, key
+from ddp_train.config.schema import Config
 from ddp_train.errors import ConfigError, LaunchError
 from ddp_train.resilience.preemption import UNSAVED
 from ddp_train.study.provenance import provenance

@@ -96,7 +96,7 @@ def study_names(conf: Path) -> list[str]:
 
 
 def bind_settings(schema: type, settings: dict[str, Any]) -> Any:
-    """Binds the settings to a dataclass whose fields are made by `config.schema.key`. Raises ConfigError."""
+    """Binds the settings to a dataclass whose fields are made by `config.key.key`. Raises ConfigError."""
     problems: list[str] = []
     bound = bind_fields(schema, "study.", settings, problems)
     problems = problems or section_rules(bound, "study.")

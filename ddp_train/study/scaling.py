@@ -12,7 +12,7 @@ from typing import Any, Union
 import numpy as np
 
 from ddp_train.config.hardware import Hardware
-from ddp_train.config.schema import AUTO, key
+from ddp_train.config.key import AUTO, key
 from ddp_train.errors import ConfigError, LaunchError
 from ddp_train.resilience.preemption import UNSAVED
 from ddp_train.study.plots import Axis, Curve, curves

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ddp_train.config.schema import key
+from ddp_train.config.key import key
 from ddp_train.distributed.environment import environment
 from ddp_train.errors import ConfigError
 from ddp_train.linux import end_with_parent

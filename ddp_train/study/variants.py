@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, Union
 
 from ddp_train.config.hardware import Hardware
-from ddp_train.config.schema import AUTO, Config, key
+from ddp_train.config.key import AUTO, key
+from ddp_train.config.schema import Config
 from ddp_train.errors import ConfigError
 from ddp_train.study.request import Request, bind_settings, key_of, resolve_run, this_hardware
 from ddp_train.study.results import METRICS

@@ -1,0 +1,68 @@
+"""How replicas are wrapped, and what is true of each strategy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ddp_train.config.key import key
+
+
+@dataclass
+class StrategyConfig:
+    """What every strategy answers."""
+
+    name: str = "single"
+    has_process_group: ClassVar[bool] = False
+    """Whether several processes may run, connected by torch.distributed."""
+    spreads_over_gpus: ClassVar[bool] = False
+    """Whether one process uses all visible GPUs."""
+    capture_blocker: ClassVar[str] = ""
+    """Why its step cannot be captured as a CUDA graph."""
+    sync_bn = find_unused_parameters = False
+    comm_hook = "none"
+
+
+@dataclass
+class SingleConfig(StrategyConfig):
+    """One process, one device."""
+
+    name: str = "single"
+
+
+@dataclass
+class DpConfig(StrategyConfig):
+    """torch.nn.DataParallel: one process, all visible GPUs."""
+
+    name: str = "dp"
+    spreads_over_gpus: ClassVar[bool] = True
+    capture_blocker: ClassVar[str] = "DataParallel runs in several threads"
+
+
+@dataclass
+class DdpConfig(StrategyConfig):
+    """DistributedDataParallel: one process per GPU. Keys named as in torch mean what they mean in torch."""
+
+    name: str = "ddp"
+    has_process_group: ClassVar[bool] = True
+    sync_bn: bool = key(False, "batch norm statistics over the samples of all processes")
+    bucket_cap_mb: float | None = key(None, "size of a gradient bucket in MiB; null: torch's default", above=0)
+    bucket_cap_mb_list: list[float] | None = key(None, "size of each gradient bucket in MiB", above=0)
+    gradient_as_bucket_view: bool = key(False, "gradients are views into the buckets, which saves a copy")
+    static_graph: bool = key(False, "promise that the graph is the same in every iteration")
+    broadcast_buffers: bool = key(True, "send rank 0's buffers to all ranks before every forward pass")
+    find_unused_parameters: bool = key(False, "allow parameters that get no gradient in some iterations")
+    skip_all_reduce_unused_params: bool = key(False, "do not reduce parameters that no rank used")
+    init_sync: bool = key(True, "verify shapes and send rank 0's weights when DDP is built")
+    comm_hook: str = key("none", "compress gradients before the exchange", choices=("none", "fp16", "bf16", "powersgd"))
+    powersgd_rank: int = key(1, "rank of the approximation of comm_hook=powersgd", at_least=1)
+
+
+@dataclass
+class OrderedConfig(StrategyConfig):
+    """Gradients summed in a fixed order: the same bits on any number of processes, slower than ddp."""
+
+    name: str = "ordered"
+    has_process_group: ClassVar[bool] = True
+    capture_blocker: ClassVar[str] = "a captured step runs no Python"
+    virtual_shards: int = key(8, "parts of a global batch; a power of two, and a multiple of the processes", at_least=1)

@@ -1,0 +1,77 @@
+"""What a model is trained for, with its loss and its metrics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ddp_train.config.key import key
+
+_CLASS_WEIGHTS = "factor on the loss of each class; the mean stays one over {unit}s"
+
+
+@dataclass
+class TaskConfig:
+    name: str = "auto"
+
+
+@dataclass
+class AutoTaskConfig(TaskConfig):
+    """Classification for class labels, regression for numbers; other targets are refused with the candidates."""
+
+    metrics: ClassVar[dict[str, str]] = {}
+    """Of an evaluation, with the better direction, `max` or `min`; {}: unknown before the task is loaded."""
+    name: str = "auto"
+
+
+@dataclass
+class ClassificationConfig(TaskConfig):
+    """Class labels, or a part of each class (soft labels)."""
+
+    metrics: ClassVar[dict[str, str]] = {"loss": "min", "accuracy": "max", "top5": "max"}
+    name: str = "classification"
+    loss: str = key("cross_entropy", "loss of a sample", choices=("cross_entropy",))
+    label_smoothing: float = key(0.0, "label smoothing of the cross entropy", at_least=0, below=1)
+    class_weights: list[float] | None = key(None, _CLASS_WEIGHTS.format(unit="sample"), at_least=0)
+
+
+@dataclass
+class MultilabelConfig(TaskConfig):
+    """Any number of labels per sample, each 0 or 1."""
+
+    metrics: ClassVar[dict[str, str]] = {"loss": "min", "f1_macro": "max", "exact_match": "max"}
+    name: str = "multilabel"
+    loss: str = key("bce", "loss of a sample, the mean over its labels", choices=("bce",))
+    pos_weight: list[float] | None = key(None, "factor on the loss of a label that applies, for each label", at_least=0)
+
+
+@dataclass
+class RegressionConfig(TaskConfig):
+    """One number per sample, or several."""
+
+    metrics: ClassVar[dict[str, str]] = {"loss": "min", "mae": "min", "mse": "min", "rmse": "min"}
+    name: str = "regression"
+    loss: str = key("mse", "loss of a sample, the mean over its numbers", choices=("mse", "mae", "huber", "smooth_l1"))
+
+
+@dataclass
+class SegmentationConfig(TaskConfig):
+    """A class for each pixel."""
+
+    metrics: ClassVar[dict[str, str]] = {"loss": "min", "pixel_accuracy": "max", "mean_iou": "max"}
+    name: str = "segmentation"
+    loss: str = key("cross_entropy", "loss of a pixel", choices=("cross_entropy",))
+    ignore_index: int = key(-100, "pixels of this class are left out")
+    class_weights: list[float] | None = key(None, _CLASS_WEIGHTS.format(unit="valid pixel"), at_least=0)
+
+
+@dataclass
+class LanguageModelConfig(TaskConfig):
+    """The next token."""
+
+    metrics: ClassVar[dict[str, str]] = {"loss": "min", "perplexity": "min", "bits_per_byte": "min"}
+    name: str = "language_model"
+    loss: str = key("cross_entropy", "loss of a token; targets of -100 are left out", choices=("cross_entropy",))
+    sample_tokens: int = key(0, "tokens of a text that the model writes at the end, to run_dir/sample.txt", at_least=0)
+    sample_prompt: str = key("", "beginning of that text", may_be_empty=True)
+    sample_temperature: float = key(0.8, "of that text; towards 0, ever more the likeliest token", above=0)
