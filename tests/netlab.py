@@ -16,9 +16,11 @@ import shutil
 import subprocess
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from tests import zygote
 
 TOOLS = ("ip", "unshare", "nsenter")
 
@@ -45,11 +47,13 @@ class Host:
     init: int
     switch: int
     port: str
+    started: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def popen(self, command: list[str], cwd: Path, **options: Any) -> subprocess.Popen[bytes]:
-        """Starts a command on this host. The process is nsenter's: `pid_of` gives the command's own."""
-        inside = ["nsenter", f"--target={self.init}", "-m", "-u", "-i", "-n", "-p", "--", "env", "-C", str(cwd)]
-        return subprocess.Popen([*inside, *command], **options)
+        """Starts a command on this host."""
+        process = zygote.Command(command, host=self.init, cwd=cwd, **options)
+        self.started.append(process)
+        return process
 
     def unplug(self) -> None:
         """The cable is out. Both ends still believe in their connections."""
@@ -64,6 +68,8 @@ class Host:
             self.unplug()
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.init, 9)
+        for process in self.started:  # a namespace of processes ends when all of them were waited for
+            process.wait()
         self.holder.wait()
 
     def commands(self) -> list[str]:
@@ -124,13 +130,6 @@ class NetLab:
                       ["link", "set", "lo", "up"]):  # fmt: skip
             _ip(*words, through=init)
         return Host(name, address, holder, init, switch, port)
-
-
-def pid_of(entered: subprocess.Popen[bytes]) -> int:
-    """The process id, out here, of the command that `Host.popen` started."""
-    children = Path(f"/proc/{entered.pid}/task/{entered.pid}/children")
-    _wait_for(lambda: bool(children.read_text().split()))
-    return int(children.read_text().split()[0])
 
 
 def _ip(*words: str, through: int) -> None:

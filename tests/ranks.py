@@ -23,7 +23,7 @@ from ddp_train.distributed.process_group import session
 from ddp_train.distributed.world import World
 
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["torch", "torch._dynamo", "ddp_train.training.worker", "tests.ranks"])
+_SERVER.set_forkserver_preload(["torch", "torch._dynamo", "ddp_train.training.worker", "tests.ranks", "tests.warm"])
 
 
 def on_ranks(

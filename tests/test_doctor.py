@@ -976,8 +976,8 @@ def three_hosts(shim: str, tmp_path_factory: pytest.TempPathFactory) -> Examined
                 "GROUP_RANK": str(number), "GROUP_WORLD_SIZE": "3", "TORCHELASTIC_RUN_ID": "one",
                 "TORCHELASTIC_RESTART_COUNT": "0", "MASTER_ADDR": "node0", "MASTER_PORT": "29400",
             } | ({EXIT_CODE_FILE: str(exit_code_file)} if number == 1 else {}))  # fmt: skip
-            odd = [f"LD_PRELOAD={shim}", "CLOCK_OFFSET=40"] if number == 2 else []
-            words = ["env", *odd, *LAUNCH, *DOCTOR, f"run_dir={run_dir}", f"seed={7 if number == 2 else 0}"]
+            odd = ["env", f"LD_PRELOAD={shim}", "CLOCK_OFFSET=40"] if number == 2 else []
+            words = [*odd, *LAUNCH, *DOCTOR, f"run_dir={run_dir}", f"seed={7 if number == 2 else 0}"]
             started.append(one.popen(words, ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
         said = [process.communicate(timeout=120)[0].decode() for process in started]
     report = read(run_dir, "doctor.json")

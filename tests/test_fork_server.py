@@ -49,7 +49,7 @@ import torch
 from threadpoolctl import threadpool_info
 from torch import nn
 
-FORKED = gc.get_freeze_count() > 0
+FORKED = any("fork_server" in word for word in sys.orig_argv)
 
 
 def kind(descriptor):

@@ -376,8 +376,11 @@ def steppers(case: Case) -> Any:
 
 
 def spared_objects(case: Case) -> Any:
-    with switches.frozen_gc(case.config.tuning.gc_freeze):
+    switches.set_garbage_collection(case.config.tuning.gc_freeze)
+    try:
         return gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
 
 
 class OneTask:

@@ -31,6 +31,7 @@ import sys
 import threading
 import time
 import types
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -70,13 +71,25 @@ class Request:
     """Of the open files that the command inherits: 0, 1, 2 and those in pass_fds."""
     start_new_session: bool = False
     preexec: Any = None
+    host: int = 0
+    """A process whose namespaces the command enters, as nsenter does; 0: none."""
 
 
 class Command(subprocess.Popen[Any]):
-    """subprocess.Popen, with a zygote for the commands of this project."""
+    """subprocess.Popen, with a zygote for the commands of this project.
+
+    host: a process whose namespaces (mount, uts, ipc, net, pid) the command enters.
+    """
+
+    def __init__(self, *arguments: Any, host: int = 0, **options: Any) -> None:
+        self.host = host
+        super().__init__(*arguments, **options)
 
     def _execute_child(self, *arguments: Any) -> None:
         if not _execute(self, arguments, start):
+            if self.host:
+                inside = ["nsenter", f"--target={self.host}", "-m", "-u", "-i", "-n", "-p", "--"]
+                arguments = ([*inside, "env", "-C", str(arguments[5] or Path.cwd()), *arguments[0]], *arguments[1:])
             super()._execute_child(*arguments)  # type: ignore[misc]  # pyright: ignore
 
 
@@ -139,6 +152,7 @@ def _execute(process: Any, arguments: tuple[Any, ...], connect: Any) -> bool:
     plain = plain and (gid, gids, uid, umask, group) == (None, None, None, -1, -1)
     streams = [given if given >= 0 else own for own, given in enumerate((p2cread, c2pwrite, errwrite))]
     request = Request([], os.fspath(cwd or Path.cwd()), dict(os.environ if env is None else env), [], bool(session))
+    request.host = getattr(process, "host", 0)
     if not plain or _main([os.fspath(word) for word in argv])[0] is None or not _fits(request.env):
         return False
     request.argv, request.numbers, request.preexec = [os.fspath(word) for word in argv], [0, 1, 2, *pass_fds], preexec
@@ -245,10 +259,14 @@ def _fork_orphan(connection: socket.socket, request: Request, descriptors: list[
     if not between:
         between = os.getpid()
         try:
-            if not os.fork():
+            if request.host:
+                _enter_namespaces(request.host)
+            pid = os.fork()
+            if not pid:
                 os.close(reading)
                 connection.detach()
                 _become(request, descriptors, writing, between)
+            os.write(writing, str(pid).encode())  # in the namespace of the caller: the child may see another number
         finally:
             os._exit(0)
     os.close(writing)
@@ -256,6 +274,17 @@ def _fork_orphan(connection: socket.socket, request: Request, descriptors: list[
         pid = int(pipe.read() or 0)
     os.waitpid(between, 0)
     return pid
+
+
+def _enter_namespaces(process: int) -> None:
+    """Of this process, but that of process ids: of its children."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for namespace in [
+        os.open(f"/proc/{process}/ns/{kind}", os.O_RDONLY) for kind in ("uts", "ipc", "net", "pid", "mnt")
+    ]:
+        if libc.setns(namespace, 0):
+            raise OSError(ctypes.get_errno(), f"setns: {os.strerror(ctypes.get_errno())}")
+        os.close(namespace)
 
 
 def _fork_here(request: Request, descriptors: list[int]) -> int:
@@ -288,7 +317,6 @@ def _become(request: Request, descriptors: list[int], writing: int, between: int
         script = [sys.executable] * (request.argv[0] != sys.executable) + request.argv  # as the kernel reads `#!`
         set_title(script)
         os.chdir(request.cwd)
-        os.write(writing, str(os.getpid()).encode())
         os.close(writing)
         while os.getppid() == between:  # those who end with their parent must not take this one for it
             time.sleep(0.001)
@@ -330,6 +358,8 @@ def _renew_python(request: Request, target: str, words: list[str]) -> None:
     sys.path[:] = [*([str(Path(target).parent.resolve())] if target.endswith(".py") else []), *path, *_base_path]
     sys.path_importer_cache.clear()
     sys.argv, sys.orig_argv = [target, *words], request.argv
+    for finalizer in set(weakref.finalize._registry) - _finalizers:  # type: ignore[attr-defined]  # pyright: ignore
+        finalizer.detach()  # the parent's: a folder that it will remove
     subprocess.Popen._execute_child = _execute_within  # type: ignore[attr-defined]  # pyright: ignore
     sys.modules["numpy"].random.seed()
     gc.enable()
@@ -402,9 +432,13 @@ def main() -> NoReturn:
     gc.disable()
     for name in PRELOAD:
         importlib.import_module(name)
+    sys.modules["ddp_train.config.bind"].bind({"train": {}})  # the types of the keys outside of sections are made once
     gc.collect()
     gc.freeze()
+    _finalizers.update(weakref.finalize._registry)  # type: ignore[attr-defined]  # pyright: ignore
     _serve(connection)
 
 
+_finalizers: set[Any] = set()
+"""Of the modules that the zygote imported."""
 _base_path = [entry for entry in sys.path if entry != str(ROOT)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import typing
 from typing import Any, TypeGuard
 
@@ -61,6 +62,7 @@ def own_keys(custom: type) -> list[str]:
     return [f.name for f in dataclasses.fields(custom) if f.name not in known]
 
 
+@functools.cache
 def field_types(schema: type) -> dict[str, Any]:
     """The type of each key of a section, by its name. A section within it (train.early_stopping) is one of them."""
     hints = typing.get_type_hints(schema)
@@ -70,19 +72,19 @@ def field_types(schema: type) -> dict[str, Any]:
 
 def bind_fields(schema: type, prefix: str, content: dict[str, Any], problems: list[str]) -> Any:
     """Binds the values of one section, whose keys begin with `prefix`, and adds what is wrong to `problems`."""
-    typed, types = OmegaConf.structured(schema), field_types(schema)
-    unconverted: dict[str, Any] = {}
+    typed, types = _typed(schema), field_types(schema)
+    bound: dict[str, Any] = {}
     for name, value in content.items():
         if name not in types:
             problems.append(_unknown_key(prefix, name, value, schema))
             continue
         if isinstance(value, dict) and typing.get_origin(types[name]) is dict:
-            unconverted[name] = value  # OmegaConf would look up the `${oc.env:...}` in it
+            bound[name] = value  # OmegaConf would look up the `${oc.env:...}` in it
             continue
         if is_section(types[name]):
             inner = f"{prefix}{name}"
             if isinstance(value, dict):
-                unconverted[name] = bind_fields(types[name], f"{inner}.", value, problems)
+                bound[name] = bind_fields(types[name], f"{inner}.", value, problems)
             else:
                 problems.append(f"{inner}={shown(value)}: is a section; set one of its keys, {_example(inner)}=...")
             continue
@@ -91,12 +93,28 @@ def bind_fields(schema: type, prefix: str, content: dict[str, Any], problems: li
             if takes_bool and isinstance(value, int | float) and value not in (0, 1):
                 raise ValidationError  # OmegaConf takes any number for true
             OmegaConf.update(typed, name, value, merge=False)
+            converted = typed[name]
+            bound[name] = OmegaConf.to_object(converted) if OmegaConf.is_config(converted) else converted
         except OmegaConfBaseException:
             problems.append(f"{prefix}{name}={shown(value)}: must be {_expected(schema, name, types[name])}")
-    bound = OmegaConf.to_object(typed)
-    for name, value in unconverted.items():
-        setattr(bound, name, value)
-    return bound
+    return schema(**bound)
+
+
+@functools.cache
+def _typed(schema: type) -> Any:
+    """Takes a value by the name of its key and gives it back converted. Making one takes 3 ms, of Config 30."""
+    if schema is Config:  # its sections are bound one by one
+        types = field_types(schema)
+        keys = [f for f in dataclasses.fields(schema) if f.name in types]
+        fields = [(f.name, types[f.name], dataclasses.field(**_default(f))) for f in keys]
+        schema = dataclasses.make_dataclass("Scalars", fields)
+    return OmegaConf.structured(schema)
+
+
+def _default(f: dataclasses.Field[Any]) -> dict[str, Any]:
+    return {
+        name: value for name in ("default", "default_factory") if (value := getattr(f, name)) is not dataclasses.MISSING
+    }
 
 
 def _expected(schema: type, name: str, hint: Any) -> str:

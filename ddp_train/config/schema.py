@@ -156,7 +156,7 @@ class TuningConfig:
     cuda_graph: Union[bool, str] = key(
         "auto", "capture training steps as a CUDA graph; auto: small models on GPUs", **AUTO
     )
-    gc_freeze: bool = key(True, "exclude what exists before the first step from garbage collection")
+    gc_freeze: bool = key(True, "exclude what exists before the model is built from garbage collection")
     bias_lint: bool = key(True, "report biases directly before a norm layer, which cancels them")
     optimizer: str = key(
         "auto",

@@ -20,7 +20,7 @@ from ddp_train.data.splits import Splits
 from ddp_train.distributed.process_group import Store, from_leader, local_leader_first, same_everywhere, set_buffers
 from ddp_train.distributed.world import World
 from ddp_train.models.zoo import parameter_counts
-from ddp_train.performance.switches import frozen_gc, set_process_flags
+from ddp_train.performance.switches import set_garbage_collection, set_process_flags
 from ddp_train.resilience.failure_report import SUMMARY, write_json
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.resilience.preemption import StopController
@@ -75,6 +75,7 @@ class Run:
         )
         self.status.phase = "data set"
         sources = self.open_data()
+        set_garbage_collection(self.config.tuning.gc_freeze)
         self.status.phase = "build"
         found = self.find_checkpoint()
         if self.config.mode == "evaluate":
@@ -250,7 +251,6 @@ class Run:
                 stack.enter_context(job.stop.listening(self.status, self.world, connection, patience, self.leave))
                 for path in self.config.hooks:
                     stack.enter_context(build_hook(path, job, self.run_dir, self.world))
-                stack.enter_context(frozen_gc(self.config.tuning.gc_freeze))
                 fit(job)
                 if job.step < job.plan.steps:
                     return None
