@@ -191,7 +191,7 @@ def test_every_task_has_the_mean_over_the_units_of_the_global_batch_on_any_numbe
         untrained = made(World(), name, "fp64", 1, strategy={"name": "single"}).module.model.state_dict()
         assert largest_difference(weights, untrained) > 1e-2, "the comparison would be idle"
     for ranks in (1, 2, 3, 4):
-        for found in on_ranks(ranks, ladder, timeout_seconds=200):
+        for found in on_ranks(ranks, ladder, timeout_seconds=200) if ranks > 1 else [alone]:
             for (name, precision, accumulation), (weights, loss, score) in found.items():
                 what = (ranks, name, precision, accumulation)
                 tolerance = 1e-10 if precision == "fp64" else 1e-5

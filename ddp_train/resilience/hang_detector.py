@@ -69,6 +69,8 @@ class HangDetector:
         self.observed = [_Observed(status.snapshot(), now, now) for status in board.ranks]
         self.last_look = now
         self.window_began = now
+        self.suspect = -1
+        """The rank that was slower than all others in the last window."""
         self.warned = False
 
     def is_hung(self) -> bool:
@@ -99,7 +101,10 @@ class HangDetector:
         return self.timeout_seconds if started else max(self.timeout_seconds, START_SECONDS)
 
     def _warn_of_straggler(self) -> None:
-        """Warns once if a rank keeps the others waiting in every step, and begins a new window."""
+        """Warns once if a rank keeps the others waiting in two windows in a row, and begins a new window.
+
+        In one window the host's other work may have held it up.
+        """
         work_shares = [
             sum(observed.samples[phase] for phase in WORK) / max(1, observed.samples.total())
             for observed in self.observed
@@ -107,7 +112,9 @@ class HangDetector:
         slowest = max(range(len(work_shares)), key=work_shares.__getitem__)
         others = [share for rank, share in enumerate(work_shares) if rank != slowest]
         training = all(seen.samples["backward"] + seen.samples["optimizer step"] for seen in self.observed)
-        if others and training and not self.warned and work_shares[slowest] > max(others) + EXCESS:
+        is_slower = bool(others) and training and work_shares[slowest] > max(others) + EXCESS
+        again, self.suspect = self.suspect == slowest, slowest if is_slower else -1
+        if is_slower and again and not self.warned:
             self.warned = True
             phase = max(WORK, key=lambda phase: self.observed[slowest].samples[phase])
             print(
