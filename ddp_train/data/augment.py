@@ -92,12 +92,12 @@ def erased_boxes(draws: Tensor, height: int, width: int, probability: float) -> 
 
 
 def erase(images: Tensor, boxes: Tensor) -> Tensor:
-    """Sets a box of each image to zero. images: [n, channels, height, width]; boxes: [n, 4], as `erased_boxes` gives
-    them. Returns the shape and memory format of `images`."""
+    """Sets a box of each image to zero, in place. images: [n, channels, height, width]; boxes: [n, 4], as
+    `erased_boxes` gives them. Returns `images`: torch's own copy would not keep their memory format."""
     top, bottom, left, right = boxes[:, :, None].unbind(1)
     y, x = (torch.arange(size, device=images.device) for size in images.shape[-2:])
     rows, columns = (y >= top) & (y < bottom), (x >= left) & (x < right)
-    return images.masked_fill((rows[:, :, None] & columns[:, None, :])[:, None], 0)
+    return images.masked_fill_((rows[:, :, None] & columns[:, None, :])[:, None], 0)
 
 
 def normalise(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...], dtype: torch.dtype) -> Tensor:
