@@ -34,7 +34,6 @@ from ddp_train.telemetry.tracker_queue import Tracking, flat, open_trackers
 from ddp_train.telemetry.trackers import Run as TrackedRun
 from ddp_train.text import counted
 from ddp_train.training import averaging, checkpoint, setup
-from ddp_train.training.averaging import scored, scored_checkpoint
 from ddp_train.training.display_hooks import SAMPLE, SampleHook, tensorboard_details
 from ddp_train.training.early_stopping import SelectionHook
 from ddp_train.training.hooks import CheckpointHook, MetricsHook
@@ -265,13 +264,13 @@ class Run:
     def final_scores(self, job: Job, record: MetricsHook, select: SelectionHook, test: Evaluation) -> Scores | None:
         """None if an evaluation was stopped."""
         # Without a score at the end, nothing was left to train: the run was complete already.
-        score = record.score or scored(job.evaluation, job.stepper.average)
+        score = record.score or averaging.scored(job.evaluation, job.stepper.average)
         if score and not record.score:  # or a stop cut its last evaluation off
             record.write_score(job, record.split, score)
             select.best.see(job.step, score.metrics)
         if score is None or test is job.evaluation:
             return score and {"test": score}
-        tested = scored(test, job.stepper.average)
+        tested = averaging.scored(test, job.stepper.average)
         if tested is None:
             return None
         record.write_score(job, "test", tested)
@@ -289,7 +288,7 @@ class Run:
         evaluated = checkpoint.described(found)
         self.display.checkpoint(evaluated)
         began = time.perf_counter()
-        score = scored_checkpoint(found, evaluation)
+        score = averaging.scored_checkpoint(found, evaluation)
         facts = {"steps": evaluated["step"], "seconds": time.perf_counter() - began, "evaluated": evaluated}
         return self.summary(score and {"test": score}, module, **facts)
 
@@ -321,15 +320,13 @@ class Run:
         if best is None:
             return None
         # From rank 0: a file server may show it to the others later.
-        place = from_leader(
-            checkpoint.existing(self.run_dir, best["step"]), self.device
-        )  # a file server may show it to the others later
+        place = from_leader(checkpoint.existing(self.run_dir, best["step"]), self.device)
         found: dict[str, Any] = {**best, "checkpoint": place}
         if "validation" in scores and self.config.checkpoint.best:
             if best["step"] == job.step:
                 found["test"] = scores["test"].as_dict()
             elif place:
-                found["test"] = (tested := scored_checkpoint(Path(place), test)) and tested.as_dict()
+                found["test"] = (tested := averaging.scored_checkpoint(Path(place), test)) and tested.as_dict()
         return found
 
     def summary(self, scores: Scores | None, module: ModelWithTask, **numbers: Any) -> dict[str, Any]:
