@@ -241,9 +241,9 @@ def test_what_cannot_be_mixed_is_refused() -> None:
     micro_batch = MicroBatch(0, 0, np.arange(2), 1, 1.0, True)
     one, labels = torch.zeros(2, 3), torch.tensor([0, 1])
     for mix, data, says in (
-        (Mix(0, 2, 0.0, 1.0), (one, labels), r"data\.cutmix=1: a batch is \(float32 \[2, 3\], int64 \[2\]\)"),
-        (Mix(0, 2, 0.2, 0.0), (one.byte(), labels), r"data\.mixup=0\.2: a batch is \(uint8 \[2, 3\], int64 \[2\]\)"),
-        (Mix(0, 2, 0.2, 0.0), {"image": one}, r"data\.mixup=0\.2: a batch is dict"),
+        (Mix(0, 2, 0.0, 1.0), (one, labels), r"data\.cutmix=1: a sample is \(float32 \[3\], int64 \[\]\)"),
+        (Mix(0, 2, 0.2, 0.0), (one.byte(), labels), r"data\.mixup=0\.2: a sample is \(uint8 \[3\], int64 \[\]\)"),
+        (Mix(0, 2, 0.2, 0.0), {"image": one}, r"data\.mixup=0\.2: a sample is dict"),
         (Mix(0, 1, 0.2, 0.0), (one, labels), "there are 1 classes, and the labels go from 0 to 1"),
     ):
         with pytest.raises(DataError, match=says):

@@ -194,7 +194,7 @@ def _task(asked: Config, config: Config, hardware: Hardware, world: World | None
     return problems
 
 
-def _mixing(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
+def _recipe(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
     data, task, train = config.data, config.task.name, config.train
     what = f"mixes class labels, and task={task} is not known to take parts of classes; use task=classification"
     problems = [
@@ -216,7 +216,7 @@ def _true(problems: dict[str, Any]) -> list[str]:
     return [problem for problem, holds in problems.items() if holds]
 
 
-CHECKS = (_batch, _ddp, _ordered, _precision, _tuning, _placement, _optimizer, _warmup, _task, _mixing, _metrics)
+CHECKS = (_batch, _ddp, _ordered, _precision, _tuning, _placement, _optimizer, _warmup, _task, _recipe, _metrics)
 
 
 def notices(asked: Config, config: Config) -> list[str]:

@@ -92,7 +92,7 @@ class Mix:
         key = f"data.cutmix={self.cutmix:g}" if self.cutmix else f"data.mixup={self.mixup:g}"
         inputs = "floating-point images [channels, height, width]" if self.cutmix else "floating-point tensors"
         raise DataError(
-            f"{key}: a batch is {_in_words(data)}", f"return {inputs} with a class label each, or leave {key} out"
+            f"{key}: a sample is {_in_words(data)}", f"return {inputs} with a class label each, or leave {key} out"
         )
 
 
@@ -146,8 +146,9 @@ def _is_soft(targets: Tensor) -> bool:
 
 
 def _in_words(data: Any) -> str:
+    """One sample of a batch."""
     if isinstance(data, Tensor):
-        return f"{str(data.dtype).removeprefix('torch.')} {list(data.shape)}"
+        return f"{str(data.dtype).removeprefix('torch.')} {list(data.shape[1:])}"
     if isinstance(data, tuple | list):
         return f"({', '.join(map(_in_words, data))})"
     return type(data).__name__
