@@ -5,6 +5,9 @@ from __future__ import annotations
 import difflib
 from typing import Any
 
+OF_AVERAGE = "ema_"
+"""Begins the names of the metrics that the average of the weights has: ema_loss, ema_accuracy."""
+
 
 def shown(value: Any) -> str:
     """A value as it is typed in a Hydra override: `null`, `true`, `[a,b]`, `{k:v}`."""

@@ -37,8 +37,11 @@ CASES: dict[str, dict[str, Any]] = {
     "fp16": {"tuning": {"precision": "fp16"}},
     "batch norm": {"model": {"norm": "batch"}},
     "lars": {"optimizer": {"name": "lars", "trust_coefficient": 0.02}},
+    "mixed, average": {"data": {"mixup": 0.4, "cutmix": 1.0, "random_erasing": 0.5}, "model": {"norm": "batch"},
+                       "train": {"ema_decay": 0.9}},
+    "average, fp16": {"tuning": {"precision": "fp16"}, "train": {"ema_decay": 0.9, "ema_warmup": True}},
     "lamb, fp16": {"optimizer": {"name": "lamb"}, "tuning": {"precision": "fp16"}},
-}
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +68,7 @@ def job(world: World, case: dict[str, Any], graph: bool, first_step: int = 0, **
         deterministic=True,
         strategy={"name": "ddp" if torch.distributed.is_initialized() else "single"},
         model={"name": "cnn", "channels": 8} | case.get("model", {}),
+        data={"name": "digits"} | case.get("data", {}),
         train={"epochs": 4} | case.get("train", {}),
         optimizer=case.get("optimizer", {"name": "sgd"}),
         schedule={"name": "cosine", "warmup_steps": 5},
@@ -84,6 +88,8 @@ def state_of(made: Job) -> dict[str, Tensor]:
     state = {name: tensor.clone() for name, tensor in made.module.model.state_dict().items()}
     for number, moments in made.stepper.optimizer.state_dict()["state"].items():
         state |= {f"{number}.{name}": value.clone() for name, value in moments.items() if isinstance(value, Tensor)}
+    if made.stepper.average:
+        state |= {f"average.{number}": tensor.clone() for number, tensor in enumerate(made.stepper.average.average)}
     return state
 
 

@@ -38,7 +38,7 @@ from ddp_train.config.schema import OPTIONS, SCALARS, SECTIONS, Config
 from ddp_train.config.validate import check
 from ddp_train.data.datasets import ArraySource, BatchSource
 from ddp_train.distributed.world import World
-from ddp_train.errors import NonFiniteLossError
+from ddp_train.errors import DataError, NonFiniteLossError
 from ddp_train.launcher import local, multihost, sweep
 from ddp_train.performance import switches
 from ddp_train.resilience.heartbeat import RankStatus
@@ -131,6 +131,16 @@ def samples(case: Case) -> Any:
     train, test = open_datasets(case.config)[:2]
     inputs, targets = train.get_batch(np.arange(min(8, len(train))), 0)
     return len(train), len(test), train.outputs, content(inputs), content(targets)
+
+
+def batch_trained_on(case: Case) -> Any:
+    """The first one, as the model gets it, or why there is none."""
+    batches = job_of(alone(case), World()).batches
+    try:
+        batch = next(iter(batches))
+    except DataError as error:
+        return str(error)
+    return content(batch.inputs), content(batch.targets)
 
 
 class Torchvision:
@@ -611,6 +621,7 @@ class Row:
 
 
 TEXT = "data=text data.path=corpus data.length=8 model=gpt"
+NO_WORKERS = "tuning.num_workers=0"
 WORKERS, TWO_HOSTS = "tuning.num_workers=2", "launch.nnodes=2 launch.rdzv_endpoint=a:1 run_dir=here"
 
 ROWS: dict[str, Row] = {
@@ -665,6 +676,8 @@ ROWS: dict[str, Row] = {
     "task.sample_temperature": Row("task.sample_temperature=1e-6", text_written, f"{TEXT} task.sample_tokens=9"),
     "train.log_every_steps": Row("train.log_every_steps=1", run, SMALL),
     "train.evaluate_every_epochs": Row("train.evaluate_every_epochs=2", run, SMALL),
+    "train.ema_decay": Row("train.ema_decay=0.9", run, SMALL),
+    "train.ema_warmup": Row("train.ema_warmup=true", run, f"{SMALL} train.ema_decay=0.9"),
     "train.early_stopping.patience": Row("train.early_stopping.patience=2", early_stopping),
     "train.early_stopping.metric": Row(
         "train.early_stopping.metric=test.accuracy", early_stopping, "train.early_stopping.patience=2"
@@ -724,6 +737,9 @@ ROWS: dict[str, Row] = {
     "model.arguments": Row("model.out_features=4", model),
     "data.limit": Row("data.limit=5", samples),
     "data.validation": Row("data.validation=0.2", samples),
+    "data.mixup": Row("data.mixup=0.5", batch_trained_on, f"model=mlp {NO_WORKERS}"),
+    "data.cutmix": Row("data.cutmix=0.5", batch_trained_on, f"model=mlp {NO_WORKERS}"),
+    "data.random_erasing": Row("data.random_erasing=1", batch_trained_on, f"model=mlp {NO_WORKERS}"),
     "data.placement": Row("data.placement=device", where_data_are_held, "data.placement=host"),
     "data.augment": Row("data.augment=FLIPPED", samples),
     "data.root": Row("data.root=other", asked_of_torchvision),

@@ -194,6 +194,19 @@ def _task(asked: Config, config: Config, hardware: Hardware, world: World | None
     return problems
 
 
+def _recipe(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
+    data, task, train = config.data, config.task.name, config.train
+    what = f"mixes class labels, and task={task} is not known to take parts of classes; use task=classification"
+    problems = [
+        f"data.{name}={getattr(data, name):g}: {what}, or data.{name}=0"
+        for name in ("mixup", "cutmix")
+        if getattr(data, name) and task not in ("auto", "classification")
+    ]
+    if train.ema_warmup and train.ema_decay is None:
+        problems.append("train.ema_warmup=true: has an effect only with train.ema_decay; add train.ema_decay=0.999")
+    return problems
+
+
 def _metrics(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
     return metrics.problems(config, metrics.has_validation(config))
 
@@ -203,7 +216,7 @@ def _true(problems: dict[str, Any]) -> list[str]:
     return [problem for problem, holds in problems.items() if holds]
 
 
-CHECKS = (_batch, _ddp, _ordered, _precision, _tuning, _placement, _optimizer, _warmup, _task, _metrics)
+CHECKS = (_batch, _ddp, _ordered, _precision, _tuning, _placement, _optimizer, _warmup, _task, _recipe, _metrics)
 
 
 def notices(asked: Config, config: Config) -> list[str]:

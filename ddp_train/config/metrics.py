@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ddp_train.config.schema import DIRECTIONS, OPTIONS, Config
-from ddp_train.text import did_you_mean
+from ddp_train.text import OF_AVERAGE, did_you_mean
 
 AUTO = "auto"
 SPLITS = ("validation", "test")
@@ -18,7 +18,14 @@ BY_TEST = "selects by the test set, whose score then flatters what was selected;
 
 
 def metrics_of(config: Config) -> dict[str, str]:
-    """The metrics of the task, and the better direction of each; {} if the task is not known yet."""
+    """The metrics of the task, and the better direction of each; {} if the task is not known yet. An average of the
+    weights has them too; whether a checkpoint has one, an evaluation sees only when it loads it."""
+    found = _of_task(config)
+    averaged = config.train.ema_decay is not None or config.mode == "evaluate"
+    return {**found, **{OF_AVERAGE + name: better for name, better in found.items() if averaged}}
+
+
+def _of_task(config: Config) -> dict[str, str]:
     if config.task.name != AUTO:
         return config.task.metrics
     chosen = {True: ("regression",), False: ("classification",), None: ("classification", "regression")}
@@ -63,6 +70,8 @@ def _problem(config: Config, key: str, value: str, validation: bool | None) -> s
     if known and name not in known:
         if config.data.is_regression and name == "accuracy":
             return f"{key}={value}: data={config.data.name} has no classes; use {key}={split}.loss"
+        if name.removeprefix(OF_AVERAGE) in known:
+            return f"{key}={value}: there is no average of the weights; add train.ema_decay=0.999"
         close = did_you_mean(name, list(known))
         return f"{key}={value}: task={config.task.name} has no metric {name}; it has {', '.join(known)}{close}"
     if split == "validation" and validation is False:

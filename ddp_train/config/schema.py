@@ -95,6 +95,10 @@ class TrainConfig:
     log_every_steps: int = key(50, "optimizer steps between two lines of metrics.jsonl", at_least=1)
     evaluate_every_epochs: int = key(1, "epochs between evaluations; the last epoch is always evaluated", at_least=1)
     evaluate_batch_size: int = key(200, "samples per forward pass of an evaluation, on each process", at_least=1)
+    ema_decay: float | None = key(
+        None, "decay of an exponential moving average of the weights, which is scored too; null: none", above=0, below=1
+    )
+    ema_warmup: bool = key(False, "after n updates of the average, a decay of at most (1 + n) / (10 + n)")
     early_stopping: EarlyStoppingConfig = field(default_factory=EarlyStoppingConfig)
 
 

@@ -32,6 +32,9 @@ class MicroBatch:
     """Whether it is the last of its optimizer step, in whose backward pass gradients are synchronised."""
     shard_index: int = 0
     """The index of this part of the global batch, over all processes."""
+    sample_before: int = -1
+    """The sample before the first of these in the global batch, or its last one: with it a part knows the predecessors
+    of all its samples, see data/mix.py. In evaluation there is none."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,14 @@ class BatchPlan:
             scale = sum_to_mean if real else 0.0
             scale /= self.units_per_sample
             yield MicroBatch(
-                epoch, step, mine if real else indices[:1], len(mine), scale, number == numbers[-1], number
+                epoch,
+                step,
+                mine if real else indices[:1],
+                len(mine),
+                scale,
+                number == numbers[-1],
+                number,
+                int(indices[start - 1]),
             )
 
 

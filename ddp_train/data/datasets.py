@@ -99,6 +99,7 @@ class ArraySource:
         """classes: how many there are, where the labels may not show it."""
         self.inputs, self.targets, self.augmentation, self.seed = inputs, targets, augmentation, seed
         self.mean, self.std = mean, std
+        self.erasing: augmentation.Erasing | None = None
         numbers = 1 if targets.ndim == 1 else targets[0].numel()
         self.outputs = numbers if targets.is_floating_point() else classes or int(targets.max()) + 1
 
@@ -136,6 +137,8 @@ class ArraySource:
             inputs = augmentation.normalise(inputs, self.mean, self.std, torch.float32)
         if self.augmentation and epoch is not None:
             inputs = self.augmentation(inputs, uniform(hash_key(self.seed, "augment", epoch), index, 3))
+        if self.erasing and epoch is not None:
+            inputs = self.erasing(inputs, index, epoch)
         return inputs, self.targets[index]
 
 

@@ -41,6 +41,7 @@ class FolderSource:
         self.augmented = augmented
         self.seed = seed
         self.decode = decode
+        self.erasing: augment.Erasing | None = None
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -77,7 +78,10 @@ class FolderSource:
         if self.augmented and epoch is not None:
             draws = uniform(hash_key(self.seed, "augment", epoch), torch.from_numpy(indices), 5)[:, 4]
             crops = augment.flip(crops, to_device(draws.contiguous(), crops.device))
-        return augment.normalise(crops, IMAGENET_MEAN, IMAGENET_STD, dtype)
+        images = augment.normalise(crops, IMAGENET_MEAN, IMAGENET_STD, dtype)
+        if self.erasing and epoch is not None:
+            images = self.erasing(images, torch.from_numpy(indices), epoch)
+        return images
 
     def read(self, indices: np.ndarray) -> list[np.ndarray]:
         """The contents of the files, uint8 [bytes] each."""

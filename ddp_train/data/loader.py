@@ -16,6 +16,7 @@ from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.copy_stream import CopyStream
 from ddp_train.data.datasets import BatchSource, HeldSource
 from ddp_train.data.image_folder import FolderSource
+from ddp_train.data.mix import Mix
 from ddp_train.data.prefetch import GpuDecoder
 from ddp_train.errors import LaunchError
 from ddp_train.linux import end_loader_with_parent
@@ -157,8 +158,12 @@ class Loader:
         device: str,
         options: LoaderOptions,
         resident: bool = False,
+        mix: Mix | None = None,
     ) -> None:
-        """resident: the data set, which must be a HeldSource, is held on the device."""
+        """resident: the data set, which must be a HeldSource, is held on the device. mix: what mixes the samples of a
+        global batch with each other, on the device."""
+        micro_batches = mix.with_partners(micro_batches) if mix else micro_batches
+        self.mix = mix
         self.device = torch.device(device)
         self.options = options
         self.resident = resident
@@ -215,7 +220,7 @@ class Loader:
                 micro_batch, dtype = batch.micro_batch, self.options.dtype or torch.float32
                 inputs = self.folder.finish(placed.inputs, micro_batch.indices, micro_batch.epoch, dtype)
                 placed = Batch((inputs, placed.targets), micro_batch)
-            yield placed
+            yield Batch(*self.mix(placed.data, placed.micro_batch)) if self.mix else placed
 
     def _place(self, tensor: Tensor) -> Tensor:
         placed = tensor.to(self.device, non_blocking=self.options.non_blocking)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp_train.data.batch_plan import MicroBatch
+from ddp_train.optim.ema import WeightAverage
 from ddp_train.optim.nan_guard import DeviceNonFiniteCheck, NonFiniteCheck
 from ddp_train.optim.schedules import Factor
 from ddp_train.tasks.mean_loss import ExtraPayload, Mean, RunningLoss
@@ -28,14 +29,16 @@ class Stepper:
         max_grad_norm: float | None = None,
         allow_missing_grads: bool = False,
         skip_non_finite: bool = False,
+        average: WeightAverage | None = None,
     ) -> None:
         """mean_of_units: see `Strategy`. max_grad_norm: gradients are clipped to this norm. allow_missing_grads,
-        skip_non_finite: see `nan_guard.NonFiniteCheck`."""
+        skip_non_finite: see `nan_guard.NonFiniteCheck`. average: of the weights, to be kept."""
         self.optimizer = optimizer
         self.factor = factor
         self.scaler = scaler
         self.mean_of_units = mean_of_units
         self.max_grad_norm = max_grad_norm
+        self.average = average
         self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.base_lrs = [group.setdefault("initial_lr", group["lr"]) for group in optimizer.param_groups]
         self.device = str(self.parameters[0].device)
@@ -132,9 +135,14 @@ class Stepper:
         allowed = self.check_finite.allows(self.steps_done, self.norm)
         if self.scaled:
             self.scaler.step(self.optimizer)
+            if self.average:
+                found = self.scaler._found_inf_per_device(self.optimizer)  # forgotten by `update`
+                self.average.update(skipped=next(iter(found.values())))
             self.scaler.update()
         elif allowed:
             self.optimizer.step()
+            if self.average:
+                self.average.update()
         for parameter in self.parameters:  # as optimizer.zero_grad(), which takes 20 us for four parameters, and this 1
             parameter.grad = None
 

@@ -73,6 +73,9 @@ class Classification(_Supervised):
         try:
             wide = _wide(outputs)
             weight = self.class_weights.like(wide)
+            more = wide.shape[1] - targets.shape[1] if targets.ndim == 2 else 0
+            if more > 0:  # a model may have more outputs than there are classes, as with labels
+                targets = functional.pad(targets, (0, more))
             return functional.cross_entropy(
                 wide, targets, reduction="sum", label_smoothing=self.label_smoothing, weight=weight
             )

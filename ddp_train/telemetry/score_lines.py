@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+from ddp_train.text import OF_AVERAGE
+
 NOT_METRICS = ("correct", "samples")
 PERCENT = ("accuracy", "top5", "f1_macro", "exact_match", "pixel_accuracy", "mean_iou")
 """Metrics from 0 to 1 that are read as percentages, the one of most interest first."""
 
 
 def headline(score: dict[str, Any]) -> str:
-    """The one number of an epoch's line: `97.50%`, `mean_iou 81.20%`, `perplexity 12.3`, `loss 0.1234`."""
+    """The one number of an epoch's line: `97.50%`, `mean_iou 81.20%`, `perplexity 12.3`, `loss 0.1234`; with an average
+    of the weights its own too: `97.50% (ema 97.80%)`."""
     name = next((name for name in (*PERCENT, "perplexity", "rmse") if name in score), "loss")
-    return shown_metric(name, score[name]) if name == "accuracy" else f"{name} {shown_metric(name, score[name])}"
+    text = shown_metric(name, score[name]) if name == "accuracy" else f"{name} {shown_metric(name, score[name])}"
+    of_average = score.get(OF_AVERAGE + name)
+    return text if of_average is None else f"{text} (ema {shown_metric(name, of_average)})"
 
 
 def score_line(score: dict[str, Any]) -> str:
@@ -27,4 +32,6 @@ def score_line(score: dict[str, Any]) -> str:
 
 
 def shown_metric(name: str, value: float) -> str:
-    return f"{value:.2%}" if name in PERCENT else f"{value:,.1f}" if abs(value) >= 1_000 else f"{value:.4f}"
+    if name.removeprefix(OF_AVERAGE) in PERCENT:
+        return f"{value:.2%}"
+    return f"{value:,.1f}" if abs(value) >= 1_000 else f"{value:.4f}"

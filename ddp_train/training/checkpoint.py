@@ -2,6 +2,7 @@
 
 step_00000150/
     model.safetensors    the weights under the model's own names, whatever strategy trained them
+    ema.safetensors      their average, under the same names, with train.ema_decay
     training.pt          optimizer and scaler state and counters: plain data that loads with weights_only=True
     manifest.json        the step, the config, what else is known, and size and sha256 of each file
 """
@@ -32,7 +33,7 @@ from ddp_train.resilience import run_lock
 from ddp_train.tensor_tree import map_tensors, tensors
 from ddp_train.training.selection import Selection
 
-MODEL, TRAINING, MANIFEST = "model.safetensors", "training.pt", "manifest.json"
+MODEL, AVERAGE, TRAINING, MANIFEST = "model.safetensors", "ema.safetensors", "training.pt", "manifest.json"
 BEST = "best"
 """The link to the best checkpoint of a run, beside it."""
 log = logging.getLogger(__name__)
@@ -48,6 +49,8 @@ class Snapshot:
     manifest: dict[str, Any]
     """Further entries of the manifest: plain data. `validation` or `test`, the score of this step, decides which one is
     the best."""
+    average: dict[str, Tensor] | None = None
+    """Of the weights, as `model`."""
 
 
 def copy_of(tensor: Tensor) -> Tensor:
@@ -128,15 +131,16 @@ def write(run_dir: Path, snapshot: Snapshot, owner: dict[str, str] | None = None
     part = final.with_name(f"{final.name}.part-{os.getpid()}")
     try:
         part.mkdir(parents=True)
-        save_file({name: tensor.cpu().contiguous() for name, tensor in snapshot.model.items()}, part / MODEL)
         torch.save(map_tensors(Tensor.cpu, snapshot.training), part / TRAINING)
-        (part / MODEL).chmod((part / TRAINING).stat().st_mode)  # save_file makes it readable for its owner alone
-        files = {
-            name: {"bytes": (part / name).stat().st_size, "sha256": _digest(part / name)} for name in (MODEL, TRAINING)
-        }
+        for name, weights in ((MODEL, snapshot.model), (AVERAGE, snapshot.average)):
+            if weights is not None:
+                save_file({key: tensor.cpu().contiguous() for key, tensor in weights.items()}, part / name)
+                (part / name).chmod((part / TRAINING).stat().st_mode)  # save_file makes it readable for its owner alone
+        names = sorted(path.name for path in part.iterdir())
+        files = {name: {"bytes": (part / name).stat().st_size, "sha256": _digest(part / name)} for name in names}
         manifest = {"step": step, **snapshot.manifest, "files": files}
         (part / MANIFEST).write_text(json.dumps({**manifest, "sha256": _digest_of_values(manifest)}, indent=1))
-        for path in (part / MODEL, part / TRAINING, part / MANIFEST, part):
+        for path in (*(part / name for name in names), part / MANIFEST, part):
             _flush(path)
         run_lock.check_owner(run_dir, owner or {})  # just before the renames: what is written aside disturbs nobody
         if final.exists():  # the same step once more: the run resumed from an older one, for this one is corrupt
@@ -148,7 +152,7 @@ def write(run_dir: Path, snapshot: Snapshot, owner: dict[str, str] | None = None
         raise
     except (OSError, RuntimeError, SafetensorError) as error:  # a full disk is an OSError, or a RuntimeError of torch's
         shutil.rmtree(part, ignore_errors=True)
-        needed = sum(tensor.nbytes for tensor in tensors([snapshot.model, snapshot.training]))
+        needed = sum(tensor.nbytes for tensor in tensors([snapshot.model, snapshot.training, snapshot.average or {}]))
         free = shutil.disk_usage(run_dir).free if run_dir.exists() else 0
         raise WriteError(
             f"the checkpoint of step {step} cannot be written to {final}: {error} "
@@ -262,9 +266,10 @@ def described(path: Path) -> dict[str, Any]:
     return found
 
 
-def load_model(path: Path, model: nn.Module) -> None:
-    """Loads the weights. Raises DataError with the names that differ if they belong to another model."""
-    weights = load_file(path / MODEL)
+def load_model(path: Path, model: nn.Module, file: str = MODEL) -> None:
+    """Loads the weights. Raises DataError with the names that differ if they belong to another model. file: AVERAGE for
+    the average of the weights."""
+    weights = load_file(path / file)
     own = model.state_dict()
     differing = sorted(set(weights) ^ set(own)) or [name for name in own if own[name].shape != weights[name].shape]
     if differing:

@@ -18,8 +18,10 @@ from ddp_train.telemetry.metrics_log import MetricsFile
 from ddp_train.telemetry.rates import Rates, in_words
 from ddp_train.tensor_tree import map_tensors
 from ddp_train.text import counted
+from ddp_train.training import averaging
+from ddp_train.training.averaging import scored
 from ddp_train.training.checkpoint import Snapshot, Writer, copy_of
-from ddp_train.training.loop import Job, evaluate
+from ddp_train.training.loop import Job
 
 
 class MetricsHook:
@@ -115,7 +117,7 @@ class MetricsHook:
         cut_short = job.step < before + steps_per_epoch
         note = f"cut to {job.step - before} of {counted(steps_per_epoch, 'step')}" if cut_short else ""
         if epoch % self.evaluate_every_epochs == 0 or job.step == job.plan.steps:
-            self.score = evaluate(job.evaluation)
+            self.score = scored(job.evaluation, job.stepper.average)
             if self.score:
                 self.write_score(job, self.split, self.score)
         score = self.score and (self.split, self.score.as_dict())
@@ -217,18 +219,23 @@ class CheckpointHook:
         job.stepper.check()
         self.last_save = time.monotonic()
         self.record.catch_up(job)
+        average, writes = job.stepper.average, self.writer is not None
+        taken = average and averaging.taken(average, job.strategy, job.module, copies=writes)
         with job.strategy.averaged(job.module) as buffers:
             if self.writer:
-                self.writer.submit(lambda: self._snapshot(job, buffers))
+                self.writer.submit(lambda: self._snapshot(job, buffers, taken))
 
-    def _snapshot(self, job: Job, buffers: Tensor) -> Snapshot:
+    def _snapshot(self, job: Job, buffers: Tensor, taken: averaging.Taken | None) -> Snapshot:
+        average, state = taken or (None, None)
         training = job.stepper.state() | {"buffers": buffers, "record": self.record.state()} | self.more_state()
+        training |= {averaging.STATE: state} if state else {}
         scores = {"test": None, self.record.split: self.record.score and self.record.score.as_dict()}
         return Snapshot(
             step=job.step,
             model=map_tensors(copy_of, job.module.model.state_dict()),
             training=map_tensors(copy_of, training),
             manifest={**self.manifest, **scores},
+            average=average,
         )
 
 

@@ -7,11 +7,13 @@ from typing import Any
 
 from ddp_train.config.schema import Config
 from ddp_train.config.user_code import instantiate, parameters_of
-from ddp_train.data.datasets import UserDataset, build_datasets
+from ddp_train.data.augment import Erasing
+from ddp_train.data.datasets import ArraySource, UserDataset, build_datasets
+from ddp_train.data.image_folder import FolderSource
 from ddp_train.data.splits import Splits, parted
 from ddp_train.errors import ConfigError
 
-LAUNCHERS_OWN = ("name", "placement", "limit", "validation")
+LAUNCHERS_OWN = ("name", "placement", "limit", "validation", "mixup", "cutmix", "random_erasing")
 """Keys of a data set that are no arguments of its builder."""
 
 
@@ -22,6 +24,9 @@ def open_datasets(config: Config) -> Splits:
         return _own_datasets(data, seed)
     arguments = {name: value for name, value in vars(data).items() if name not in LAUNCHERS_OWN}
     train, test = build_datasets(data.name, seed, **arguments)
+    if data.random_erasing:
+        assert isinstance(train, ArraySource | FolderSource), "only images have the key"
+        train.erasing = Erasing(data.random_erasing, seed)
     validation = None
     if data.validation:
         kept, taken = parted(len(train), data.validation, seed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ddp_train.config import metrics
 from ddp_train.config.auto import process_count
 from ddp_train.config.schema import TRACKERS, Config, TuningConfig
 from ddp_train.data.batch_plan import BatchPlan
@@ -73,6 +74,8 @@ def _data(data: Any, samples: int, validation_samples: int | None) -> str:
         parts.append("held on the device")
     if decode := getattr(data, "decode", ""):
         parts.append(f"decode {decode}")
+    mixing = {"mixup": data.mixup, "cutmix": data.cutmix, "random erasing": data.random_erasing}
+    parts += [f"{name} {value:g}" for name, value in mixing.items() if value]
     return ", ".join(parts)
 
 
@@ -102,7 +105,9 @@ def _optimizer(config: Config, plan: BatchPlan, base_lr: float, warmup_steps: in
         ratio = f"{plan.global_batch_size:,} / {optimizer.lr_base_batch:,}"
         lr += f" = {optimizer.lr:g} x {ratio if scaling == 'linear' else f'sqrt({ratio})'}"
     warmup = counted(warmup_steps, "step")
-    return f"{optimizer.name}, lr {lr}, {config.schedule.name} schedule, warm-up {warmup}"
+    decay = config.train.ema_decay
+    average = f", average of weights {decay:g}{' with warm-up' if config.train.ema_warmup else ''}" if decay else ""
+    return f"{optimizer.name}, lr {lr}, {config.schedule.name} schedule, warm-up {warmup}{average}"
 
 
 def _trackers(tracker: Any) -> dict[str, str]:
@@ -127,3 +132,16 @@ def tuning_rows(tuning: TuningConfig, reasons: dict[str, str]) -> dict[str, str]
     if left_off:
         rows["left off"] = ", ".join(left_off)
     return rows
+
+
+def selects_by_test(config: Config, validates: bool) -> list[str]:
+    """A note if the test set decides which weights are kept or when training ends. validates: whether there is a
+    validation set."""
+    asked = {
+        "checkpoint.best=true": config.checkpoint.best,
+        f"train.early_stopping.patience={config.train.early_stopping.patience}": config.train.early_stopping.patience,
+    }
+    by = [key for key, applies in asked.items() if applies]
+    if not by or validates:
+        return []
+    return [f"note: {' and '.join(by)}: {metrics.BY_TEST}"]

@@ -33,14 +33,14 @@ from ddp_train.telemetry.rates import Rates
 from ddp_train.telemetry.tracker_queue import Tracking, flat, open_trackers
 from ddp_train.telemetry.trackers import Run as TrackedRun
 from ddp_train.text import counted
-from ddp_train.training import checkpoint, setup
+from ddp_train.training import averaging, checkpoint, setup
 from ddp_train.training.display_hooks import SAMPLE, SampleHook, tensorboard_details
 from ddp_train.training.early_stopping import SelectionHook
 from ddp_train.training.hooks import CheckpointHook, MetricsHook
-from ddp_train.training.loop import Evaluation, Job, evaluate, fit
+from ddp_train.training.loop import Evaluation, Job, fit
 from ddp_train.training.open_data import open_datasets
 from ddp_train.training.phases import ReportedHook
-from ddp_train.training.plan_report import plan_rows
+from ddp_train.training.plan_report import plan_rows, selects_by_test
 
 Scores = dict[str, Score]
 """By the name of the split."""
@@ -171,8 +171,11 @@ class Run:
         if self.run_dir in found.parents:
             then = checkpoint.read_manifest(found)["data_digests"]
             check_same_data(data.name, getattr(data, "root", None), then, data_digests)
-        checkpoint.load_model(found, job.module.model)
         training = checkpoint.load_training(found)
+        note = averaging.restore(found, training, job.stepper.average, job.module, self.world.rank)
+        if note:
+            self.display.line(note)
+        checkpoint.load_model(found, job.module.model)
         if len(training["buffers"]) == self.world.size > 1:
             set_buffers(job.module, training["buffers"][self.world.rank])
         job.stepper.load_state(training)
@@ -230,8 +233,8 @@ class Run:
                     rates=rates,
                 )
             )
-            for line in setup.advice(self.config, job.module, sources.train) + setup.selects_by_test(
-                self.config, sources
+            for line in setup.advice(self.config, job.module, sources.train) + selects_by_test(
+                self.config, sources.validation is not None
             ):
                 self.display.line(line)
         select.stop_if_due(job)
@@ -261,13 +264,13 @@ class Run:
     def final_scores(self, job: Job, record: MetricsHook, select: SelectionHook, test: Evaluation) -> Scores | None:
         """None if an evaluation was stopped."""
         # Without a score at the end, nothing was left to train: the run was complete already.
-        score = record.score or evaluate(job.evaluation)
+        score = record.score or averaging.scored(job.evaluation, job.stepper.average)
         if score and not record.score:  # or a stop cut its last evaluation off
             record.write_score(job, record.split, score)
             select.best.see(job.step, score.metrics)
         if score is None or test is job.evaluation:
             return score and {"test": score}
-        tested = evaluate(test)
+        tested = averaging.scored(test, job.stepper.average)
         if tested is None:
             return None
         record.write_score(job, "test", tested)
@@ -279,14 +282,13 @@ class Run:
         """Scores the test set with a checkpoint. Returns the summary."""
         strategy = setup.build_strategy(self.config, self.world, self.device)
         module = setup.build_module(self.config, sources[0], strategy, self.device)
-        checkpoint.load_model(found, module.model)
         evaluation = setup.build_evaluation(
             self.config, self.world, self.device, module, strategy, sources.test, self.status
         )
         evaluated = checkpoint.described(found)
         self.display.checkpoint(evaluated)
         began = time.perf_counter()
-        score = evaluate(evaluation)
+        score = averaging.scored_checkpoint(found, evaluation)
         facts = {"steps": evaluated["step"], "seconds": time.perf_counter() - began, "evaluated": evaluated}
         return self.summary(score and {"test": score}, module, **facts)
 
@@ -318,16 +320,13 @@ class Run:
         if best is None:
             return None
         # From rank 0: a file server may show it to the others later.
-        place = from_leader(
-            checkpoint.existing(self.run_dir, best["step"]), self.device
-        )  # a file server may show it to the others later
+        place = from_leader(checkpoint.existing(self.run_dir, best["step"]), self.device)
         found: dict[str, Any] = {**best, "checkpoint": place}
         if "validation" in scores and self.config.checkpoint.best:
             if best["step"] == job.step:
                 found["test"] = scores["test"].as_dict()
             elif place:
-                checkpoint.load_model(Path(place), job.module.model)
-                found["test"] = (tested := evaluate(test)) and tested.as_dict()
+                found["test"] = (tested := averaging.scored_checkpoint(Path(place), test)) and tested.as_dict()
         return found
 
     def summary(self, scores: Scores | None, module: ModelWithTask, **numbers: Any) -> dict[str, Any]:

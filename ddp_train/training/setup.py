@@ -19,12 +19,14 @@ from ddp_train.config.user_code import instantiate
 from ddp_train.data.batch_plan import BatchPlan, MicroBatch, evaluation_batches
 from ddp_train.data.datasets import BatchSource
 from ddp_train.data.loader import Batch, Loader, LoaderOptions
+from ddp_train.data.mix import Mix, mix_of
 from ddp_train.data.rng import StepSeed, hash_key
 from ddp_train.data.splits import Splits
 from ddp_train.data.tokens import TokenSource
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
 from ddp_train.models.zoo import build_model
+from ddp_train.optim.ema import WeightAverage
 from ddp_train.optim.optimizers import build_optimizer
 from ddp_train.optim.schedules import build_schedule
 from ddp_train.optim.stepper import Stepper
@@ -35,13 +37,14 @@ from ddp_train.performance.bias_lint import biases_before_norm
 from ddp_train.performance.cuda_graph import GraphedStepper, on_stream
 from ddp_train.performance.flops import flops_of, peak_flops
 from ddp_train.resilience.heartbeat import RankStatus
-from ddp_train.tasks.builtin import TASKS, choose
+from ddp_train.tasks.builtin import TASKS, Classification, choose
 from ddp_train.tasks.sampling import write_tokens
 from ddp_train.tasks.score import Scorer
 from ddp_train.tasks.task import ModelWithTask, Task, complete
 from ddp_train.telemetry.rates import Rates
 from ddp_train.tensor_tree import map_tensors
-from ddp_train.text import counted
+from ddp_train.text import OF_AVERAGE, counted
+from ddp_train.training.averaging import with_average
 from ddp_train.training.early_stopping import SelectionHook, Wanted
 from ddp_train.training.hooks import MetricsHook
 from ddp_train.training.loop import Evaluation, Job
@@ -213,17 +216,21 @@ def build_job(
         warmup_steps(config, plan),
         **arguments_of(config.schedule, "warmup_steps", "warmup_epochs"),
     )
+    classifies = isinstance(module.task, Classification)
+    mix = mix_of(train_source, config.seed, config.data.mixup, config.data.cutmix, classifies)
     stream = torch.cuda.Stream(device) if config.tuning.cuda_graph and config.device == "cuda" else None
     with on_stream(stream):
         wrapped = strategy.wrap(module)
-        strategy.warm_up(lambda: first_batch(config, plan, train_source, device))
+        strategy.warm_up(lambda: first_batch(config, plan, train_source, device, mix))
     optimizer = _optimizer(config, module.model, captured=stream is not None)
     scaler = torch.amp.GradScaler(torch.device(device).type, enabled=config.tuning.precision == "fp16")
+    decay, skips = config.train.ema_decay, scaler.is_enabled()
     options = {
         "mean_of_units": strategy.mean_of_units,
         "max_grad_norm": config.train.max_grad_norm,
         "allow_missing_grads": strategy.allow_missing_grads,
         "skip_non_finite": config.train.on_non_finite == "skip",
+        "average": WeightAverage(module, decay, config.train.ema_warmup, skips) if decay else None,
     }
     forward: Callable[[Any], tuple[Tensor, Tensor | None]] = wrapped
     if stream:
@@ -231,9 +238,8 @@ def build_job(
         forward = stepper.forward
     else:
         stepper = Stepper(optimizer, factor, scaler, **options)
-    loader = Loader(
-        train_source, _MicroBatches(plan, first_step), device, loader_options(config), resident=_resident(config)
-    )
+    micro_batches = _MicroBatches(plan, first_step)
+    loader = Loader(train_source, micro_batches, device, loader_options(config), _resident(config), mix)
     return Job(
         plan=plan,
         module=module,
@@ -283,8 +289,14 @@ def build_evaluation(
 
 def directions(task: Task, metrics: Iterable[str]) -> dict[str, str]:
     """Which direction is better, max or min, for each metric. What a task of your own does not say is that of the
-    built-in metric of that name, or else min."""
-    return {name: task.better.get(name, DIRECTIONS.get(name, "min")) for name in metrics}
+    built-in metric of that name, or else min; that of a metric of the average is the metric's own."""
+    better = _directions(task)
+    return {name: better.get(name, "min") for name in metrics}
+
+
+def _directions(task: Task) -> dict[str, str]:
+    better = {**DIRECTIONS, **task.better}
+    return {**{OF_AVERAGE + name: way for name, way in better.items()}, **better}
 
 
 def build_selection(config: Config, task: Task, sources: Splits, record: MetricsHook) -> SelectionHook:
@@ -292,7 +304,7 @@ def build_selection(config: Config, task: Task, sources: Splits, record: Metrics
     problems = metrics.problems(config, sources.validation is not None)
     if problems:
         raise ConfigError(problems)
-    split, better = sources.scored[0], {**DIRECTIONS, **task.better}
+    split, better = sources.scored[0], _directions(task)
     stopping = config.train.early_stopping
 
     def by(metric: str, auto: str) -> Selection:
@@ -314,19 +326,7 @@ def check_metrics(select: SelectionHook, config: Config, job: Job, source: Batch
         job.module.eval()
         with torch.no_grad():
             found = dict.fromkeys(job.module.score(first_batch(config, job.plan, source, device).data), 0.5)
-        select.check([*found, *job.module.task.derive(found)])
-
-
-def selects_by_test(config: Config, sources: Splits) -> list[str]:
-    """A note if the test set decides which weights are kept or when training ends."""
-    asked = {
-        "checkpoint.best=true": config.checkpoint.best,
-        f"train.early_stopping.patience={config.train.early_stopping.patience}": config.train.early_stopping.patience,
-    }
-    by = [key for key, applies in asked.items() if applies]
-    if not by or sources.validation is not None:
-        return []
-    return [f"note: {' and '.join(by)}: {metrics.BY_TEST}"]
+        select.check(with_average([*found, *job.module.task.derive(found)], job.stepper.average))
 
 
 def loader_options(config: Config) -> LoaderOptions:
@@ -339,10 +339,11 @@ def _resident(config: Config) -> bool:
     return getattr(config.data, "placement", "host") == "device"
 
 
-def first_batch(config: Config, plan: BatchPlan, source: BatchSource, device: str) -> Batch:
-    """This process's first micro-batch, as training sees it; no loader process is started for it."""
+def first_batch(config: Config, plan: BatchPlan, source: BatchSource, device: str, mix: Mix | None = None) -> Batch:
+    """This process's first micro-batch, as training sees it; no loader process is started for it. mix: None leaves the
+    samples unmixed."""
     options = replace(loader_options(config), num_workers=0)
-    return next(iter(Loader(source, [next(plan.micro_batches())], device, options)))
+    return next(iter(Loader(source, [next(plan.micro_batches())], device, options, mix=mix)))
 
 
 class _MicroBatches:

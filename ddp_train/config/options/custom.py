@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ddp_train.config.key import key
-from ddp_train.config.options.data import DataFacts, validation_part
+from ddp_train.config.options.data import DataFacts, mixing_alpha, validation_part
 from ddp_train.config.options.model import ModelFacts
 from ddp_train.config.options.optimizer import OptimizerFacts
 
@@ -26,3 +26,5 @@ class CustomDataConfig(CustomConfig):
     """Your own data set: `_target_=package.Name`, and its arguments beside it."""
 
     validation: float | None = validation_part()
+    mixup: float = mixing_alpha("mixup, the weighted mean of")
+    cutmix: float = mixing_alpha("CutMix, which exchanges a box between")

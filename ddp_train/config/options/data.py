@@ -15,6 +15,10 @@ def validation_part() -> Any:
     return key(None, meaning, at_least=0, below=1)
 
 
+def mixing_alpha(what: str) -> Any:
+    return key(0.0, f"alpha of {what} two samples of the global batch; 0: off", at_least=0)
+
+
 class DataFacts:
     """What every data set answers; the defaults are those of a data set that nothing is known about."""
 
@@ -33,6 +37,7 @@ class DataFacts:
     path = tokenizer = None
     download = False
     validation = None
+    mixup = cutmix = random_erasing = 0.0
 
     def in_memory_bytes(self) -> int | None:
         """Size of a data set that is held in memory: a batch is one indexing operation, which loader processes do not
@@ -61,7 +66,16 @@ class DataConfig(DataFacts):
 
 
 @dataclass
-class DigitsConfig(DataConfig):
+class LabelledImagesConfig(DataConfig):
+    """Images with class labels."""
+
+    mixup: float = mixing_alpha("mixup, the weighted mean of")
+    cutmix: float = mixing_alpha("CutMix, which exchanges a box between")
+    random_erasing: float = key(0.0, "probability that a box of a training image is erased", at_least=0, at_most=1)
+
+
+@dataclass
+class DigitsConfig(LabelledImagesConfig):
     """1,797 handwritten digits, 8x8, that scikit-learn ships; 1,433 to train, 364 to test, no download."""
 
     name: str = "digits"
@@ -71,7 +85,7 @@ class DigitsConfig(DataConfig):
 
 
 @dataclass
-class TorchvisionDataConfig(DataConfig):
+class TorchvisionDataConfig(LabelledImagesConfig):
     root: str = key("data", "folder that holds the data set")
     download: bool = key(False, "download it if it is missing")
     augment: bool = key(False, "random shifts; flips too for cifar10 and fashion_mnist")
@@ -111,7 +125,7 @@ class Cifar10Config(TorchvisionDataConfig):
 
 
 @dataclass
-class ImageFolderConfig(DataConfig):
+class ImageFolderConfig(LabelledImagesConfig):
     """One folder per class under ROOT/train and ROOT/val: the layout of ImageNet."""
 
     name: str = "image_folder"
@@ -133,7 +147,7 @@ class ImageFolderConfig(DataConfig):
 
 
 @dataclass
-class SyntheticConfig(DataConfig):
+class SyntheticConfig(LabelledImagesConfig):
     """Random images with a class-dependent pattern, made on the fly: for benchmarks."""
 
     name: str = "synthetic"

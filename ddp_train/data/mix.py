@@ -1,0 +1,154 @@
+"""Mixup and CutMix: each sample of a global batch is mixed with the one before it in that batch.
+
+The order of an epoch is random, so the sample before is a random partner; torchvision's `MixUp` and `CutMix` take the
+same one (`roll(1, 0)`). A part of a global batch, whichever process computes it, then needs one sample beside its own:
+the one before its first. It is fetched as any other, with its own augmentation. Nothing is exchanged, and neither the
+number of processes nor of accumulation steps changes an input or a target.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ddp_train.data.batch_plan import MicroBatch
+from ddp_train.data.datasets import BatchSource
+from ddp_train.data.rng import hash_key
+from ddp_train.errors import ConfigError, DataError
+
+
+class Mixture(NamedTuple):
+    """What is drawn for a global batch."""
+
+    share: float
+    """Of a sample itself; the rest is its partner's. Where a box is cut, before it is clipped to the image."""
+    centre: tuple[float, float] | None
+    """Of the box that CutMix takes from the partner, as parts of height and width; None: mixup."""
+
+
+class Mix:
+    """Mixes whole batches. One per run: what is drawn depends on the seed and the step alone."""
+
+    def __init__(self, seed: int, classes: int, mixup: float, cutmix: float) -> None:
+        """classes: of labels that are numbers. mixup, cutmix: alpha of the Beta distribution; 0: not this one. With
+        both, each step takes one of them with probability 1/2."""
+        self.seed, self.classes, self.mixup, self.cutmix = seed, classes, mixup, cutmix
+
+    def drawn(self, step: int) -> Mixture:
+        """For the global batch of an optimizer step. The draws are those of arXiv:1710.09412 and arXiv:1905.04899."""
+        draw = random.Random(hash_key(self.seed, "mix", step))  # a new one each time: there is no stream
+        coin, row, column = draw.random(), draw.random(), draw.random()
+        cuts = not self.mixup or (self.cutmix > 0 and coin < 0.5)
+        alpha = self.cutmix if cuts else self.mixup
+        return Mixture(draw.betavariate(alpha, alpha), (row, column) if cuts else None)
+
+    def with_partners(self, micro_batches: Iterable[MicroBatch]) -> Iterable[MicroBatch]:
+        """What must be fetched: before the samples of each micro-batch the one before them. Iterated again it starts
+        over."""
+        return _WithPartners(micro_batches)
+
+    def __call__(self, data: Any, fetched: MicroBatch) -> tuple[Any, MicroBatch]:
+        """The mixed samples of a batch, and their micro-batch.
+
+        data: (inputs, targets) of a micro-batch of `with_partners`: [1 + n, ...] floating-point inputs and class labels
+        [1 + n] or soft labels [1 + n, k]. Returns inputs [n, ...] and soft labels [n, k].
+        """
+        micro_batch = dataclasses.replace(fetched, indices=fetched.indices[1:])
+        inputs, targets = self._pair(data)
+        targets = (targets if targets.ndim == 2 else self._one_hot(targets)).to(inputs.dtype)
+        mixture = self.drawn(fetched.step)
+        if mixture.centre is None:
+            return (mixed(inputs, mixture.share), mixed(targets, mixture.share)), micro_batch
+        height, width = inputs.shape[-2:]
+        top, bottom, left, right = box(mixture.share, mixture.centre, height, width)
+        cut = inputs[1:].clone()
+        cut[..., top:bottom, left:right] = inputs[:-1, ..., top:bottom, left:right]
+        kept = 1 - (bottom - top) * (right - left) / (height * width)
+        return (cut, mixed(targets, kept)), micro_batch
+
+    def _one_hot(self, labels: Tensor) -> Tensor:
+        try:
+            return functional.one_hot(labels, self.classes)
+        except RuntimeError as error:
+            lowest, highest = int(labels.min()), int(labels.max())
+            why = f"the data say that there are {self.classes} classes, and the labels go from {lowest} to {highest}"
+            raise DataError(why, "name every class in the attribute `classes` of the data set") from error
+
+    def _pair(self, data: Any) -> tuple[Tensor, Tensor]:
+        if isinstance(data, tuple | list) and len(data) == 2 and all(isinstance(part, Tensor) for part in data):
+            inputs, targets = data
+            least = 4 if self.cutmix else 2
+            labels = targets.ndim == 1 and targets.dtype == torch.int64
+            if inputs.is_floating_point() and inputs.ndim >= least and (labels or _is_soft(targets)):
+                return inputs, targets
+        key = f"data.cutmix={self.cutmix:g}" if self.cutmix else f"data.mixup={self.mixup:g}"
+        inputs = "floating-point images [channels, height, width]" if self.cutmix else "floating-point tensors"
+        raise DataError(
+            f"{key}: a sample is {_in_words(data)}", f"return {inputs} with a class label each, or leave {key} out"
+        )
+
+
+def mix_of(source: BatchSource, seed: int, mixup: float, cutmix: float, classifies: bool) -> Mix | None:
+    """What mixes the samples of a training set; None if nothing does. classifies: whether the task takes soft labels.
+
+    Raises ConfigError if it does not, or if nobody knows how many classes there are.
+    """
+    asked = [f"data.{name}={alpha:g}" for name, alpha in (("mixup", mixup), ("cutmix", cutmix)) if alpha]
+    if not asked:
+        return None
+    if not classifies:
+        what = "mixes class labels, and the targets are none"
+        raise ConfigError([f"{key}: {what}; use {key.partition('=')[0]}=0" for key in asked])
+    return Mix(seed, source.outputs, mixup, cutmix)
+
+
+class _WithPartners:
+    def __init__(self, micro_batches: Iterable[MicroBatch]) -> None:
+        self.micro_batches = micro_batches
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        for one in self.micro_batches:
+            yield dataclasses.replace(one, indices=np.concatenate([[one.sample_before], one.indices]))
+
+
+def mixed(rows: Tensor, share: float) -> Tensor:
+    """share times each row but the first, and the rest of the one before it. [1 + n, ...] -> [n, ...].
+
+    The operations are rounded separately, so that the bits of a number do not depend on its place in the batch.
+    """
+    return rows[1:].mul(share).add_(rows[:-1].mul(1 - share))
+
+
+def box(share: float, centre: tuple[float, float], height: int, width: int) -> tuple[int, int, int, int]:
+    """Top, bottom, left and right of the box that CutMix takes from the partner: 1 - share of the image, clipped to it.
+
+    As in Algorithm 1 of arXiv:1905.04899, rounded as by torchvision.
+    """
+    half = 0.5 * math.sqrt(1 - share)
+    edges = []
+    for size, at in zip((height, width), centre, strict=True):
+        middle, reach = int(at * size), int(half * size)
+        edges += [max(0, middle - reach), min(size, middle + reach)]
+    top, bottom, left, right = edges
+    return top, bottom, left, right
+
+
+def _is_soft(targets: Tensor) -> bool:
+    return targets.ndim == 2 and targets.is_floating_point()
+
+
+def _in_words(data: Any) -> str:
+    """One sample of a batch."""
+    if isinstance(data, Tensor):
+        return f"{str(data.dtype).removeprefix('torch.')} {list(data.shape[1:])}"
+    if isinstance(data, tuple | list):
+        return f"({', '.join(map(_in_words, data))})"
+    return type(data).__name__

@@ -1,0 +1,109 @@
+"""An exponential moving average of the weights, updated in every optimizer step.
+
+The formula is that of `torch.optim.swa_utils.AveragedModel` with `use_buffers=True`: after the first step the average
+is a copy of the weights, after each further one decay * average + (1 - decay) * weights. Batch norm's running
+statistics are averaged with the weights; what is no floating-point number, or is not trained, is the model's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddp_train.errors import ConfigError
+
+
+class WeightAverage:
+    """The average of a model's trained parameters and floating-point buffers, on their device and of their type."""
+
+    def __init__(self, model: nn.Module, decay: float, warmup: bool = False, may_skip: bool = False) -> None:
+        """It begins as the weights are now. warmup: the n-th update, from 1 on, has a decay of at most n / (9 + n), as
+        in TensorFlow's `ExponentialMovingAverage(num_updates)`: a short run's average soon forgets its first weights.
+        may_skip: only the device knows whether a step was taken, as with a GradScaler.
+
+        Raises ConfigError for parameters of 16 bits: adding a thousandth of a difference would not change them.
+        """
+        self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        paths = [path.rpartition(".") for path, buffer in model.named_buffers() if buffer.is_floating_point()]
+        self.buffers = [(model.get_submodule(owner), name) for owner, _, name in paths]
+        narrow = {str(p.dtype).removeprefix("torch.") for p in self.trained if torch.finfo(p.dtype).bits < 32}
+        if narrow:
+            raise ConfigError(
+                [
+                    f"train.ema_decay={decay:g}: an average of {' and '.join(sorted(narrow))} parameters would not "
+                    "move; keep them in float32, of which tuning.precision=bf16 computes in bfloat16, or leave it out"
+                ]
+            )
+        self.decay, self.warmup = decay, warmup
+        self.average = [tensor.clone() for tensor in self.live()]
+        self.updates = torch.zeros((), dtype=torch.float64, device=self.average[0].device)
+        """That were made. On the device, where a captured step counts."""
+        self.rate_on_device = warmup or may_skip
+        self.begun = False
+
+    def live(self) -> list[Tensor]:
+        """What is averaged, in the model. Buffers are looked up: a model may put new tensors in their place."""
+        return [p.detach() for p in self.trained] + [getattr(owner, name).detach() for owner, name in self.buffers]
+
+    @torch.no_grad()
+    def update(self, skipped: Tensor | None = None) -> None:
+        """After an optimizer step. skipped: 1 if it was not taken, on the device; None if it was. Waits for nothing."""
+        live = self.live()
+        if self.rate_on_device:
+            taken = 1.0 if skipped is None else 1 - skipped.double()
+            self._move(live, self._rate() * taken)
+            self.updates += taken
+        else:
+            if self.begun:
+                torch._foreach_lerp_(self.average, live, 1 - self.decay)  # pyright: ignore[reportPrivateImportUsage]
+            else:
+                torch._foreach_copy_(self.average, live)  # pyright: ignore[reportPrivateImportUsage]
+            self.begun = True
+            self.updates += 1
+
+    def _rate(self) -> Tensor:
+        """What the weights count for in the next update: everything in the first."""
+        rate = torch.full_like(self.updates, 1 - self.decay)
+        if self.warmup:
+            rate = torch.maximum(rate, 9 / (10 + self.updates))
+        return torch.where(self.updates == 0, 1.0, rate)
+
+    def _move(self, live: list[Tensor], rate: Tensor) -> None:
+        """As `lerp`, for which torch has no call that takes a rate on the device for many tensors."""
+        difference = torch._foreach_sub(live, self.average)  # pyright: ignore[reportPrivateImportUsage]
+        for dtype in {tensor.dtype for tensor in live}:
+            of_type = [tensor for tensor in difference if tensor.dtype == dtype]
+            torch._foreach_mul_(of_type, rate.to(dtype))  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_add_(self.average, difference)  # pyright: ignore[reportPrivateImportUsage]
+
+    @contextlib.contextmanager
+    def in_model(self) -> Iterator[None]:
+        """Inside, the model has the average, and this object the weights: their contents change places, so that what
+        refers to the tensors, a captured step above all, never notices."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        for live, average in zip(self.live(), self.average, strict=True):
+            weights = live.clone()
+            live.copy_(average)
+            average.copy_(weights)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint must hold beside the average."""
+        return {"updates": self.updates}
+
+    @torch.no_grad()
+    def begin(self, state: dict[str, Any] | None = None) -> None:
+        """Takes what is in the model for the average. state: of the run that it comes from; None begins anew."""
+        torch._foreach_copy_(self.average, self.live())  # pyright: ignore[reportPrivateImportUsage]
+        self.updates.copy_(state["updates"] if state else torch.zeros(()))
+        self.begun = bool(self.updates)

@@ -1,0 +1,85 @@
+"""Where the average of the weights takes the model's place: in evaluations and checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ddp_train.distributed.process_group import ranks, set_buffers
+from ddp_train.optim.ema import WeightAverage
+from ddp_train.parallel.strategy import Strategy
+from ddp_train.tasks.score import Score
+from ddp_train.tasks.task import ModelWithTask
+from ddp_train.tensor_tree import map_tensors
+from ddp_train.text import OF_AVERAGE
+from ddp_train.training import checkpoint
+from ddp_train.training.loop import Evaluation, evaluate
+
+STATE = "average"
+"""The entry of `training.pt`."""
+
+
+def scored(evaluation: Evaluation, average: WeightAverage | None) -> Score | None:
+    """The score of a data set, with that of the average of the weights: ema_loss, ema_accuracy. None if one was
+    stopped. average: None if there is none."""
+    score = evaluate(evaluation)
+    if score is None or average is None:
+        return score
+    with average.in_model():
+        return _joined(score, evaluate(evaluation))
+
+
+def scored_checkpoint(path: Path, evaluation: Evaluation) -> Score | None:
+    """The score of a checkpoint, which is loaded, and of its average if it has one. None if one was stopped."""
+    checkpoint.load_model(path, evaluation.module.model)
+    score = evaluate(evaluation)
+    if score is None or not (path / checkpoint.AVERAGE).is_file():
+        return score
+    checkpoint.load_model(path, evaluation.module.model, checkpoint.AVERAGE)
+    return _joined(score, evaluate(evaluation))
+
+
+def _joined(score: Score, of_average: Score | None) -> Score | None:
+    if of_average is None:
+        return None
+    more = {OF_AVERAGE + name: value for name, value in of_average.metrics.items()}
+    return dataclasses.replace(score, metrics={**score.metrics, **more})
+
+
+def with_average(names: list[str], average: WeightAverage | None) -> list[str]:
+    """The names of metrics, and of those of the average if there is one."""
+    return names + [OF_AVERAGE + name for name in names] if average else names
+
+
+Taken = tuple[dict[str, Tensor], dict[str, Any]]
+"""The average under the model's names, and what else `restore` needs."""
+
+
+def taken(average: WeightAverage, strategy: Strategy, module: ModelWithTask, copies: bool) -> Taken:
+    """For a checkpoint. A collective: every process must call it. Buffers are the mean over the processes, and those
+    of each process are in the second part. copies: whether this process writes; the others need no weights."""
+    with average.in_model(), strategy.averaged(module) as buffers:
+        weights = map_tensors(checkpoint.copy_of, module.model.state_dict()) if copies else {}
+    return weights, {**average.state(), "buffers": buffers}
+
+
+def restore(
+    path: Path, training: dict[str, Any], average: WeightAverage | None, module: ModelWithTask, rank: int
+) -> str:
+    """Continues the average of a checkpoint; the model is overwritten, so it must be loaded after this. training: what
+    `checkpoint.load_training` returned. Returns what the user should know, "" if nothing."""
+    state = training.get(STATE)
+    if average is None:
+        return f"note: {path.name} has an average of the weights, which ends here: add train.ema_decay" if state else ""
+    if state is None:
+        checkpoint.load_model(path, module.model)
+        average.begin()
+        return f"note: {path.name} has no average of the weights: it begins with the weights after the next step"
+    checkpoint.load_model(path, module.model, checkpoint.AVERAGE)
+    if len(state["buffers"]) == ranks() > 1:
+        set_buffers(module, state["buffers"][rank])
+    average.begin(state)
+    return ""
