@@ -119,7 +119,7 @@ def test_sixteen_bits_are_refused() -> None:
         WeightAverage(nn.Linear(2, 2).bfloat16(), 0.999)
 
 
-# --- captured steps, played on the CPU as in tests/test_cuda_graph.py; benchmarks/ema_gpu.py has real ones ------------
+# --- captured steps, played on the CPU as in tests/test_cuda_graph.py; tests/test_gpu.py has real ones --------------
 
 
 def capture(self: Any, data: Any) -> None:
