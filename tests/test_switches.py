@@ -43,7 +43,6 @@ from ddp_train.launcher import local, multihost, sweep
 from ddp_train.performance import switches
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.resilience.preemption import SIGNALS
-from ddp_train.tasks.builtin import Classification
 from ddp_train.telemetry import tracker_queue
 from ddp_train.telemetry.console import Display
 from ddp_train.training import checkpoint, worker
@@ -527,7 +526,7 @@ def asked_checkpoint(case: Case) -> Any:
 
 def early_stopping(case: Case) -> Any:
     """What it compares, and how long it waits."""
-    hook = build_selection(case.config, Classification(), open_datasets(case.config), mock.Mock())
+    hook = build_selection(case.config, {}, open_datasets(case.config), mock.Mock())
     return hook.stopping and (hook.stopping.selection, hook.stopping.min_delta), hook.patience
 
 
