@@ -361,6 +361,21 @@ def advised(case: Case) -> Any:
     return advice(case.config, module_of(case.config, source), source)
 
 
+class Counted(nn.Module):
+    """A metric, as far as it is looked at: torchmetrics may be missing."""
+
+    _defaults: dict[str, Any] = {}  # noqa: RUF012
+    higher_is_better = True
+
+
+def further_metrics(case: Case) -> Any:
+    """Metrics beside those of the task, and their directions."""
+    library = mock.Mock(Metric=Counted, MetricCollection=dict)
+    with mock.patch.dict("sys.modules", torchmetrics=library):
+        found = module_of(case.config, open_datasets(case.config)[0]).further
+    return found and found.better
+
+
 def steppers(case: Case) -> Any:
     """The one that a job has. On GPUs: no step is taken."""
     sources = open_datasets(case.config)
@@ -616,6 +631,7 @@ ROWS: dict[str, Row] = {
     "seed": Row("seed=1", run, SMALL),
     "device": Row("device=cpu", resolved_device, machine=GPU),
     "deterministic": Row("deterministic=false", process_flags),
+    "metrics": Row(f"metrics=[{{_target_:{__name__}.Counted,name:count}}]", further_metrics),
     "hooks": Row("hooks=[ddp_train.study.step_times.StepTimes]", steppers, machine=GPU),
     "objective": Row("objective=test.accuracy", objective),
     "trusted_modules": Row("trusted_modules=[yaml]", problems, "model._target_=yaml.Loader"),
@@ -907,7 +923,7 @@ def observed(row: Row, line: str, place: Path, things: Path) -> Any:
         (place / thing.name).symlink_to(thing)
     with contextlib.chdir(place), flags_restored():
         case = case_of(line, row.machine)
-        assert row.observe in (problems, where_data_are_held) or case.problems == []
+        assert row.observe in (problems, where_data_are_held, further_metrics) or case.problems == []
         return row.observe(case)
 
 

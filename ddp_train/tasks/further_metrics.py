@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,11 +22,19 @@ from torch import Tensor
 from ddp_train.data.rng import hash_key
 from ddp_train.distributed.exchange import tensors_from_all_ranks
 from ddp_train.errors import ConfigError, LaunchError, is_out_of_memory
-from ddp_train.tasks.task import Predictions
 from ddp_train.text import first_line, snake_case
 
+PREDICTIONS = "(predictions)"
+"""Where `ModelWithTask.score` puts the predictions of a batch: the name of no metric."""
 RESERVED = ("loss", "samples", "correct", "kind", "step", "epoch", "time")
 """Keys of a line of metrics.jsonl."""
+
+
+class Predictions(NamedTuple):
+    """What metrics are updated with."""
+
+    outputs: Tensor
+    targets: Tensor
 
 
 @dataclass(frozen=True)

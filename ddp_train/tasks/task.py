@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from ddp_train.errors import ConfigError, DataError
-
-if TYPE_CHECKING:
-    from ddp_train.tasks.further_metrics import FurtherMetrics
+from ddp_train.tasks.further_metrics import PREDICTIONS, FurtherMetrics, Predictions
 
 ScoreSums = Mapping[str, tuple[Tensor | float, Tensor | float]]
 """For each metric its sum and its weight over a batch: scalars, or tensors with one number per class, [k]."""
-
-PREDICTIONS = "(predictions)"
-"""Where `ModelWithTask.score` puts the predictions of a batch, for further metrics: the name of no metric."""
-
-
-class Predictions(NamedTuple):
-    """What further metrics are updated with, the first dimensions being alike."""
-
-    outputs: Tensor
-    targets: Tensor
 
 
 class Task:

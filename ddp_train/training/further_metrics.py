@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
+
+import torch
 
 from ddp_train.config.metrics import Further
 from ddp_train.config.user_code import instantiate
 from ddp_train.errors import ConfigError
-from ddp_train.tasks.further_metrics import FurtherMetrics, Named
-from ddp_train.tasks.task import PREDICTIONS, ModelWithTask, Task, can_predict
+from ddp_train.tasks.further_metrics import PREDICTIONS, FurtherMetrics, Named, Predictions
+from ddp_train.tasks.task import ModelWithTask, Task, can_predict
 from ddp_train.text import first_line
 
 
@@ -18,8 +20,8 @@ def build_further(items: Sequence[Further], task: Task, device: str) -> FurtherM
     if not items:
         return None
     if not can_predict(task):
-        what = "the task has no method predict(model, batch), which returns (outputs, targets)"
-        raise ConfigError([f"metrics=[...]: {what}; add one, or use metrics=[]"])
+        problem = "metrics=[...]: the task has no method predict(model, batch), which returns (outputs, targets)"
+        raise ConfigError([f"{problem}; add one, or use metrics=[]"])
     named = []
     for item in items:
         key, given_name = f"{item.key}._target_={item.custom.target}", item.given.get("name")
@@ -36,9 +38,11 @@ def _made(key: str, item: Further) -> Any:
         raise ConfigError([f"{key}: {type(error).__name__}: {first_line(error)}"]) from error
 
 
-def metric_names(scores: dict[str, Any], module: ModelWithTask) -> list[str]:
-    """The names of all metrics. scores: what `ModelWithTask.score` gave for a batch. Raises ConfigError if a further
-    metric does not fit."""
-    predictions = scores.pop(PREDICTIONS, None)
+@torch.no_grad()
+def metric_names(module: ModelWithTask, batch: Any) -> list[str]:
+    """The names of all metrics, found by scoring a batch. Raises ConfigError if a further metric does not fit."""
+    module.eval()
+    scores = dict(module.score(batch))
+    predictions = cast(Predictions, scores.pop(PREDICTIONS, None))
     names = [*scores, *module.task.derive(dict.fromkeys(scores, 0.5))]
     return names + (module.further.try_out(predictions, names) if module.further else [])

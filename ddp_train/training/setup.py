@@ -295,11 +295,8 @@ def check_metrics(config: Config, module: ModelWithTask, sources: Splits, device
     problems = metrics.problems(config, sources.validation is not None)
     if not problems and (module.further or any(metrics.named(config))):
         source = sources.scored[1]
-        batch = evaluation_batches(len(source), config.train.evaluate_batch_size, rank=0, world_size=1)[0]
-        module.eval()
-        with torch.no_grad():
-            scores = dict(module.score(_batch(config, source, batch, device).data))
-        names = metric_names(scores, module)
+        first = evaluation_batches(len(source), config.train.evaluate_batch_size, rank=0, world_size=1)[0]
+        names = metric_names(module, _batch(config, source, first, device).data)
         problems = metrics.unusable(config, names, directions(module))
     if problems:
         raise ConfigError(problems)
