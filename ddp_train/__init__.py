@@ -1,3 +1,29 @@
-"""Data-parallel PyTorch training, one process per GPU. Start reading at `launch.py`, then docs/architecture.md."""
+"""Data-parallel PyTorch training, one process per GPU. Start reading at `launch.py`, then docs/architecture.md.
+
+For code of your own: `Task` documents the parts that a task may have; `all_gather` gives the rows of all processes to
+losses that compare samples. Both are imported when they are first asked for: `import ddp_train` does not import torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ddp_train.distributed.all_gather import all_gather
+    from ddp_train.tasks.task import Task
 
 __version__ = "0.1.0"
+__all__ = ["Task", "all_gather"]
+
+_PLACES = {"Task": "ddp_train.tasks.task", "all_gather": "ddp_train.distributed.all_gather"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PLACES:
+        return getattr(import_module(_PLACES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from typing import Any
 
 OF_AVERAGE = "ema_"
@@ -40,5 +41,6 @@ def first_line(error: BaseException) -> str:
 
 
 def snake_case(name: str) -> str:
-    """LanguageModel -> language_model."""
-    return "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name).lstrip("_")
+    """LanguageModel -> language_model, MulticlassF1Score -> multiclass_f1_score, BinaryAUROC -> binary_auroc."""
+    parted = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name)
+    return re.sub(r"\W+", "_", parted).lower()

@@ -24,8 +24,8 @@ ROOMS = """
 
 LINES = {
     "errors": 70, "text": 30, "linux": 90, "stdio": 35, "tensor_tree": 25,
-    "distributed": 450, "resilience": 750, "config": 2275, "launcher": 1030, "data": 1330, "models": 170,
-    "telemetry": 750, "tasks": 500, "optim": 635, "parallel": 280, "performance": 330, "training": 1675,
+    "distributed": 570, "resilience": 750, "config": 2365, "launcher": 1030, "data": 1330, "models": 170,
+    "telemetry": 750, "tasks": 750, "optim": 635, "parallel": 280, "performance": 330, "training": 1700,
     "study": 2450, "doctor": 1600, "launch": 90,
 }  # fmt: skip
 """The most lines of code that each room may hold: not blank, no comment, no docstring. No file is left out."""
@@ -38,7 +38,8 @@ FIRST_SITTING = """
 """What docs/architecture.md asks a reader to read first."""
 
 WITH_TORCH = """
-    tensor_tree distributed/preflight distributed/process_group resilience/peer_check data/ models/ telemetry/ tasks/
+    tensor_tree distributed/preflight distributed/process_group distributed/all_gather distributed/exchange
+    resilience/peer_check data/ models/ telemetry/ tasks/
     optim/ parallel/ performance/ training/ doctor/collective_test doctor/multihost_checks study/dry_plan
     study/step_times study/gradient_probe
 """.split()  # noqa: SIM905

@@ -43,7 +43,6 @@ from ddp_train.launcher import local, multihost, sweep
 from ddp_train.performance import switches
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.resilience.preemption import SIGNALS
-from ddp_train.tasks.builtin import Classification
 from ddp_train.telemetry import tracker_queue
 from ddp_train.telemetry.console import Display
 from ddp_train.training import checkpoint, worker
@@ -372,6 +371,21 @@ def advised(case: Case) -> Any:
     return advice(case.config, module_of(case.config, source), source)
 
 
+class Counted(nn.Module):
+    """A metric, as far as it is looked at: torchmetrics may be missing."""
+
+    _defaults: dict[str, Any] = {}  # noqa: RUF012
+    higher_is_better = True
+
+
+def further_metrics(case: Case) -> Any:
+    """Metrics beside those of the task, and their directions."""
+    library = mock.Mock(Metric=Counted, MetricCollection=dict)
+    with mock.patch.dict("sys.modules", torchmetrics=library):
+        found = module_of(case.config, open_datasets(case.config)[0]).further
+    return found and found.better
+
+
 def steppers(case: Case) -> Any:
     """The one that a job has. On GPUs: no step is taken."""
     sources = open_datasets(case.config)
@@ -540,7 +554,7 @@ def asked_checkpoint(case: Case) -> Any:
 
 def early_stopping(case: Case) -> Any:
     """What it compares, and how long it waits."""
-    hook = build_selection(case.config, Classification(), open_datasets(case.config), mock.Mock())
+    hook = build_selection(case.config, {}, open_datasets(case.config), mock.Mock())
     return hook.stopping and (hook.stopping.selection, hook.stopping.min_delta), hook.patience
 
 
@@ -631,6 +645,7 @@ ROWS: dict[str, Row] = {
     "seed": Row("seed=1", run, SMALL),
     "device": Row("device=cpu", resolved_device, machine=GPU),
     "deterministic": Row("deterministic=false", process_flags),
+    "metrics": Row(f"metrics=[{{_target_:{__name__}.Counted,name:count}}]", further_metrics),
     "hooks": Row("hooks=[ddp_train.study.step_times.StepTimes]", steppers, machine=GPU),
     "objective": Row("objective=test.accuracy", objective),
     "trusted_modules": Row("trusted_modules=[yaml]", problems, "model._target_=yaml.Loader"),
@@ -927,7 +942,7 @@ def observed(row: Row, line: str, place: Path, things: Path) -> Any:
         (place / thing.name).symlink_to(thing)
     with contextlib.chdir(place), flags_restored():
         case = case_of(line, row.machine)
-        assert row.observe in (problems, where_data_are_held) or case.problems == []
+        assert row.observe in (problems, where_data_are_held, further_metrics) or case.problems == []
         return row.observe(case)
 
 

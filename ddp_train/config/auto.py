@@ -146,6 +146,8 @@ def _choice_of_cuda_graph(config: Config, hardware: Hardware) -> dict[str, Choic
         "tuning=max" if largest else "a small model",
         (config.device != "cuda", "no GPU"),
         (not largest and not config.model.is_launch_bound(), "not a small model of ours"),
+        # It may do what a capture forbids: ddp_train.all_gather reads sizes from the device.
+        (config.task.name == "custom", "a task of your own"),
         *((True, f"because of {key}") for key in capture_blockers(config)),
     )
     return {"cuda_graph": choice}

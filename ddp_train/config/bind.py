@@ -18,6 +18,8 @@ from ddp_train.text import did_you_mean, shown
 
 _TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 _LIST = "a list like [a,b]"
+_OBJECTS = list[dict[str, Any]]
+"""Objects of the user's own, each with its `_target_`."""
 
 
 def bind(values: dict[str, Any]) -> tuple[Config, list[str]]:
@@ -81,6 +83,9 @@ def bind_fields(schema: type, prefix: str, content: dict[str, Any], problems: li
         if isinstance(value, dict) and typing.get_origin(types[name]) is dict:
             bound[name] = value  # OmegaConf would look up the `${oc.env:...}` in it
             continue
+        if types[name] == _OBJECTS and isinstance(value, list) and all(isinstance(item, dict) for item in value):
+            bound[name] = value
+            continue
         if is_section(types[name]):
             inner = f"{prefix}{name}"
             if isinstance(value, dict):
@@ -120,7 +125,7 @@ def _default(f: dataclasses.Field[Any]) -> dict[str, Any]:
 def _expected(schema: type, name: str, hint: Any) -> str:
     """The type of a key, for a message."""
     if typing.get_origin(hint) is list:
-        return _LIST
+        return "a list like [{_target_: package.Name, argument: 1}]" if hint == _OBJECTS else _LIST
     literals = next(f.metadata.get("literals", ()) for f in dataclasses.fields(schema) if f.name == name)
     kinds = [kind for kind in typing.get_args(hint) if not (kind is str and literals)] or [hint]
     return " or ".join([_TYPE_NAMES.get(kind, _LIST) for kind in kinds] + list(literals))

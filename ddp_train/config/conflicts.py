@@ -208,7 +208,7 @@ def _recipe(asked: Config, config: Config, hardware: Hardware, world: World | No
 
 
 def _metrics(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
-    return metrics.problems(config, metrics.has_validation(config))
+    return metrics.further_problems(config) + metrics.problems(config, metrics.has_validation(config))
 
 
 def _true(problems: dict[str, Any]) -> list[str]:

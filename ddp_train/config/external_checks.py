@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from ddp_train.config import metrics
 from ddp_train.config.data_checks import missing_data
 from ddp_train.config.hardware import Hardware
 from ddp_train.config.migrate import bind_frozen, migrated
@@ -36,6 +37,10 @@ TRUSTED_MODULES = (
     "torchvision.models",
 )
 
+TRUSTED_METRICS = tuple(
+    f"torchmetrics.{name}" for name in ("aggregation", "classification", "regression", "segmentation")
+)
+"""Not all of torchmetrics: other modules of it load models that an argument names."""
 TRUSTED_HOOKS = ("ddp_train.study",)
 HOOK_RULE = "must be a class with __enter__ and __exit__, called as Class(job, run_dir, world)"
 _DOTTED_PATH = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+"
@@ -225,10 +230,7 @@ def _sample_keys(section: Any) -> dict[str, Any]:
 def _code(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
     """Whether the code that `_target_` and `hooks` name may be loaded. Nothing is imported to find out."""
     problems = []
-    for section in ("model", "task", "data", "optimizer"):
-        custom = getattr(config, section)
-        if not isinstance(custom, CustomConfig):
-            continue
+    for section, custom in _own_code(config).items():
         inner = next((path for path, _ in leaves(custom.arguments) if "_target_" in path.split(".")), None)
         if inner:
             problems.append(f"{section}.{inner}: arguments are plain values; only {section}._target_ names code")
@@ -237,11 +239,24 @@ def _code(asked: Config, config: Config, hardware: Hardware, world: World | None
             typed = shown(custom.arguments["target"])
             problems.append(f"{section}.target={typed}: the key is {section}._target_; use {section}._target_={typed}")
         else:
-            problems += _not_loadable(found, custom.target, TRUSTED_MODULES, config.trusted_modules)
+            problems += _not_loadable(found, custom.target, trusted_for(section), config.trusted_modules)
     for path in config.hooks:
         found = f"hooks=[{path}]"
         problems += _not_loadable(found, path, TRUSTED_HOOKS, config.trusted_modules) or _no_hook(found, path)
     return problems
+
+
+def _own_code(config: Config) -> dict[str, CustomConfig]:
+    """The user's own classes and functions, by the key that holds their `_target_`."""
+    sections = {section: getattr(config, section) for section in ("model", "task", "data", "optimizer")}
+    own = {section: custom for section, custom in sections.items() if isinstance(custom, CustomConfig)}
+    missing = () if _has_metrics() else (f"{metrics.LIBRARY}.",)  # said once, by `_further_metrics`
+    return own | {one.key: one.custom for one in metrics.further(config) if not one.custom.target.startswith(missing)}
+
+
+def trusted_for(section: str) -> tuple[str, ...]:
+    """The modules whose code a `_target_` may name, wherever it comes from."""
+    return TRUSTED_METRICS if section.startswith("metrics[") else TRUSTED_MODULES
 
 
 def _not_loadable(found: str, path: str, trusted: tuple[str, ...], trusted_modules: list[str]) -> list[str]:
@@ -303,8 +318,8 @@ def _secrets(asked: Config, config: Config, hardware: Hardware, world: World | N
     return [
         f"{section}.{path}=(hidden): the config is written to files, so it must hold no secret; put it into the "
         f"environment: {section}.{path}='${{oc.env:NAME}}'"
-        for section in ("model", "task", "data", "optimizer")
-        for path, value in leaves(vars(getattr(config, section)).get("arguments", {}))
+        for section, custom in _own_code(config).items()
+        for path, value in leaves(custom.arguments)
         if is_secret(path) and isinstance(value, str) and value and not re.fullmatch(r"\$\{oc\.env:\w+\}", value)
     ]
 
@@ -317,6 +332,17 @@ def _tracker(asked: Config, config: Config, hardware: Hardware, world: World | N
         # A folder of that name, as wandb and mlflow make them, would be found too: as a package without a file.
         if getattr(config.tracker, name) and ((spec := importlib.util.find_spec(name)) is None or spec.origin is None)
     ]
+
+
+def _further_metrics(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
+    if not config.metrics or _has_metrics():
+        return []
+    return [f"metrics=[...]: {metrics.LIBRARY} is not installed; run {sys.executable} -m pip install '.[metrics]'"]
+
+
+def _has_metrics() -> bool:
+    """Whether the library of `metrics` is installed. It is not imported: it imports torch."""
+    return bool((spec := importlib.util.find_spec(metrics.LIBRARY)) and spec.origin)
 
 
 def _run_dir(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
@@ -339,4 +365,4 @@ def unwritable(run_dir: str | None, reason: str) -> str:
     return f"run_dir={run_dir}: cannot be written ({reason}); name a folder that can"
 
 
-CHECKS = (_model, _data, _checkpoint, _same_run, _code, _secrets, _tracker, _run_dir)
+CHECKS = (_model, _data, _checkpoint, _same_run, _code, _secrets, _tracker, _further_metrics, _run_dir)

@@ -4,17 +4,79 @@ once it is loaded, and whether data of your own have a validation set once they 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from ddp_train.config.options.custom import CustomConfig
 from ddp_train.config.schema import DIRECTIONS, OPTIONS, Config
-from ddp_train.text import OF_AVERAGE, did_you_mean
+from ddp_train.text import OF_AVERAGE, did_you_mean, shown, snake_case
 
 AUTO = "auto"
 SPLITS = ("validation", "test")
 MEASURED = {"samples_per_second": "max", "seconds": "min"}
 """Numbers of summary.json that are no metrics, and the better direction."""
 BY_TEST = "selects by the test set, whose score then flatters what was selected; add data.validation=0.1"
+LIBRARY = "torchmetrics"
+
+
+@dataclass(frozen=True)
+class Further:
+    """One item of `metrics`: a class of torchmetrics, or what makes an object of one."""
+
+    key: str
+    """metrics[0]"""
+    given: dict[str, Any]
+
+    @property
+    def custom(self) -> CustomConfig:
+        """What is called, and with what."""
+        own = ("_target_", "name", "better")
+        arguments = {name: value for name, value in self.given.items() if name not in own}
+        return CustomConfig(target=str(self.given.get("_target_") or ""), arguments=arguments)
+
+    @property
+    def name(self) -> str:
+        """As given, or that of the class in snake case. An object that holds several metrics has names of its own."""
+        return str(self.given.get("name") or snake_case(self.custom.target.rpartition(".")[2]))
+
+    @property
+    def better(self) -> str | None:
+        """As given; None: what the class says."""
+        return self.given.get("better")
+
+    def may_have(self, name: str) -> bool:
+        """Whether a metric of that name can come of it, as far as one can tell before it is loaded."""
+        unknown = not self.given.get("name") and not self.custom.target.startswith(f"{LIBRARY}.")
+        return unknown or f"{name}_".startswith(f"{self.name}_")
+
+    def problems(self) -> list[str]:
+        """What is wrong with the keys that are not arguments."""
+        name, better = self.given.get("name"), self.given.get("better")
+        found = []
+        if "name" in self.given and not (isinstance(name, str) and re.fullmatch(r"[A-Za-z]\w*", name)):
+            found.append(f"{self.key}.name={shown(name)}: must be a name of letters, digits and _")
+        if "better" in self.given and better not in ("max", "min"):
+            found.append(f"{self.key}.better={shown(better)}: must be one of max, min")
+        return found
+
+
+def further(config: Config) -> list[Further]:
+    """The items of `metrics`."""
+    return [Further(f"metrics[{place}]", given) for place, given in enumerate(config.metrics)]
+
+
+def further_problems(config: Config) -> list[str]:
+    """What is wrong with the items of `metrics`, beside the code that they name."""
+    taken, problems = list(metrics_of(config)), []
+    for one in further(config):
+        problems += one.problems()
+        if one.name in taken:
+            whose = f"task={config.task.name} has" if one.name in metrics_of(config) else "another item has"
+            problems.append(f"{one.key}: {whose} a metric {one.name} too; give this one another, name: NAME")
+        taken.append(one.name)
+    return problems
 
 
 def metrics_of(config: Config) -> dict[str, str]:
@@ -34,6 +96,23 @@ def _of_task(config: Config) -> dict[str, str]:
         for task in chosen[config.data.is_regression]
         for name, better in OPTIONS["task"][task].metrics.items()
     }
+
+
+def unusable(config: Config, names: list[str], better: Mapping[str, str | None]) -> list[str]:
+    """What is wrong with the metrics that keys name, once all metrics are known. better: where one is not named, the
+    lower is the better; None: nobody knows."""
+    problems = []
+    for key, value in named(config):
+        name = value.partition(".")[2]
+        if name not in names:
+            close = did_you_mean(name, names)
+            problems.append(f"{key}={value}: the task has no metric {name}; it has {', '.join(names)}{close}")
+        elif better.get(name, "min") is None:
+            problems.append(
+                f"{key}={value}: {LIBRARY} does not say which direction of {name} is better; add better: max, or "
+                "better: min, to its item of metrics"
+            )
+    return problems
 
 
 def has_validation(config: Config) -> bool | None:
@@ -62,12 +141,14 @@ def problems(config: Config, validation: bool | None) -> list[str]:
 
 def _problem(config: Config, key: str, value: str, validation: bool | None) -> str:
     split, _, name = value.partition(".")
-    known = metrics_of(config)
+    known, added = metrics_of(config), further(config)
+    if known:
+        known = {**known, **{one.name: one.better for one in added}}
     if split not in SPLITS or not name:
         words = [AUTO, *(MEASURED if key == "objective" else ()), "test.NAME", "validation.NAME"]
         close = did_you_mean(value, [f"{one}.{metric}" for one in ("test", "validation") for metric in known])
         return f"{key}={value}: must be one of {', '.join(words)}{close}"
-    if known and name not in known:
+    if known and name not in known and not any(one.may_have(name) for one in added):
         if config.data.is_regression and name == "accuracy":
             return f"{key}={value}: data={config.data.name} has no classes; use {key}={split}.loss"
         if name.removeprefix(OF_AVERAGE) in known:
@@ -93,7 +174,8 @@ def direction_of(objective: str, config: Config) -> str | None:
     if objective in MEASURED:
         return MEASURED[objective]
     name = objective.partition(".")[2]
-    return "min" if objective == AUTO or name == "loss" else metrics_of(config).get(name)
+    stated = {one.name: one.better for one in further(config) if one.better}
+    return "min" if objective == AUTO or name == "loss" else {**metrics_of(config), **stated}.get(name)
 
 
 def read_objective(objective: str, summary: dict[str, Any]) -> tuple[str, float | None, str]:
@@ -105,5 +187,5 @@ def read_objective(objective: str, summary: dict[str, Any]) -> tuple[str, float 
     name = objective_name(objective, bool(summary.get("validation")))
     split, _, metric = name.partition(".")
     value = summary.get(name) if name in MEASURED else (summary.get(split) or {})[metric]
-    better = MEASURED.get(name) or summary.get("better", DIRECTIONS).get(metric, "min")
+    better = MEASURED.get(name) or summary.get("better", DIRECTIONS).get(metric) or "min"
     return name, value if isinstance(value, int | float) and math.isfinite(value) else None, better

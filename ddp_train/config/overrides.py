@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
+from ddp_train.config import metrics
 from ddp_train.config.bind import bind, own_keys
 from ddp_train.config.external_checks import package_of
 from ddp_train.config.options.custom import CustomConfig
@@ -202,7 +203,7 @@ def plain(composed: DictConfig) -> dict[str, Any]:
         OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
     for section, content in values.items():
         found = from_environment(content, section)  # raises for a variable that is not set, before any worker starts
-        if not (isinstance(content, dict) and content.get("_target_")):
+        if not (isinstance(content, dict) and content.get("_target_")) and section != "metrics":
             values[section] = found
     return values
 
@@ -211,8 +212,8 @@ def read_config(conf: Path, overrides: Overrides, adopted: dict[str, Any] | None
     """Composes and binds. Returns the config (its defaults where a value was wrong) and all problems.
 
     `adopted` holds sections that replace the composed ones, unless the command line chose their option: an evaluation
-    adopts the model and the data of its checkpoint. Code that an adopted section names must be in `trusted_modules`;
-    what the command line and conf/ name is trusted (SECURITY.md).
+    adopts the model, the data and the metrics of its checkpoint. Code that an adopted section names must be in
+    `trusted_modules`; what the command line and conf/ name is trusted (SECURITY.md).
     """
     from hydra.errors import HydraException
 
@@ -224,7 +225,7 @@ def read_config(conf: Path, overrides: Overrides, adopted: dict[str, Any] | None
         message = f"{error}: {error.__cause__}" if error.__cause__ else str(error)
         where = f"{key}: " if (key := getattr(error, "full_key", None)) else ""
         return Config(), [*overrides.problems, where + " ".join(message.split())]
-    from_elsewhere = {section for section in adopted or {} if section not in overrides.choices}
+    from_elsewhere = {section for section in adopted or {} if section not in {**overrides.choices, **overrides.given}}
     for section in from_elsewhere:
         values[section] = (adopted or {})[section]
     for dotted, value in overrides.given.items():
@@ -247,6 +248,8 @@ def _set(section: str, content: dict[str, Any], name: str, value: Any) -> None:
 def _own_packages(config: Config, from_elsewhere: set[str]) -> list[str]:
     """Packages of the code that the command line or conf/ names."""
     sections = [getattr(config, section) for section in OPTIONS if section not in from_elsewhere]
+    if "metrics" not in from_elsewhere:
+        sections += [further.custom for further in metrics.further(config)]
     paths = [section.target for section in sections if isinstance(section, CustomConfig)] + config.hooks
     return [package for path in paths for package in package_of(path)]
 

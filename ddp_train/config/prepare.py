@@ -123,8 +123,8 @@ def archive_previous_run(run_dir: Path) -> list[str]:
 
 
 def adopted_sections(resume: Path) -> dict[str, Any]:
-    """The sections for the model, the task and the data in a checkpoint's manifest; {} if there is none."""
+    """Model, task, data and further metrics, as a checkpoint's manifest has them; {} if there is none."""
     frozen = manifest_config(resume)
     if "data" in frozen:  # where its samples are held and decoded depends on this hardware
         frozen["data"] = {name: value for name, value in frozen["data"].items() if name not in ("placement", "decode")}
-    return {section: frozen[section] for section in ("model", "task", "data") if section in frozen}
+    return {section: frozen[section] for section in ("model", "task", "data", "metrics") if section in frozen}

@@ -203,6 +203,11 @@ class Config:
         "what a sweep optimizes: validation.NAME or test.NAME of any metric, samples_per_second or seconds; auto: the "
         "loss of the validation set, or of the test set if there is none",
     )
+    metrics: list[dict[str, Any]] = key(
+        [],
+        "further metrics of evaluations, classes of torchmetrics: [{_target_: torchmetrics.NAME, ARGUMENT: ...}]; each "
+        "takes name: NAME and better: max or min, too",
+    )
     hooks: list[str] = key([], "your classes, package.Name: called with (job, run_dir, world), entered around training")
     trusted_modules: list[str] = key([], "packages whose code a checkpoint's _target_ may name")
     reasons: dict[str, str] = field(default_factory=dict)

@@ -6,7 +6,7 @@ import importlib
 import inspect
 from typing import Any
 
-from ddp_train.config.external_checks import HOOK_RULE, TRUSTED_HOOKS, TRUSTED_MODULES, is_trusted
+from ddp_train.config.external_checks import HOOK_RULE, TRUSTED_HOOKS, is_trusted, trusted_for
 from ddp_train.config.options.custom import CustomConfig
 from ddp_train.config.values import from_environment
 from ddp_train.errors import ConfigError
@@ -46,8 +46,9 @@ def _target_of(section: str, custom: CustomConfig) -> tuple[str, Any]:
     """Key and value, for messages; and what they name."""
     found = f"{section}._target_={custom.target}"
     target = _imported(found, custom.target)
-    if is_trusted(custom.target, TRUSTED_MODULES) and not _is_harmless(target):
-        rule = f"neither a class of {', '.join(TRUSTED_MODULES)} nor a model of torchvision"
+    trusted = trusted_for(section)
+    if is_trusted(custom.target, trusted) and not _is_harmless(target, trusted):
+        rule = f"neither a class of {', '.join(trusted)} nor a model of torchvision"
         raise ConfigError([f"{found}: {rule}, and nothing else may be named there; call it in a class of your own"])
     if not callable(target):
         raise ConfigError([f"{found}: must be a class or function, and is of type {type(target).__name__}"])
@@ -80,7 +81,7 @@ def _imported(found: str, path: str) -> Any:
     return getattr(module, name)
 
 
-def _is_harmless(target: Any) -> bool:
+def _is_harmless(target: Any, trusted: tuple[str, ...]) -> bool:
     """Whether an attribute of a module trusted by default may be called with arbitrary arguments.
 
     Modules also hold names of other modules (torchvision.datasets.utils.zipfile), and functions that write files or
@@ -88,5 +89,5 @@ def _is_harmless(target: Any) -> bool:
     """
     made_in = str(getattr(target, "__module__", ""))
     if isinstance(target, type):
-        return is_trusted(made_in, TRUSTED_MODULES)
+        return is_trusted(made_in, trusted)
     return callable(target) and f"{made_in}.".startswith("torchvision.models.")

@@ -21,6 +21,8 @@ from ddp_train.errors import PeerError
 from ddp_train.text import first_line
 
 CONFIG_KEY = "ddp_train/config"
+_of_session: dict[str, Any] = {}
+"""What belongs to the session that is open: its timeout, and its `side_group` if there is one."""
 
 
 def open_store(world: World, timeout_seconds: float) -> Store:
@@ -85,8 +87,10 @@ def session(world: World, device: str, backend: str, store: Store, timeout_secon
         timeout=timedelta(seconds=timeout_seconds),
         device_id=torch.device(device) if backend == "nccl" else None,
     )
+    _of_session["timeout"] = timedelta(seconds=timeout_seconds)
     yield
     gc.collect()  # DDP objects are in reference cycles: `del` alone does not free them
+    _of_session.clear()
     dist.barrier()  # rank 0 serves the store: it must not leave while other ranks still read from it
     dist.destroy_process_group()
 
@@ -94,6 +98,14 @@ def session(world: World, device: str, backend: str, store: Store, timeout_secon
 def ranks() -> int:
     """The number of processes; 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def side_group() -> Any:
+    """A second process group of all ranks, for collectives whose place among those of DDP may differ between ranks. It
+    is made when it is first asked for, by all ranks alike."""
+    if "side_group" not in _of_session:
+        _of_session["side_group"] = dist.new_group(timeout=_of_session.get("timeout"))
+    return _of_session["side_group"]
 
 
 def total(tensor: torch.Tensor) -> torch.Tensor:

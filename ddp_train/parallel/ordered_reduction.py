@@ -27,8 +27,14 @@ from torch import Tensor, nn
 from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.rng import StepSeed
 from ddp_train.distributed.process_group import from_all_ranks, send_from_leader
+from ddp_train.distributed.training_step import TrainingStep
 from ddp_train.parallel.strategy import Single
 from ddp_train.tasks.task import ModelWithTask
+
+NO_GATHER = (
+    "strategy=ordered: computes each virtual shard by itself, and ddp_train.all_gather would see that shard alone; use "
+    "strategy=ddp"
+)
 
 
 class Tree:
@@ -78,7 +84,8 @@ class OrderedReduction(Single):
         if not self.tree.leaves:
             self.before = [buffer.clone() for buffer in self.buffers]
         self.seeds[micro_batch.shard_index](micro_batch.step)  # in place of the step's, which knows the rank
-        yield
+        with TrainingStep(refused=NO_GATHER):
+            yield
         self.tree.add(self._take(counts=micro_batch.num_real > 0))
         if micro_batch.is_last:
             self._finish()

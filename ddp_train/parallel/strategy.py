@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.loader import Batch
 from ddp_train.distributed.process_group import averaged_buffers, mean_later
+from ddp_train.distributed.training_step import TrainingStep
 from ddp_train.parallel.sync_batch_norm import SyncBatchNorm, synchronised
 from ddp_train.tasks.task import ModelWithTask
 
@@ -57,9 +58,6 @@ class Strategy(Protocol):
         ...
 
 
-_NOTHING = contextlib.nullcontext()
-
-
 class Single:
     """One process, one device."""
 
@@ -78,7 +76,7 @@ class Single:
         """Nothing to do."""
 
     def sync_gradients(self, micro_batch: MicroBatch) -> AbstractContextManager[Any]:
-        return _NOTHING
+        return TrainingStep(is_last=micro_batch.is_last)
 
     def mean_of_units(self, scaled: Tensor) -> Callable[[], Tensor]:
         return scaled.sum
@@ -93,6 +91,11 @@ class DataParallel(Single):
     def wrap(self, module: ModelWithTask) -> nn.Module:
         module.gathered = True
         return nn.DataParallel(module)
+
+    def sync_gradients(self, micro_batch: MicroBatch) -> AbstractContextManager[Any]:
+        refused = "strategy=dp: ddp_train.all_gather does not see the samples of other GPUs; use strategy=ddp"
+        several = self.device.startswith("cuda") and torch.cuda.device_count() > 1
+        return TrainingStep(is_last=micro_batch.is_last, refused=refused if several else "")
 
 
 class DistributedDataParallel:
@@ -135,9 +138,16 @@ class DistributedDataParallel:
             warm_up_ddp_buckets(self.wrapped, first_batch())
 
     def sync_gradients(self, micro_batch: MicroBatch) -> AbstractContextManager[Any]:
+        counts, is_last = micro_batch.num_real > 0, micro_batch.is_last
         for layer in self.sync_batch_norms:
-            layer.counts = micro_batch.num_real > 0
-        return _NOTHING if micro_batch.is_last else self.wrapped.no_sync()
+            layer.counts = counts
+        step = TrainingStep(counts, is_last)
+        return step if is_last else self._without_exchange(step)
+
+    @contextlib.contextmanager
+    def _without_exchange(self, step: TrainingStep) -> Iterator[None]:
+        with step, self.wrapped.no_sync():
+            yield
 
     def mean_of_units(self, scaled: Tensor) -> Callable[[], Tensor]:
         return mean_later(scaled.sum())

@@ -24,14 +24,39 @@ REGRESSION_LOSSES = {
 }
 
 
-class _Supervised(Task):
+class _BuiltIn(Task):
+    """Scores and predictions from the same forward pass."""
+
+    def outputs_and_targets(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        """The outputs of the model, [n, ...], and the targets."""
+        raise NotImplementedError
+
+    def scores_of(self, outputs: Tensor, targets: Tensor) -> ScoreSums:
+        """See `Task.score`."""
+        raise NotImplementedError
+
+    def predictions_of(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Task.predict`; outputs in float32 at least."""
+        raise NotImplementedError
+
+    def score(self, model: nn.Module, batch: Any) -> ScoreSums:
+        return self.scores_of(*self.outputs_and_targets(model, batch))
+
+    def predict(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        return self.predictions_of(*self.outputs_and_targets(model, batch))
+
+    def score_and_predict(self, model: nn.Module, batch: Any) -> tuple[ScoreSums, tuple[Tensor, Tensor]]:
+        both = self.outputs_and_targets(model, batch)
+        return self.scores_of(*both), self.predictions_of(*both)
+
+
+class _Supervised(_BuiltIn):
     """Inputs and targets, and one tensor as the model's output."""
 
     unit = "sample"
     units_are_samples = True
 
     def outputs_and_targets(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        """The outputs of the model, [n, ...], and the targets."""
         inputs, targets = self.pair(batch)
         return one_tensor(model(inputs)), targets
 
@@ -82,8 +107,7 @@ class Classification(_Supervised):
         except IndexError:
             _refuse(outputs, f"the labels go from {int(targets.min())} to {int(targets.max())}")
 
-    def score(self, model: nn.Module, batch: Any) -> ScoreSums:
-        outputs, targets = self.outputs_and_targets(model, batch)
+    def scores_of(self, outputs: Tensor, targets: Tensor) -> ScoreSums:
         samples = len(targets)
         scores: dict[str, tuple[Tensor | float, Tensor | float]] = {
             "loss": (self.sum_of_losses(outputs, targets), samples)
@@ -93,6 +117,9 @@ class Classification(_Supervised):
         if outputs.shape[-1] > TOP:
             scores["top5"] = ((outputs.topk(TOP).indices == labels[:, None]).sum(), samples)
         return scores
+
+    def predictions_of(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return _wide(outputs).log_softmax(-1), targets.argmax(-1) if targets.ndim == 2 else targets
 
 
 class Multilabel(_Supervised):
@@ -114,8 +141,7 @@ class Multilabel(_Supervised):
         )
         return losses / targets.shape[1]
 
-    def score(self, model: nn.Module, batch: Any) -> ScoreSums:
-        outputs, targets = self.outputs_and_targets(model, batch)
+    def scores_of(self, outputs: Tensor, targets: Tensor) -> ScoreSums:
         found, true = outputs > 0, targets > 0.5
         hits, both = (found & true).sum(0), found.sum(0) + true.sum(0)
         return {
@@ -123,6 +149,9 @@ class Multilabel(_Supervised):
             "f1_macro": (2 * hits, both),
             "exact_match": ((found == true).all(1).sum(), len(targets)),
         }
+
+    def predictions_of(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return _wide(outputs).sigmoid(), (targets > 0.5).long()
 
 
 class Regression(_Supervised):
@@ -142,14 +171,16 @@ class Regression(_Supervised):
         total = REGRESSION_LOSSES[self.loss_name](outputs, targets, reduction="sum")
         return total if targets.ndim == 1 else total / targets[0].numel()
 
-    def score(self, model: nn.Module, batch: Any) -> ScoreSums:
-        outputs, targets = self.outputs_and_targets(model, batch)
+    def scores_of(self, outputs: Tensor, targets: Tensor) -> ScoreSums:
         error = (outputs - targets).double()
         return {
             "loss": (self.sum_of_losses(outputs, targets), len(targets)),
             "mae": (error.abs().sum(), targets.numel()),
             "mse": (error.square().sum(), targets.numel()),
         }
+
+    def predictions_of(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return _wide(outputs), targets
 
     def derive(self, scores: dict[str, float]) -> dict[str, float]:
         return {"rmse": math.sqrt(scores["mse"])}
@@ -182,8 +213,7 @@ class Segmentation(_Supervised):
         weight = self.class_weights.like(wide)
         return functional.cross_entropy(wide, targets, reduction="sum", ignore_index=self.ignore_index, weight=weight)
 
-    def score(self, model: nn.Module, batch: Any) -> ScoreSums:
-        outputs, targets = self.outputs_and_targets(model, batch)
+    def scores_of(self, outputs: Tensor, targets: Tensor) -> ScoreSums:
         classes = outputs.shape[1]
         valid = targets != self.ignore_index
         found, true = outputs.argmax(1)[valid], targets[valid]
@@ -195,11 +225,14 @@ class Segmentation(_Supervised):
             "mean_iou": (hits, pairs.sum(0) + pairs.sum(1) - hits),
         }
 
+    def predictions_of(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return _wide(outputs).log_softmax(1), targets
+
     def units_per_sample(self, batch: Any) -> float:
         return self.pair(batch)[1][0].numel()
 
 
-class LanguageModel(Task):
+class LanguageModel(_BuiltIn):
     """The next token: ids, int64 [n, t]; the targets are the ids shifted by one, or given. Outputs: logits [n, t, v].
 
     A batch is a tensor of ids, (ids, targets), or a dict with `input_ids` and perhaps `labels`, whose other entries are
@@ -213,7 +246,7 @@ class LanguageModel(Task):
         """bytes_per_token: on average over the data, for `bits_per_byte`."""
         self.loss_name, self.bytes_per_token = loss, bytes_per_token
 
-    def logits_and_targets(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    def outputs_and_targets(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         """[n, v] and [n]."""
         if isinstance(batch, Mapping):
             given = {name: value for name, value in batch.items() if name != "labels"}
@@ -229,11 +262,18 @@ class LanguageModel(Task):
         return logits.flatten(0, 1), targets.flatten()
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | float]:
-        logits, targets = self.logits_and_targets(model, batch)
+        return self.sum_of_losses(*self.outputs_and_targets(model, batch))
+
+    def sum_of_losses(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Over valid tokens, and their number."""
         return functional.cross_entropy(logits, targets, reduction="sum"), (targets != IGNORED).sum()
 
-    def score(self, model: nn.Module, batch: Any) -> ScoreSums:
-        return {"loss": self.loss(model, batch)}
+    def scores_of(self, outputs: Tensor, targets: Tensor) -> ScoreSums:
+        return {"loss": self.sum_of_losses(outputs, targets)}
+
+    def predictions_of(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        valid = targets != IGNORED
+        return _wide(outputs[valid]).log_softmax(-1), targets[valid]
 
     def derive(self, scores: dict[str, float]) -> dict[str, float]:
         loss = scores["loss"]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ddp_train.distributed.process_group import from_leader, ranks, total
+from ddp_train.tasks.further_metrics import PREDICTIONS, FurtherMetrics, Predictions
 from ddp_train.tasks.task import ScoreSums
 
 log = logging.getLogger(__name__)
@@ -46,16 +47,27 @@ class Scorer:
     """
 
     def __init__(
-        self, batches: int, device: str, derive: Callable[[dict[str, float]], dict[str, float]] = lambda _: {}
+        self,
+        batches: int,
+        device: str,
+        derive: Callable[[dict[str, float]], dict[str, float]] = lambda _: {},
+        further: FurtherMetrics | None = None,
     ) -> None:
-        """batches: of the whole set, on all processes. derive: see `tasks.task.Task`."""
+        """batches: of the whole set, on all processes. derive: see `tasks.task.Task`. further: metrics beside those of
+        the task."""
         self.device = device
+        self.further = further
+        self.states = further.new_states() if further else None
         self.derive = derive
         self.batches = batches
         self.layout: Layout = []
 
     def add(self, batch: int, scores: ScoreSums, samples: int) -> None:
-        """scores: name -> (sum, weight); see `Task.score`."""
+        """scores: name -> (sum, weight), and perhaps `PREDICTIONS`; see `ModelWithTask.score`."""
+        scores = dict(scores)
+        predictions = scores.pop(PREDICTIONS, None)
+        if self.further and self.states is not None and isinstance(predictions, Predictions):
+            self.further.update(self.states, batch, predictions)
         if not self.layout:
             self._lay_out([(name, _classes(sums)) for name, (sums, _) in scores.items()])
         parts = [samples, *(part for pair in scores.values() for part in pair)]
@@ -93,6 +105,8 @@ class Scorer:
             if not classes and weights == [whole] and values[0].is_integer():
                 counts[name] = round(values[0])
         metrics |= self.derive(metrics)
+        if self.further and self.states is not None:
+            metrics |= self.further.merged(self.states)
         for name, value in metrics.items():
             if not math.isfinite(value):
                 log.warning(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_train.errors import ConfigError, DataError
+from ddp_train.tasks.further_metrics import PREDICTIONS, FurtherMetrics, Predictions
 
 ScoreSums = Mapping[str, tuple[Tensor | float, Tensor | float]]
 """For each metric its sum and its weight over a batch: scalars, or tensors with one number per class, [k]."""
@@ -46,6 +47,14 @@ class Task:
         """
         return {}
 
+    def predict(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        """(outputs, targets) of a batch: what the further metrics of `metrics=[...]` are updated with."""
+        raise NotImplementedError
+
+    def score_and_predict(self, model: nn.Module, batch: Any) -> tuple[ScoreSums, tuple[Tensor, Tensor]]:
+        """What `score` and `predict` return. Worth overriding where one forward pass serves both."""
+        return self.score(model, batch), self.predict(model, batch)
+
     def derive(self, scores: dict[str, float]) -> dict[str, float]:
         """Further metrics, computed from those of the whole set: a root, an exponential."""
         return {}
@@ -56,7 +65,19 @@ class Task:
         return 1.0
 
 
-_PARTS = ("unit", "units_are_samples", "loss_name", "better", "loss", "score", "derive", "units_per_sample")
+_PARTS = (
+    *("unit", "units_are_samples", "loss_name", "better", "loss", "score", "predict", "score_and_predict", "derive"),
+    "units_per_sample",
+)
+
+
+def can_predict(task: Task) -> bool:
+    """Whether it has a method `predict`, or another that does its work."""
+    return any(
+        getattr(found, "__func__", found) is not getattr(Task, name)
+        for name in ("predict", "score_and_predict")
+        if (found := getattr(task, name))
+    )
 
 
 def complete(task: Any) -> Task:
@@ -96,6 +117,8 @@ class ModelWithTask(nn.Module):
         self.task = task
         self.device_type = torch.device(device).type
         self.autocast = autocast
+        self.further: FurtherMetrics | None = None
+        """Metrics beside those of the task."""
 
     def forward(self, batch: Any) -> tuple[Tensor, Tensor | None]:
         if self.autocast is None:
@@ -109,13 +132,26 @@ class ModelWithTask(nn.Module):
         return loss, None if self.task.units_are_samples else _on_device(units, loss)
 
     def score(self, batch: Any) -> ScoreSums:
-        """The metrics of a batch; see `Task.score`."""
+        """The metrics of a batch; see `Task.score`. With further metrics also its `PREDICTIONS`."""
+        predictions = None
         with torch.autocast(self.device_type, self.autocast or torch.bfloat16, enabled=self.autocast is not None):
-            scores = self.task.score(self.model, batch)
+            if self.further:
+                scores, predictions = self.task.score_and_predict(self.model, batch)
+            else:
+                scores = self.task.score(self.model, batch)
             if "loss" not in scores:
                 loss, units = checked(self.task.loss(self.model, batch), self.task)
                 scores = {"loss": (loss, units), **scores}
-        return scores
+        return scores if predictions is None else {**scores, PREDICTIONS: predicted(predictions, self.task)}
+
+
+def predicted(found: Any, task: Task) -> Predictions:
+    """What `Task.predict` returned. Raises DataError if it is not what it must be."""
+    if isinstance(found, tuple) and len(found) == 2 and all(isinstance(part, Tensor) for part in found):
+        return Predictions(*found)
+    raise DataError(
+        f"predict() of the task {type(task).__name__} returned {_in_words(found)}", "return (outputs, targets): tensors"
+    )
 
 
 def _on_device(units: Tensor | float, loss: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ddp_train.distributed.process_group import ranks, set_buffers
+from ddp_train.errors import ConfigError
 from ddp_train.optim.ema import WeightAverage
 from ddp_train.parallel.strategy import Strategy
 from ddp_train.tasks.score import Score
@@ -49,9 +50,12 @@ def _joined(score: Score, of_average: Score | None) -> Score | None:
     return dataclasses.replace(score, metrics={**score.metrics, **more})
 
 
-def with_average(names: list[str], average: WeightAverage | None) -> list[str]:
-    """The names of metrics, and of those of the average if there is one."""
-    return names + [OF_AVERAGE + name for name in names] if average else names
+def with_average(names: list[str], averaged: bool) -> list[str]:
+    """The names of metrics, and of those of the average if there is one. Raises ConfigError if one is there twice."""
+    more = [OF_AVERAGE + name for name in names if averaged]
+    if twice := set(names) & set(more):
+        raise ConfigError([f"train.ema_decay: a metric {min(twice)} is there already; give that one another name"])
+    return names + more
 
 
 Taken = tuple[dict[str, Tensor], dict[str, Any]]

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from ddp_train.errors import ConfigError
-from ddp_train.text import counted, did_you_mean
+from ddp_train.text import counted
 from ddp_train.training.hooks import MetricsHook
 from ddp_train.training.loop import Job
 from ddp_train.training.selection import Best
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """A metric that a key names."""
-
-    key: str
-    """With its value, for messages."""
-    metric: str
 
 
 class SelectionHook:
@@ -27,17 +17,10 @@ class SelectionHook:
     Where training stops early, the plan ends there: all that happens at the end of a run happens then.
     """
 
-    def __init__(
-        self,
-        record: MetricsHook,
-        best: Best,
-        stopping: Best | None = None,
-        patience: int = 0,
-        wanted: tuple[Wanted, ...] = (),
-    ) -> None:
+    def __init__(self, record: MetricsHook, best: Best, stopping: Best | None = None, patience: int = 0) -> None:
         """record: is asked for the score; to be called after it. best: of the run. stopping: what early stopping
-        compares, and patience the number of evaluations that it waits. wanted: metrics that the task must have."""
-        self.record, self.best, self.stopping, self.patience, self.wanted = record, best, stopping, patience, wanted
+        compares, and patience the number of evaluations that it waits."""
+        self.record, self.best, self.stopping, self.patience = record, best, stopping, patience
         self.stopped_early: dict[str, Any] | None = None
         """For summary.json: the step and the reason."""
 
@@ -50,17 +33,6 @@ class SelectionHook:
         for one in filter(None, (self.best, self.stopping)):
             one.see(job.step, self.record.score.metrics)
         self.stop_if_due(job)
-
-    def check(self, names: list[str]) -> None:
-        """Raises ConfigError if a key names a metric that the task does not have. names: of those that it has."""
-        problems = [
-            f"{one.key}: the task has no metric {one.metric}; it has {', '.join(names)}"
-            + did_you_mean(one.metric, names)
-            for one in self.wanted
-            if one.metric not in names
-        ]
-        if problems:
-            raise ConfigError(problems)
 
     def stop_if_due(self, job: Job) -> None:
         """Ends the plan after `job.step` if the best is too long ago: at an evaluation, or where a run resumes."""

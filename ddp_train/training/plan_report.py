@@ -6,6 +6,7 @@ from typing import Any
 
 from ddp_train.config import metrics
 from ddp_train.config.auto import process_count
+from ddp_train.config.metrics import further
 from ddp_train.config.schema import TRACKERS, Config, TuningConfig
 from ddp_train.data.batch_plan import BatchPlan
 from ddp_train.tasks.task import Task
@@ -31,6 +32,7 @@ def plan_rows(
         "model": f"{_model_name(config.model)}, {parameters:,} parameters",
         "data": _data(config.data, plan.samples, validation_samples),
         "task": _task(config.task, task),
+        **_further(config),
         "global batch": f"{plan.global_batch_size} = {_split(plan, process_count(config))}",
         "steps": _steps(plan, config.train.epochs, first_step),
         "optimizer": _optimizer(config, plan, base_lr, warmup_steps),
@@ -64,6 +66,11 @@ def _task(section: Any, task: Task) -> str:
     name = section.target if section.name == "custom" else snake_case(type(task).__name__)
     loss = f", {task.loss_name}" if task.loss_name else ""
     return f"{name}{loss}, mean over {task.unit}s" + (" (auto: by the targets)" if section.name == "auto" else "")
+
+
+def _further(config: Config) -> dict[str, str]:
+    names = [item.name for item in further(config)]
+    return {"metrics": f"{', '.join(names)}, beside the task's"} if names else {}
 
 
 def _data(data: Any, samples: int, validation_samples: int | None) -> str:

@@ -131,11 +131,11 @@ class Run:
             split=sources.scored[0],
             rates=setup.build_rates(config, self.world, device, job, sources.train),
         )
-        select = setup.build_selection(config, module.task, sources, record)
+        setup.check_metrics(config, module, sources, device)
+        select = setup.build_selection(config, setup.directions(module), sources, record)
         data_digests = digests(sources[0])
         if found:
             self.restore(found, job, record, select, data_digests)
-        setup.check_metrics(select, config, job, sources.train, device)
         job.stepper.continue_from(first_step)
         save = self.checkpoint_hook(record, select, data_digests)
         self.start_trackers(tracking, metrics, first_step)
@@ -282,6 +282,8 @@ class Run:
         """Scores the test set with a checkpoint. Returns the summary."""
         strategy = setup.build_strategy(self.config, self.world, self.device)
         module = setup.build_module(self.config, sources[0], strategy, self.device)
+        if module.further:
+            setup.check_metrics(self.config, module, sources, self.device)
         evaluation = setup.build_evaluation(
             self.config, self.world, self.device, module, strategy, sources.test, self.status
         )
@@ -331,7 +333,7 @@ class Run:
 
     def summary(self, scores: Scores | None, module: ModelWithTask, **numbers: Any) -> dict[str, Any]:
         """The content of summary.json."""
-        on_gpu = self.config.device == "cuda"
+        on_gpu, better = self.config.device == "cuda", setup.directions(module)
         return {
             "status": "completed" if scores else "preempted",
             **described(self.config),
@@ -340,7 +342,7 @@ class Run:
             "device_name": torch.cuda.get_device_name(self.device) if on_gpu else "cpu",
             "torch": torch.__version__,
             **numbers,
-            "better": setup.directions(module.task, scores["test"].metrics if scores else {}),
+            "better": {name: better.get(name, "min") for name in (scores["test"].metrics if scores else ())},
             "validation": scores["validation"].as_dict() if scores and "validation" in scores else None,
             "test": scores["test"].as_dict() if scores else None,
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -45,7 +45,8 @@ from ddp_train.telemetry.rates import Rates
 from ddp_train.tensor_tree import map_tensors
 from ddp_train.text import OF_AVERAGE, counted
 from ddp_train.training.averaging import with_average
-from ddp_train.training.early_stopping import SelectionHook, Wanted
+from ddp_train.training.early_stopping import SelectionHook
+from ddp_train.training.further_metrics import build_further, metric_names
 from ddp_train.training.hooks import MetricsHook
 from ddp_train.training.loop import Evaluation, Job
 from ddp_train.training.phases import ReportedBatches, ReportedStepper
@@ -86,6 +87,7 @@ def build_module(config: Config, source: BatchSource, strategy: Strategy, device
         shape = _input_shape(sample, config.model.name)
         model = build_model(config.model.name, shape, source.outputs, **arguments_of(config.model))
     module = strategy.place(ModelWithTask(model, task, device, AUTOCAST[config.tuning.precision]))
+    module.further = build_further(metrics.further(config), task, device)
     tuning = config.tuning
     switches.tune_model(
         module,
@@ -283,50 +285,48 @@ def build_evaluation(
         module=module,
         strategy=strategy,
         batches=ReportedBatches(loader, status, "evaluation "),
-        new_scorer=lambda: Scorer(-(-len(source) // batch_size), device, module.task.derive),
+        new_scorer=lambda: Scorer(-(-len(source) // batch_size), device, module.task.derive, module.further),
     )
 
 
-def directions(task: Task, metrics: Iterable[str]) -> dict[str, str]:
-    """Which direction is better, max or min, for each metric. What a task of your own does not say is that of the
-    built-in metric of that name, or else min; that of a metric of the average is the metric's own."""
-    better = _directions(task)
-    return {name: better.get(name, "min") for name in metrics}
-
-
-def _directions(task: Task) -> dict[str, str]:
-    better = {**DIRECTIONS, **task.better}
+def directions(module: ModelWithTask) -> dict[str, str | None]:
+    """Which direction is better, max or min, for each metric that says so: others of a task of your own have that of
+    the built-in metric of their name, or else min. None for a further metric whose direction nobody knows. That of a
+    metric of the average of the weights is the metric's own."""
+    better = {**DIRECTIONS, **module.task.better, **(module.further.better if module.further else {})}
     return {**{OF_AVERAGE + name: way for name, way in better.items()}, **better}
 
 
-def build_selection(config: Config, task: Task, sources: Splits, record: MetricsHook) -> SelectionHook:
-    """What follows from each evaluation. Raises ConfigError if a key names a set that is not scored then."""
+def check_metrics(config: Config, module: ModelWithTask, sources: Splits, device: str) -> None:
+    """Raises ConfigError if a key names a metric that there is not, or a set that is not scored then, or if a further
+    metric does not fit: the first batch of an evaluation is scored to see, the same one on all processes."""
     problems = metrics.problems(config, sources.validation is not None)
+    if not problems and (module.further or any(metrics.named(config))):
+        source = sources.scored[1]
+        first = evaluation_batches(len(source), config.train.evaluate_batch_size, rank=0, world_size=1)[0]
+        names = metric_names(module, _batch(config, source, first, device).data)
+        names = with_average(names, config.train.ema_decay is not None)
+        problems = metrics.unusable(config, names, directions(module))
     if problems:
         raise ConfigError(problems)
-    split, better = sources.scored[0], _directions(task)
+
+
+def build_selection(
+    config: Config, better: Mapping[str, str | None], sources: Splits, record: MetricsHook
+) -> SelectionHook:
+    """What follows from each evaluation. better: see `directions`."""
+    split, known = sources.scored[0], {name: way for name, way in better.items() if way}
     stopping = config.train.early_stopping
 
     def by(metric: str, auto: str) -> Selection:
-        return Selection(split, auto if metric == metrics.AUTO else metric.partition(".")[2], better)
+        return Selection(split, auto if metric == metrics.AUTO else metric.partition(".")[2], known)
 
     return SelectionHook(
         record,
         best=Best(by(config.checkpoint.best_metric, AUTO)),
         stopping=Best(by(stopping.metric, "loss"), stopping.min_delta) if stopping.patience else None,
         patience=stopping.patience or 0,
-        wanted=tuple(Wanted(f"{key}={metric}", metric.partition(".")[2]) for key, metric in metrics.named(config)),
     )
-
-
-def check_metrics(select: SelectionHook, config: Config, job: Job, source: BatchSource, device: str) -> None:
-    """Raises ConfigError if a key names a metric that the task does not have: a batch is scored to see, its numbers are
-    thrown away."""
-    if select.wanted:
-        job.module.eval()
-        with torch.no_grad():
-            found = dict.fromkeys(job.module.score(first_batch(config, job.plan, source, device).data), 0.5)
-        select.check(with_average([*found, *job.module.task.derive(found)], job.stepper.average))
 
 
 def loader_options(config: Config) -> LoaderOptions:
@@ -340,10 +340,14 @@ def _resident(config: Config) -> bool:
 
 
 def first_batch(config: Config, plan: BatchPlan, source: BatchSource, device: str, mix: Mix | None = None) -> Batch:
-    """This process's first micro-batch, as training sees it; no loader process is started for it. mix: None leaves the
-    samples unmixed."""
+    """This process's first micro-batch, as training sees it. mix: None leaves the samples unmixed."""
+    return _batch(config, source, next(plan.micro_batches()), device, mix)
+
+
+def _batch(config: Config, source: BatchSource, micro_batch: MicroBatch, device: str, mix: Mix | None = None) -> Batch:
+    """One batch; no loader process is started for it."""
     options = replace(loader_options(config), num_workers=0)
-    return next(iter(Loader(source, [next(plan.micro_batches())], device, options, mix=mix)))
+    return next(iter(Loader(source, [micro_batch], device, options, mix=mix)))
 
 
 class _MicroBatches:

@@ -1,0 +1,29 @@
+"""What `all_gather` must know of the training step that is going on. Strategies tell it."""
+
+from __future__ import annotations
+
+ACCUMULATES = (
+    "train.accumulation_steps: ddp_train.all_gather sees the samples of one micro-batch, so the loss would depend on "
+    "accumulation; use train.accumulation_steps=1"
+)
+
+
+class TrainingStep:
+    """Around forward and backward of a micro-batch. What is going on belongs to the process, not to a thread: the
+    replicas of DataParallel run in threads of their own."""
+
+    current: TrainingStep | None = None
+    __slots__ = ("counts", "refused")
+
+    def __init__(self, counts: bool = True, is_last: bool = True, refused: str = "") -> None:
+        """counts: whether the rows of this process count; False for a stand-in, see `data.batch_plan.MicroBatch`.
+        is_last: whether the micro-batch is the last of its optimizer step. refused: why rows cannot be gathered here,
+        with the remedy."""
+        self.counts = counts
+        self.refused = refused or ("" if is_last else ACCUMULATES)
+
+    def __enter__(self) -> None:
+        TrainingStep.current = self
+
+    def __exit__(self, *_: object) -> None:
+        TrainingStep.current = None
