@@ -5,32 +5,43 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from ddp_train.config.schema import Config
 from ddp_train.config.user_code import instantiate, parameters_of
 from ddp_train.data.datasets import UserDataset, build_datasets
+from ddp_train.data.sample_facts import training_weights
 from ddp_train.data.splits import Splits, parted
 from ddp_train.errors import ConfigError
 
-LAUNCHERS_OWN = ("name", "placement", "limit", "validation")
+LAUNCHERS_OWN = ("name", "placement", "limit", "validation", "weights")
 """Keys of a data set that are no arguments of its builder."""
 
 
 def open_datasets(config: Config) -> Splits:
     """Raises DataError or ConfigError."""
     data, seed = config.data, config.seed
-    if data.name == "custom":
-        return _own_datasets(data, seed)
+    splits, whole = _own_datasets(data, seed) if data.name == "custom" else _built_in(data, seed)
+    if not data.weights:
+        return splits
+    trains = parted(whole, data.validation, seed)[0] if data.validation else np.arange(whole)
+    weights = training_weights(data.weights, splits.train, trains[: len(splits.train)], whole)
+    return splits._replace(weights=weights)
+
+
+def _built_in(data: Any, seed: int) -> tuple[Splits, int]:
+    """And the number of samples of the training set, before it is parted or limited."""
     arguments = {name: value for name, value in vars(data).items() if name not in LAUNCHERS_OWN}
     train, test = build_datasets(data.name, seed, **arguments)
-    validation = None
+    validation, whole = None, len(train)
     if data.validation:
         kept, taken = parted(len(train), data.validation, seed)
         train, validation = train.select(kept), train.select(taken)
-    return Splits(train, test, validation).limited(data.limit)
+    return Splits(train, test, validation).limited(data.limit), whole
 
 
-def _own_datasets(data: Any, seed: int) -> Splits:
-    """Those of the user's own class: by its `split`, "train", "validation" and "test", or else by its `train`."""
+def _own_datasets(data: Any, seed: int) -> tuple[Splits, int]:
+    """As above. Those of the user's own class: by its `split`, "train", "validation" and "test", or else by its `train`."""
     parameters = parameters_of("data", data)
     by_split = "split" in parameters and "split" not in data.arguments  # else it means something else, as in EMNIST
 
@@ -39,6 +50,7 @@ def _own_datasets(data: Any, seed: int) -> Splits:
         return UserDataset(instantiate("data", section, **which), seed)
 
     train, test, validation = opened("train"), opened("test"), None
+    whole = len(train)
     if data.validation:
         kept, taken = parted(len(train), data.validation, seed)
         plain = train
@@ -52,4 +64,4 @@ def _own_datasets(data: Any, seed: int) -> Splits:
             problem = f"data._target_={data.target}: split='validation' failed: {type(error).__name__}: {error}"
             remedy = "use data.validation=0, or data.validation=0.1 for a part of the training set"
             raise ConfigError([f"{problem}; {remedy}"]) from error
-    return Splits(train, test, validation)
+    return Splits(train, test, validation), whole

@@ -28,9 +28,9 @@ def plan_rows(
     return {
         "processes": _processes(config),
         "model": f"{_model_name(config.model)}, {parameters:,} parameters",
-        "data": _data(config.data, plan.samples, validation_samples),
+        "data": _data(config.data, plan, validation_samples),
         "task": _task(config.task, task),
-        "global batch": f"{plan.global_batch_size} = {_split(plan, process_count(config))}",
+        "global batch": _global_batch(plan, process_count(config)),
         "steps": _steps(plan, config.train.epochs, first_step),
         "optimizer": _optimizer(config, plan, base_lr, warmup_steps),
         **_compute(plan, rates),
@@ -65,8 +65,10 @@ def _task(section: Any, task: Task) -> str:
     return f"{name}{loss}, mean over {task.unit}s" + (" (auto: by the targets)" if section.name == "auto" else "")
 
 
-def _data(data: Any, samples: int, validation_samples: int | None) -> str:
-    parts = [data.name, f"{samples:,} samples to train on"]
+def _data(data: Any, plan: BatchPlan, validation_samples: int | None) -> str:
+    parts = [data.name, f"{plan.samples:,} samples to train on"]
+    if plan.weights:
+        parts.append(f"an epoch is {plan.samples:,} draws with replacement (weights {data.weights})")
     if validation_samples is not None:
         parts.append(f"{validation_samples:,} to validate ({data.validation or 'its own split'})")
     if getattr(data, "placement", "host") == "device":
@@ -74,6 +76,17 @@ def _data(data: Any, samples: int, validation_samples: int | None) -> str:
     if decode := getattr(data, "decode", ""):
         parts.append(f"decode {decode}")
     return ", ".join(parts)
+
+
+def _global_batch(plan: BatchPlan, processes: int) -> str:
+    if not plan.lengths:
+        return f"{plan.global_batch_size} = {_split(plan, processes)}"
+    sizes = plan.lengths.sizes
+    parts = plan.virtual_shards or processes * plan.accumulation_steps
+    return (
+        f"at most {plan.global_batch_size:,} tokens, padding ({plan.lengths.padding:.0%} at most) included; {sizes.min():,} "
+        f"to {counted(int(sizes.max()), 'sample')} of about one length, in {counted(parts, 'part')}"
+    )
 
 
 def _split(plan: BatchPlan, processes: int) -> str:

@@ -131,7 +131,7 @@ class Run:
             rates=setup.build_rates(config, self.world, device, job, sources.train),
         )
         select = setup.build_selection(config, module.task, sources, record)
-        data_digests = digests(sources[0])
+        data_digests = digests(sources[0]) | job.plan.digests()
         if found:
             self.restore(found, job, record, select, data_digests)
         setup.check_metrics(select, config, job, sources.train, device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -16,10 +16,12 @@ from ddp_train.config import metrics
 from ddp_train.config.auto import optimizer_at_batch
 from ddp_train.config.schema import DIRECTIONS, Config
 from ddp_train.config.user_code import instantiate
-from ddp_train.data.batch_plan import BatchPlan, MicroBatch, evaluation_batches
+from ddp_train.data.batch_plan import BatchPlan, evaluation_batches
 from ddp_train.data.datasets import BatchSource
 from ddp_train.data.loader import Batch, Loader, LoaderOptions
 from ddp_train.data.rng import StepSeed, hash_key
+from ddp_train.data.sample_facts import lengths_of
+from ddp_train.data.sampling import LengthBatches, WeightedDraws
 from ddp_train.data.splits import Splits
 from ddp_train.data.tokens import TokenSource
 from ddp_train.distributed.world import World
@@ -112,7 +114,7 @@ def build_rates(config: Config, world: World, device: str, job: Job, source: Bat
     unit = None if task.units_are_samples else task.unit
     if not world.is_leader:
         return Rates(unit)
-    if not gpu or config.model.is_launch_bound():
+    if not gpu or config.model.is_launch_bound() or config.data.batch_by == "tokens":  # there samples differ in cost
         return Rates(unit)  # utilisation says nothing there, and counting calls the model and delays the first step
     flops = flops_of(job.module.model, task, _one_sample(source, job.module.model))
     peak = peak_flops(torch.cuda.get_device_name(device), config.tuning.precision, bool(config.tuning.tf32))
@@ -161,8 +163,11 @@ def _own_model(model: Any) -> nn.Module:
     return made
 
 
-def build_plan(config: Config, world: World, samples: int) -> BatchPlan:
-    """Which process computes which samples in which step."""
+def build_plan(
+    config: Config, world: World, samples: int, weights: np.ndarray | None = None, lengths: np.ndarray | None = None
+) -> BatchPlan:
+    """Which process computes which samples in which step. weights, lengths: of the samples, where the config asks for
+    draws by weight, or for batches by length."""
     plan = BatchPlan(
         samples=samples,
         global_batch_size=config.train.global_batch_size,
@@ -172,6 +177,8 @@ def build_plan(config: Config, world: World, samples: int) -> BatchPlan:
         rank=world.rank,
         world_size=world.size,
         virtual_shards=getattr(config.strategy, "virtual_shards", None),
+        weights=None if weights is None else WeightedDraws(weights),
+        lengths=None if lengths is None else LengthBatches(lengths, config.train.global_batch_size),
     )
     whole = config.train.epochs * plan.steps_per_epoch
     return replace(plan, steps=min(whole, config.train.max_steps or whole))
@@ -206,7 +213,10 @@ def build_job(
     units = 1.0
     if not module.task.units_are_samples:
         units = module.task.units_per_sample(train_source.get_batch(np.array([0]), None))
-    plan = replace(build_plan(config, world, len(train_source)), units_per_sample=units)
+    by_tokens = config.data.batch_by == "tokens"
+    lengths = lengths_of(train_source, config.train.global_batch_size) if by_tokens else None
+    plan = build_plan(config, world, len(train_source), splits.weights, lengths)
+    plan = replace(plan, units_per_sample=units)
     factor = build_schedule(
         config.schedule.name,
         plan.steps,
@@ -232,7 +242,7 @@ def build_job(
     else:
         stepper = Stepper(optimizer, factor, scaler, **options)
     loader = Loader(
-        train_source, _MicroBatches(plan, first_step), device, loader_options(config), resident=_resident(config)
+        train_source, plan.from_step(first_step), device, loader_options(config), resident=_resident(config)
     )
     return Job(
         plan=plan,
@@ -343,17 +353,6 @@ def first_batch(config: Config, plan: BatchPlan, source: BatchSource, device: st
     """This process's first micro-batch, as training sees it; no loader process is started for it."""
     options = replace(loader_options(config), num_workers=0)
     return next(iter(Loader(source, [next(plan.micro_batches())], device, options)))
-
-
-class _MicroBatches:
-    """The micro-batches of a plan, to be iterated more than once as DataLoader's samplers are."""
-
-    def __init__(self, plan: BatchPlan, first_step: int) -> None:
-        self.plan = plan
-        self.first_step = first_step
-
-    def __iter__(self) -> Iterator[MicroBatch]:
-        return self.plan.micro_batches(self.first_step)
 
 
 def advice(config: Config, module: ModelWithTask, source: BatchSource) -> list[str]:

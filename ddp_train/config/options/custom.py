@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ddp_train.config.key import key
-from ddp_train.config.options.data import DataFacts, validation_part
+from ddp_train.config.options.data import DataFacts, sample_weights, validation_part
 from ddp_train.config.options.model import ModelFacts
 from ddp_train.config.options.optimizer import OptimizerFacts
 
@@ -26,3 +26,9 @@ class CustomDataConfig(CustomConfig):
     """Your own data set: `_target_=package.Name`, and its arguments beside it."""
 
     validation: float | None = validation_part()
+    weights: str | None = sample_weights()
+    batch_by: str = key(
+        "samples",
+        "what train.global_batch_size counts; tokens: samples of about one length together, by the data set's `lengths`",
+        choices=("samples", "tokens"),
+    )

@@ -15,6 +15,14 @@ def validation_part() -> Any:
     return key(None, meaning, at_least=0, below=1)
 
 
+def sample_weights() -> Any:
+    meaning = (
+        "draw an epoch's n samples with replacement: balanced, each class as often; or a file, .npy or text, with a "
+        "weight for each; null: each sample once"
+    )
+    return key(None, meaning)
+
+
 class DataFacts:
     """What every data set answers; the defaults are those of a data set that nothing is known about."""
 
@@ -32,7 +40,8 @@ class DataFacts:
     root = decode = ""
     path = tokenizer = None
     download = False
-    validation = None
+    validation = weights = None
+    batch_by = "samples"
 
     def in_memory_bytes(self) -> int | None:
         """Size of a data set that is held in memory: a batch is one indexing operation, which loader processes do not
@@ -55,6 +64,7 @@ class DataConfig(DataFacts):
     is_regression: ClassVar[bool | None] = False
     limit: int | None = key(None, "use only this many samples of each split", at_least=1)
     validation: float | None = validation_part()
+    weights: str | None = sample_weights()
     placement: str = key(
         "auto", "where the data are held; auto: device if they fit", choices=("auto", "host", "device")
     )
