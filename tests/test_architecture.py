@@ -24,7 +24,7 @@ ROOMS = """
 
 LINES = {
     "errors": 70, "text": 30, "linux": 90, "stdio": 35, "tensor_tree": 25,
-    "distributed": 450, "resilience": 750, "config": 2250, "launcher": 1030, "data": 1200, "models": 170,
+    "distributed": 450, "resilience": 750, "config": 2290, "launcher": 1030, "data": 1420, "models": 170,
     "telemetry": 750, "tasks": 500, "optim": 580, "parallel": 280, "performance": 330, "training": 1620,
     "study": 2450, "doctor": 1600, "launch": 90,
 }  # fmt: skip

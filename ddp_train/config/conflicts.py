@@ -201,10 +201,10 @@ def _sampling(asked: Config, config: Config, hardware: Hardware, world: World | 
     scaling = optimizer.lr_scaling
     default = scaling != "none" and optimizer.lr_base_batch == type(optimizer)().lr_base_batch
     return _true({
-        f"data.weights={data.weights}: contradicts data.batch_by=tokens: how many steps an epoch has would depend on the "
-        "draws; give one of them": data.weights and by_tokens,
-        f"data.weights={data.weights}: data={data.name} has no class labels; use data.weights=FILE, with a weight for each "
-        "sample, or leave it out":
+        f"data.weights={data.weights}: contradicts data.batch_by=tokens: the number of steps would depend on "
+        "the draws; give one of them": data.weights and by_tokens,
+        f"data.weights={data.weights}: data={data.name} has no class labels; use data.weights=FILE with a weight for "
+        "each sample, or leave it out":
             data.weights == "balanced" and (data.is_regression or data.task == "language_model"),
         f"optimizer.lr_scaling={scaling}: with data.batch_by=tokens optimizer.lr_base_batch counts tokens too; give it":
             by_tokens and default,

@@ -92,8 +92,8 @@ class BatchPlan:
         return epochs * self.samples + min(before, self.samples)
 
     def global_batch(self, step: int) -> np.ndarray:
-        """The sample numbers of an optimizer step, over all processes: int64 [n]. With weights a sample may be there more
-        than once, with lengths the longest is the first."""
+        """The sample numbers of an optimizer step, over all processes: int64 [n]. With weights a sample may be there
+        several times, with lengths the longest is the first."""
         epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
         if self.lengths:
             return self.lengths.batch(_length_epoch(self.lengths, self.seed, epoch), step_in_epoch)
@@ -129,8 +129,8 @@ class BatchPlan:
             numbers, sum_to_mean = range(self.rank, count, self.world_size), self.world_size / size
         cuts = self._cuts(indices, count)
         epoch = step // self.steps_per_epoch
-        # Every process must take part in the synchronised backward pass: one without samples computes one of the batch's
-        # with weight zero, the first or, if they differ in length, the shortest.
+        # Every process must take part in the synchronised backward pass: one without samples computes another's with
+        # weight zero, the first of the batch or, if they differ in length, the shortest.
         stand_in = indices[-1:] if self.lengths else indices[:1]
         for number in numbers:
             mine = indices[cuts(number) : cuts(number + 1)]

@@ -19,8 +19,8 @@ BALANCED = "balanced"
 def training_weights(asked: str, source: BatchSource, numbers: np.ndarray, samples: int) -> np.ndarray:
     """The weight of each sample of the training set, float64 [n]. Raises ConfigError.
 
-    asked: `data.weights`, balanced or a file. numbers: which of the `samples` of the whole training set are in `source`;
-    the others validate, or are cut off by `data.limit`.
+    asked: `data.weights`, balanced or a file. numbers: which of the `samples` of the whole training set are in
+    `source`; the others validate, or are cut off by `data.limit`.
     """
     if asked == BALANCED:
         _, classes, counts = np.unique(labels_of(source), return_inverse=True, return_counts=True)
@@ -71,8 +71,8 @@ def lengths_of(source: BatchSource, longest: int) -> np.ndarray:
         number, others = int(too_long[0]), len(too_long) - 1
         more = f", and {counted(others, 'other sample')} more than that many" if others else ""
         _refuse(
-            f"train.global_batch_size={longest}: counts tokens with {key}, and sample {_number(source, number):,} alone "
-            f"has {lengths[number]:,}{more}",
+            f"train.global_batch_size={longest}: counts tokens with {key}, and sample {_number(source, number):,} has "
+            f"{lengths[number]:,}{more}",
             f"use train.global_batch_size={lengths.max()} or more, or leave such samples out of the data set",
         )
     return lengths

@@ -21,8 +21,8 @@ pad more: docs/benchmarks/padding.md."""
 class WeightedDraws:
     """An epoch of n draws with replacement, each sample with a probability in proportion to its weight.
 
-    A draw is a uniform number in [0, sum of the weights) whose place among the cumulative sums is looked up: O(log n). It
-    depends on seed, epoch and its own number alone.
+    A draw is a uniform number in [0, sum of the weights) whose place among the cumulative sums is looked up: O(log n).
+    It depends on seed, epoch and its own number alone.
     """
 
     def __init__(self, weights: np.ndarray) -> None:
@@ -51,10 +51,10 @@ class LengthEpoch(NamedTuple):
 class LengthBatches:
     """Global batches of samples of about one length, with at most so many tokens, each sample once in an epoch.
 
-    The samples are sorted by length once and divided into buckets, the longest first; a bucket's batches all hold as many
-    samples as fit if each were as long as its longest. Each epoch shuffles the samples within their buckets, and then the
-    batches. So the sizes of the batches and their number follow from the lengths alone and are the same in every epoch,
-    while other samples meet in each. Only the batch of the shortest samples may be part full.
+    The samples are sorted by length once and divided into buckets, the longest first; a bucket's batches all hold as
+    many samples as fit if each were as long as its longest. Each epoch shuffles the samples within their buckets, and
+    then the batches. So the sizes of the batches and their number follow from the lengths alone and are the same in
+    every epoch, while other samples meet in each. Only the batch of the shortest samples may be part full.
 
     "At most" counts padding, as fairseq's max_tokens does: number of samples x longest sample.
     """
@@ -78,7 +78,7 @@ class LengthBatches:
         self.cuts = np.array(cuts)
         """Where each batch begins among the samples in the order of their buckets, and where the last one ends."""
         self.padding = 1 - int(lengths.sum()) / int(lengths[by_length][firsts] @ np.diff(firsts, append=len(lengths)))
-        """The part of an epoch's tokens that is padding, at most: if each batch were as long as its bucket's longest."""
+        """The part of an epoch's tokens that is padding, if each batch were as long as its bucket's longest."""
 
     @property
     def steps(self) -> int:
@@ -105,9 +105,10 @@ class LengthBatches:
 
 
 def even_cuts(lengths: np.ndarray, parts: int) -> list[int]:
-    """Where to cut samples into parts so that the largest part is as small as possible with padding: number of samples x
-    longest sample. lengths: int64 [n], the longest first. Returns parts + 1 positions; parts are empty only if there are
-    more parts than samples.
+    """Where to cut samples into parts so that the largest part is as small as possible with padding: number of samples
+    x longest sample. Returns parts + 1 positions; parts are empty only if there are more parts than samples.
+
+    lengths: int64 [n], the longest first.
 
     The smallest limit that is enough is found by bisection; with a limit each part, from the longest sample on, takes
     what it may. Below the limit, samples are spread evenly.

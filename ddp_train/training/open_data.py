@@ -41,7 +41,7 @@ def _built_in(data: Any, seed: int) -> tuple[Splits, int]:
 
 
 def _own_datasets(data: Any, seed: int) -> tuple[Splits, int]:
-    """As above. Those of the user's own class: by its `split`, "train", "validation" and "test", or else by its `train`."""
+    """Likewise. Of the user's own class: by its `split`, "train", "validation" and "test", or else by its `train`."""
     parameters = parameters_of("data", data)
     by_split = "split" in parameters and "split" not in data.arguments  # else it means something else, as in EMNIST
 

@@ -84,8 +84,8 @@ def _global_batch(plan: BatchPlan, processes: int) -> str:
     sizes = plan.lengths.sizes
     parts = plan.virtual_shards or processes * plan.accumulation_steps
     return (
-        f"at most {plan.global_batch_size:,} tokens, padding ({plan.lengths.padding:.0%} at most) included; {sizes.min():,} "
-        f"to {counted(int(sizes.max()), 'sample')} of about one length, in {counted(parts, 'part')}"
+        f"at most {plan.global_batch_size:,} tokens, up to {plan.lengths.padding:.0%} of them padding: "
+        f"{sizes.min():,} to {counted(int(sizes.max()), 'sample')} of about one length, in {counted(parts, 'part')}"
     )
 
 

@@ -29,6 +29,6 @@ class CustomDataConfig(CustomConfig):
     weights: str | None = sample_weights()
     batch_by: str = key(
         "samples",
-        "what train.global_batch_size counts; tokens: samples of about one length together, by the data set's `lengths`",
+        "what train.global_batch_size counts; tokens: samples of about one length together, by the data's `lengths`",
         choices=("samples", "tokens"),
     )
