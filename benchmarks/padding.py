@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=200_000)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    small, lines = max(options.samples // 100, 10), []
+    small, medium, lines = max(options.samples // 100, 10), max(options.samples // 10, 10), []
     for samples in (small, options.samples):
         for tokens in (16_384, 65_536):
             lines += rows(samples, tokens)
@@ -137,25 +137,26 @@ def main() -> None:
         [
             "# How much padding batches by length save",
             "",
-            f"Log-normal lengths, median {MEDIAN} tokens, sigma {SIGMA}, from {SHORTEST} to {LONGEST:,}. Padding: its part",
-            "of the tokens that are computed, each process padding its micro-batch to its own longest sample. Step: how",
-            "many times longer it takes than one without padding and split evenly, if the process with most tokens decides.",
+            f"Log-normal lengths, median {MEDIAN} tokens, sigma {SIGMA}, from {SHORTEST} to {LONGEST:,}. Padding: its",
+            "part of the tokens that are computed, each process padding its micro-batch to its own longest sample.",
+            "Step: how many times longer it takes than one without padding and split evenly, if the process with most",
+            "tokens decides.",
             "",
             "| samples | tokens in a global batch | batches | steps per epoch | padding, 1 process | step | "
             "8 processes | step |",
             "|---:|---:|---|---:|---:|---:|---:|---:|",
             *lines,
             "",
-            "Random order: batches of one number of samples, with as many tokens on average as the limit, not counting",
-            f"padding. Window: shuffled, sorted within {WINDOW} batches at a time, filled up to the limit; steps per epoch",
-            "then differ from epoch to epoch. It and `data.batch_by=tokens` count padding, and keep the limit.",
+            "Random order: batches of one number of samples, with as many tokens on average as the limit, without",
+            f"padding. Window: shuffled, sorted within {WINDOW} batches at a time, filled up to the limit; the number",
+            "of steps then differs from epoch to epoch. It and `data.batch_by=tokens` keep the limit with padding.",
             "",
-            f"What the constants of `data/sampling.py` cost: padding, and steps per epoch, of {small:,} samples in batches",
-            "of 16,384 tokens, on one process.",
+            f"What the constants of `data/sampling.py` cost: padding, and steps per epoch, of {medium:,} samples",
+            "in batches of 16,384 tokens, on one process.",
             "",
             "| `ALIKE` | `LEAST_BATCHES` 1 | 2 | 4 | 8 |",
             "|---:|---:|---:|---:|---:|",
-            *choices(small, 16_384),
+            *choices(medium, 16_384),
             "",
             f"Planning {times(5 * options.samples, 65_536)}.",
             "",

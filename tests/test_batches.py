@@ -142,7 +142,7 @@ WRONG = {
     ),
     "nan": ("1\n2\nnan\n4", r"the weight of sample 2 is nan; use finite numbers, 0 or above"),
     "negative": ("1\n-2\n3\n4", r"the weight of sample 1 is -2; use finite numbers"),
-    "zero": ("0\n0\n0\n0", r"the weights of the samples that train add up to 0; use a finite sum above 0"),
+    "zero": ("0\n0\n0\n0", r"the weights of the samples that train add up to 0; use a sum above 0"),
     "table": (np.ones((4, 2)), r"has the shape \[4, 2\], and the whole training set 4 samples"),
     "words": (np.array(["a"]), r"cannot be read: could not convert string to float"),
 }

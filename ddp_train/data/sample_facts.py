@@ -27,16 +27,20 @@ def training_weights(asked: str, source: BatchSource, numbers: np.ndarray, sampl
         return 1 / counts[classes]
     weights = _read(asked)
     if weights.shape != (samples,):
-        has = f"has {_shape(weights)}, and the whole training set {samples:,} samples"
-        _refuse(f"data.weights={asked}: {has}", "write one weight for each sample")
+        _refuse(
+            f"data.weights={asked}: has {_shape(weights)}, and the whole training set {samples:,} samples",
+            "write one weight for each sample",
+        )
     wrong = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
     if len(wrong):
-        has = f"the weight of sample {wrong[0]:,} is {weights[wrong[0]]:g}"
-        _refuse(f"data.weights={asked}: {has}", "use finite numbers, 0 or above")
+        number, weight = wrong[0], weights[wrong[0]]
+        _refuse(
+            f"data.weights={asked}: the weight of sample {number:,} is {weight:g}", "use finite numbers, 0 or above"
+        )
     weights = weights[numbers]
     if not 0 < weights.sum() < np.inf:
-        has = f"the weights of the samples that train add up to {weights.sum():g}"
-        _refuse(f"data.weights={asked}: {has}", "use a finite sum above 0")
+        total = weights.sum()
+        _refuse(f"data.weights={asked}: the weights of the samples that train add up to {total:g}", "use a sum above 0")
     return weights
 
 
@@ -70,9 +74,9 @@ def lengths_of(source: BatchSource, longest: int) -> np.ndarray:
     if len(too_long):
         number, others = int(too_long[0]), len(too_long) - 1
         more = f", and {counted(others, 'other sample')} more than that many" if others else ""
+        which = f"{_number(source, number):,} has {lengths[number]:,}{more}"
         _refuse(
-            f"train.global_batch_size={longest}: counts tokens with {key}, and sample {_number(source, number):,} has "
-            f"{lengths[number]:,}{more}",
+            f"train.global_batch_size={longest}: counts tokens with data.batch_by=tokens, and sample {which}",
             f"use train.global_batch_size={lengths.max()} or more, or leave such samples out of the data set",
         )
     return lengths

@@ -64,7 +64,7 @@ class LengthBatches:
         self.lengths = lengths
         by_length = np.argsort(-lengths, kind="stable")
         longest_first = -lengths[by_length]  # ascending, as searchsorted wants it
-        self.bucket_of = np.empty(len(lengths), dtype=np.uint16)  # of two bytes: numpy sorts them in linear time
+        self.bucket_of = np.empty(len(lengths), dtype=np.uint16)  # a few hundred; numpy sorts two bytes in linear time
         cuts, firsts, start = [0], [], 0
         while start < len(lengths):
             longest = -int(longest_first[start])
