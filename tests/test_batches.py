@@ -27,10 +27,11 @@ from ddp_train.data.sample_facts import labels_of, lengths_of, training_weights
 from ddp_train.data.sampling import ALIKE, LengthBatches, WeightedDraws, even_cuts
 from ddp_train.data.splits import Splits, parted
 from ddp_train.distributed.world import World
-from ddp_train.errors import ConfigError, DataError
+from ddp_train.errors import ConfigError, DataError, PeerError
 from ddp_train.training.loop import fit, train
 from ddp_train.training.open_data import open_datasets
 from ddp_train.training.plan_report import plan_rows
+from ddp_train.training.run import plan_digests
 from tests.jobs import config_of, job_of, largest_difference, table
 from tests.ranks import on_ranks
 
@@ -381,6 +382,9 @@ def rungs(world: World) -> dict[str, dict[str, Tensor]]:
     found = {f"accumulation {number}": fitted(made(world, accumulation=number)) for number in (1, 2)}
     found["drawn"] = drawn(world)
     if world.size == 3:
+        of = np.array([1.0, 1.0 + (world.rank == 2)])  # as if one host had another file
+        with pytest.raises(PeerError, match="a digest of the samples' weights is not the same for all processes"):
+            plan_digests(BatchPlan(2, 2, 1, 1, 0, weights=WeightedDraws(of)), "cpu")
         found["interrupted"] = interrupted(world)
     if world.size in (1, 4):
         found["ordered"] = fitted(made(world, strategy={"name": "ordered", "virtual_shards": 4}))

@@ -15,6 +15,7 @@ from ddp_train.config.auto import described
 from ddp_train.config.freeze import facts_of_start, to_values
 from ddp_train.config.schema import TRACKERS, Config
 from ddp_train.config.user_code import build_hook
+from ddp_train.data.batch_plan import BatchPlan
 from ddp_train.data.datasets import check_same_data, digests
 from ddp_train.data.splits import Splits
 from ddp_train.distributed.process_group import Store, from_leader, local_leader_first, same_everywhere, set_buffers
@@ -44,6 +45,16 @@ from ddp_train.training.plan_report import plan_rows
 
 Scores = dict[str, Score]
 """By the name of the split."""
+
+
+def plan_digests(plan: BatchPlan, device: str) -> dict[str, str]:
+    """Of the weights, or lengths, that decide which samples a batch has. Raises PeerError if the processes read
+    different ones: each would compute its part of another batch."""
+    found = plan.digests()
+    for name, digest in found.items():
+        what, number = f"a digest of the samples' {name}", int(digest[:15], 16)
+        same_everywhere(number, device, what, "give all hosts the same files")
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +114,8 @@ class Run:
         which = "last" if section.which == "auto" and self.config.mode == "train" else section.which
         found = found or checkpoint.find(section.resume, self.run_dir, which)
         step = checkpoint.read_manifest(found)["step"] if found else -1
-        same_everywhere(step, self.device, f"the checkpoint in {self.run_dir}")
+        shared = "run_dir must be on a file system that all hosts share"
+        same_everywhere(step, self.device, f"the checkpoint in {self.run_dir}", shared)
         return found
 
     def tracker_names(self) -> list[str]:
@@ -131,7 +143,7 @@ class Run:
             rates=setup.build_rates(config, self.world, device, job, sources.train),
         )
         select = setup.build_selection(config, module.task, sources, record)
-        data_digests = digests(sources[0]) | job.plan.digests()
+        data_digests = digests(sources[0]) | plan_digests(job.plan, device)
         if found:
             self.restore(found, job, record, select, data_digests)
         setup.check_metrics(select, config, job, sources.train, device)
