@@ -29,9 +29,8 @@ from ddp_train.data.splits import Splits, parted
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, DataError, PeerError
 from ddp_train.training.loop import fit, train
-from ddp_train.training.open_data import open_datasets
+from ddp_train.training.open_data import open_datasets, plan_digests
 from ddp_train.training.plan_report import plan_rows
-from ddp_train.training.run import plan_digests
 from tests.jobs import config_of, job_of, largest_difference, table
 from tests.ranks import on_ranks
 

@@ -9,9 +9,11 @@ import numpy as np
 
 from ddp_train.config.schema import Config
 from ddp_train.config.user_code import instantiate, parameters_of
+from ddp_train.data.batch_plan import BatchPlan
 from ddp_train.data.datasets import UserDataset, build_datasets
 from ddp_train.data.sample_facts import training_weights
 from ddp_train.data.splits import Splits, parted
+from ddp_train.distributed.process_group import same_everywhere
 from ddp_train.errors import ConfigError
 
 LAUNCHERS_OWN = ("name", "placement", "limit", "validation", "weights")
@@ -65,3 +67,13 @@ def _own_datasets(data: Any, seed: int) -> tuple[Splits, int]:
             remedy = "use data.validation=0, or data.validation=0.1 for a part of the training set"
             raise ConfigError([f"{problem}; {remedy}"]) from error
     return Splits(train, test, validation), whole
+
+
+def plan_digests(plan: BatchPlan, device: str) -> dict[str, str]:
+    """Of the weights, or lengths, that decide which samples a batch has. Raises PeerError if the processes read
+    different ones: each would compute its part of another batch."""
+    found = plan.digests()
+    for name, digest in found.items():
+        what, number = f"a digest of the samples' {name}", int(digest[:15], 16)
+        same_everywhere(number, device, what, "give all hosts the same files")
+    return found

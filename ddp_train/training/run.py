@@ -15,7 +15,6 @@ from ddp_train.config.auto import described
 from ddp_train.config.freeze import facts_of_start, to_values
 from ddp_train.config.schema import TRACKERS, Config
 from ddp_train.config.user_code import build_hook
-from ddp_train.data.batch_plan import BatchPlan
 from ddp_train.data.datasets import check_same_data, digests
 from ddp_train.data.splits import Splits
 from ddp_train.distributed.process_group import Store, from_leader, local_leader_first, same_everywhere, set_buffers
@@ -39,22 +38,12 @@ from ddp_train.training.display_hooks import SAMPLE, SampleHook, tensorboard_det
 from ddp_train.training.early_stopping import SelectionHook
 from ddp_train.training.hooks import CheckpointHook, MetricsHook
 from ddp_train.training.loop import Evaluation, Job, evaluate, fit
-from ddp_train.training.open_data import open_datasets
+from ddp_train.training.open_data import open_datasets, plan_digests
 from ddp_train.training.phases import ReportedHook
 from ddp_train.training.plan_report import plan_rows
 
 Scores = dict[str, Score]
 """By the name of the split."""
-
-
-def plan_digests(plan: BatchPlan, device: str) -> dict[str, str]:
-    """Of the weights, or lengths, that decide which samples a batch has. Raises PeerError if the processes read
-    different ones: each would compute its part of another batch."""
-    found = plan.digests()
-    for name, digest in found.items():
-        what, number = f"a digest of the samples' {name}", int(digest[:15], 16)
-        same_everywhere(number, device, what, "give all hosts the same files")
-    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,8 +103,7 @@ class Run:
         which = "last" if section.which == "auto" and self.config.mode == "train" else section.which
         found = found or checkpoint.find(section.resume, self.run_dir, which)
         step = checkpoint.read_manifest(found)["step"] if found else -1
-        shared = "run_dir must be on a file system that all hosts share"
-        same_everywhere(step, self.device, f"the checkpoint in {self.run_dir}", shared)
+        same_everywhere(step, self.device, f"the checkpoint in {self.run_dir}")
         return found
 
     def tracker_names(self) -> list[str]:
