@@ -24,7 +24,7 @@ ROOMS = """
 
 LINES = {
     "errors": 70, "text": 30, "linux": 90, "stdio": 35, "tensor_tree": 25,
-    "distributed": 570, "resilience": 750, "config": 2365, "launcher": 1030, "data": 1330, "models": 170,
+    "distributed": 570, "resilience": 750, "config": 2405, "launcher": 1030, "data": 1550, "models": 170,
     "telemetry": 750, "tasks": 750, "optim": 635, "parallel": 280, "performance": 330, "training": 1700,
     "study": 2450, "doctor": 1600, "launch": 90,
 }  # fmt: skip

@@ -37,6 +37,7 @@ from ddp_train.config.overrides import read_overrides
 from ddp_train.config.schema import OPTIONS, SCALARS, SECTIONS, Config
 from ddp_train.config.validate import check
 from ddp_train.data.datasets import ArraySource, BatchSource
+from ddp_train.data.sample_facts import lengths_of
 from ddp_train.distributed.world import World
 from ddp_train.errors import DataError, NonFiniteLossError
 from ddp_train.launcher import local, multihost, sweep
@@ -165,6 +166,7 @@ class Table:
 
     def __init__(self, size: int, train: bool) -> None:
         self.size = size
+        self.targets = self.lengths = [1 + number % 2 for number in range(size)]
 
     def __len__(self) -> int:
         return self.size
@@ -461,6 +463,15 @@ def plan(case: Case) -> Any:
     ]
 
 
+def first_epoch(case: Case) -> Any:
+    """The samples of its global batches."""
+    splits = open_datasets(case.config)
+    by_tokens = case.config.data.batch_by == "tokens"
+    lengths = lengths_of(splits.train, case.config.train.global_batch_size) if by_tokens else None
+    made = build_plan(case.config, World(), len(splits.train), splits.weights, lengths)
+    return [made.global_batch(step).tolist() for step in range(made.steps_per_epoch)]
+
+
 def evaluation_batches(case: Case) -> Any:
     return [len(batch.targets) for batch in evaluation_of(case, *open_datasets(case.config)[:2]).batches]
 
@@ -755,6 +766,8 @@ ROWS: dict[str, Row] = {
     "data.mixup": Row("data.mixup=0.5", batch_trained_on, f"model=mlp {NO_WORKERS}"),
     "data.cutmix": Row("data.cutmix=0.5", batch_trained_on, f"model=mlp {NO_WORKERS}"),
     "data.random_erasing": Row("data.random_erasing=1", batch_trained_on, f"model=mlp {NO_WORKERS}"),
+    "data.weights": Row("data.weights=balanced", first_epoch),
+    "data.batch_by": Row("data.batch_by=tokens", first_epoch),
     "data.placement": Row("data.placement=device", where_data_are_held, "data.placement=host"),
     "data.augment": Row("data.augment=FLIPPED", samples),
     "data.root": Row("data.root=other", asked_of_torchvision),
@@ -947,6 +960,10 @@ def observed(row: Row, line: str, place: Path, things: Path) -> Any:
 
 
 REFUSED = {(option, "data.validation"): Row("data.validation=0.2", problems) for option in ("data=text", "data=tokens")}
+REFUSED |= {
+    (option, "data.weights"): Row("data.weights=balanced", problems)
+    for option in ("data=text", "data=tokens", "data=linear_regression")
+}
 """Keys that an option has and refuses, with the reason."""
 BASELINES: dict[tuple[Callable[[Case], Any], str, Hardware], Any] = {}
 

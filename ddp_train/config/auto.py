@@ -101,6 +101,7 @@ def _choices(config: Config, hardware: Hardware) -> dict[str, Choice]:
     gpu, model, data = config.device == "cuda", config.model, config.data
     no_gpu, no_dp = (not gpu, "no GPU"), (config.strategy.spreads_over_gpus, f"strategy={config.strategy.name}")
     repeatable = (bool(config.deterministic), "deterministic=true")
+    shapes = (data.batch_by == "tokens", "data.batch_by=tokens: shapes differ")
     cores = hardware.cpus // max(1, int(config.launch.nproc_per_node))
     capability = "compute capability {}.{}".format(*hardware.compute_capability)
     bf16, why_bf16 = _on_unless(
@@ -120,7 +121,7 @@ def _choices(config: Config, hardware: Hardware) -> dict[str, Choice]:
         "copy_stream": _on_unless("", no_gpu, (config.tuning.non_blocking is False, "non_blocking=false")),
         "channels_last": _on_unless("convolutions", no_gpu, (not model.takes_images, "no known convolutions")),
         # DataParallel's replicas autotune in one thread each: ResNet-50 had not finished its first steps after 150 s.
-        "cudnn_benchmark": _on_unless("", no_gpu, repeatable, no_dp),
+        "cudnn_benchmark": _on_unless("", no_gpu, repeatable, no_dp, shapes),
         "tf32": _on_unless("", no_gpu),
         "optimizer": ("default", "your own class decides")
         if isinstance(config.optimizer, CustomConfig)
@@ -133,6 +134,7 @@ def _choices(config: Config, hardware: Hardware) -> dict[str, Choice]:
             no_dp,
             (config.strategy.sync_bn, "strategy.sync_bn"),
             repeatable,
+            shapes,
             (not largest and not model.worth_compiling(), "no model known to be large"),
             (not largest and steps is not None and steps < COMPILING_PAYS_STEPS, f"under {COMPILING_PAYS_STEPS} steps"),
         ),
@@ -166,6 +168,7 @@ def capture_blockers(config: Config) -> dict[str, str]:
         "hooks": (bool(config.hooks), "[]", no_python),
         "strategy": (bool(strategy.capture_blocker), "ddp or single", strategy.capture_blocker),
         "train.accumulation_steps": (train.accumulation_steps > 1, "1", "a graph holds one micro-batch and its update"),
+        "data.batch_by": (config.data.batch_by == "tokens", "samples", "the shapes of its batches differ"),
         "train.on_non_finite": (train.on_non_finite == "skip", "stop", "the host decides whether to skip"),
         "launch.backend": (
             strategy.has_process_group and config.launch.backend == "gloo", "nccl", "gloo copies gradients to the host"

@@ -23,6 +23,8 @@ from ddp_train.text import counted, shown
 def _batch(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
     batch, accumulation = config.train.global_batch_size, config.train.accumulation_steps
     processes = process_count(config)
+    if config.data.batch_by == "tokens":
+        return []  # samples are dealt out, and a process may go without
     if isinstance(config.strategy, OrderedConfig):
         unit, over = config.strategy.virtual_shards, counted(config.strategy.virtual_shards, "virtual shard")
     else:
@@ -202,9 +204,28 @@ def _recipe(asked: Config, config: Config, hardware: Hardware, world: World | No
         for name in ("mixup", "cutmix")
         if getattr(data, name) and task not in ("auto", "classification")
     ]
+    if (data.mixup or data.cutmix) and data.batch_by == "tokens":
+        problems.append(
+            "data.batch_by=tokens: samples of different lengths cannot be mixed; use data.mixup=0 data.cutmix=0"
+        )
     if train.ema_warmup and train.ema_decay is None:
         problems.append("train.ema_warmup=true: has an effect only with train.ema_decay; add train.ema_decay=0.999")
     return problems
+
+
+def _sampling(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
+    data, optimizer, by_tokens = config.data, config.optimizer, config.data.batch_by == "tokens"
+    scaling = optimizer.lr_scaling
+    default = scaling != "none" and optimizer.lr_base_batch == type(optimizer)().lr_base_batch
+    return _true({
+        f"data.weights={data.weights}: contradicts data.batch_by=tokens: the number of steps would depend on "
+        "the draws; give one of them": data.weights and by_tokens,
+        f"data.weights={data.weights}: data={data.name} has no class labels; use data.weights=FILE with a weight for "
+        "each sample, or leave it out":
+            data.weights == "balanced" and (data.is_regression or data.task == "language_model"),
+        f"optimizer.lr_scaling={scaling}: with data.batch_by=tokens optimizer.lr_base_batch counts tokens too; give it":
+            by_tokens and default,
+    })  # fmt: skip
 
 
 def _metrics(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
@@ -216,7 +237,10 @@ def _true(problems: dict[str, Any]) -> list[str]:
     return [problem for problem, holds in problems.items() if holds]
 
 
-CHECKS = (_batch, _ddp, _ordered, _precision, _tuning, _placement, _optimizer, _warmup, _task, _recipe, _metrics)
+CHECKS = (
+    *(_batch, _ddp, _ordered, _precision, _tuning, _placement, _optimizer, _warmup),
+    *(_task, _recipe, _sampling, _metrics),
+)
 
 
 def notices(asked: Config, config: Config) -> list[str]:

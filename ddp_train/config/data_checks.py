@@ -10,11 +10,15 @@ from pathlib import Path
 
 from ddp_train.config.options.data import TextConfig, TokensConfig
 from ddp_train.config.schema import Config
+from ddp_train.text import did_you_mean
 
 
 def missing_data(config: Config) -> list[str]:
     """What this host lacks of the data set, or cannot do with it."""
     data = config.data
+    if data.weights not in (None, "balanced") and not Path(data.weights).is_file():
+        guess = did_you_mean(data.weights, ["balanced"])
+        return [f"data.weights={data.weights}: no such file; use balanced, or the path of a .npy or text file{guess}"]
     paths = [Path(data.root, name) for name in data.files]
     missing = [path for path in paths if not path.is_file()]
     if missing and not data.download:

@@ -140,6 +140,7 @@ def _of_the_state(before: Config, config: Config) -> dict[str, tuple[Any, Any]]:
         # It decides in which order parameters are numbered.
         "optimizer.decay_norm_and_bias": (one.get("decay_norm_and_bias"), other.get("decay_norm_and_bias")),
         "train.global_batch_size": (before.train.global_batch_size, config.train.global_batch_size),
+        "data.batch_by": (before.data.batch_by, config.data.batch_by),  # what that number counts
     }
     precisions = before.tuning.precision, config.tuning.precision
     if "fp16" in precisions:  # only fp16 has the state of a GradScaler

@@ -86,7 +86,9 @@ class EarlyStoppingConfig:
 
 @dataclass
 class TrainConfig:
-    global_batch_size: int = key(96, "samples per optimizer step, over all processes", at_least=1)
+    global_batch_size: int = key(
+        96, "samples per optimizer step, over all processes; tokens with data.batch_by=tokens", at_least=1
+    )
     accumulation_steps: int = key(1, "micro-batches per optimizer step on each process", at_least=1)
     epochs: int = key(30, "passes over the training set", at_least=1)
     max_steps: int | None = key(None, "stop after this many optimizer steps", at_least=1)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from ddp_train.data.rng import hash_key, order
+from ddp_train.data.sampling import LengthBatches, LengthEpoch, WeightedDraws, even_cuts
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,9 @@ class BatchPlan:
     """The samples of one process in each optimizer step of a run."""
 
     samples: int
+    """Of the training set, and of an epoch: with weights, draws."""
     global_batch_size: int
+    """Samples; with lengths the most tokens, padding included, that an optimizer step may have."""
     accumulation_steps: int
     steps: int
     """Optimizer steps of the whole run."""
@@ -53,13 +57,18 @@ class BatchPlan:
     """With `strategy=ordered`: the number of parts of a global batch, for any number of processes."""
     units_per_sample: float = 1.0
     """What the loss is a mean of, tokens or pixels, in a typical sample; 1 if that is the samples themselves."""
+    weights: WeightedDraws | None = field(default=None, compare=False)
+    """None: each sample once in an epoch."""
+    lengths: LengthBatches | None = field(default=None, compare=False)
+    """None: global batches of one number of samples."""
 
     @property
     def steps_per_epoch(self) -> int:
-        return -(-self.samples // self.global_batch_size)
+        return self.lengths.steps if self.lengths else -(-self.samples // self.global_batch_size)
 
     @property
     def micro_batch_size(self) -> int:
+        """In the unit of the global batch; with lengths about."""
         return self.global_batch_size // (self.accumulation_steps * self.world_size)
 
     def epoch_end(self, step: int) -> int:
@@ -71,60 +80,116 @@ class BatchPlan:
         return step % self.steps_per_epoch == 0 or step == self.steps
 
     def is_full(self, step: int) -> bool:
-        """Whether the global batch of an optimizer step has its full size."""
+        """Whether the global batch of an optimizer step has its full size, the same in all such steps."""
+        if self.lengths:
+            return False
         ends = (step + 1) % self.steps_per_epoch == 0
         return not ends or self.samples % self.global_batch_size == 0
 
     def samples_seen(self, step: int) -> int:
         """Samples in the first `step` optimizer steps, over all processes."""
         epochs, rest = divmod(step, self.steps_per_epoch)
-        return epochs * self.samples + min(rest * self.global_batch_size, self.samples)
+        before = rest * self.global_batch_size
+        if self.lengths:
+            before = int(_length_epoch(self.lengths, self.seed, epochs).seen[rest]) if rest else 0
+        return epochs * self.samples + min(before, self.samples)
 
     def global_batch(self, step: int) -> np.ndarray:
-        """The sample numbers of an optimizer step, over all processes: int64 [n]."""
+        """The sample numbers of an optimizer step, over all processes: int64 [n]. With weights a sample may be there
+        several times, with lengths the longest is the first."""
         epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
+        if self.lengths:
+            return self.lengths.batch(_length_epoch(self.lengths, self.seed, epoch), step_in_epoch)
         start = step_in_epoch * self.global_batch_size
-        return epoch_order(self.seed, epoch, self.samples)[start : start + self.global_batch_size]
+        if self.weights:
+            samples = _drawn(self.weights, self.seed, epoch)
+        else:
+            samples = epoch_order(self.seed, epoch, self.samples)
+        return samples[start : start + self.global_batch_size]
 
     def micro_batches(self, first_step: int = 0) -> Iterator[MicroBatch]:
         """The micro-batches of this process from optimizer step `first_step` on."""
         for step in range(first_step, self.steps):
             yield from self._split(step, self.global_batch(step))
 
+    def from_step(self, first_step: int) -> PlannedMicroBatches:
+        """`micro_batches(first_step)`, to be iterated more than once."""
+        return PlannedMicroBatches(self, first_step)
+
+    def digests(self) -> dict[str, str]:
+        """What identifies the weights, or lengths, that decide which samples a batch has: sha256."""
+        decisive = {"weights": self.weights and self.weights.sums, "lengths": self.lengths and self.lengths.lengths}
+        return {name: hashlib.sha256(of.tobytes()).hexdigest() for name, of in decisive.items() if of is not None}
+
     def _split(self, step: int, indices: np.ndarray) -> Iterator[MicroBatch]:
-        """Splits a global batch as evenly as possible, without padding. A short last batch has fewer micro-batches."""
+        """Splits a global batch as evenly as possible. A short last batch has fewer micro-batches."""
+        size = len(indices)
         if self.virtual_shards:
             count, each = self.virtual_shards, self.virtual_shards // self.world_size
-            numbers, sum_to_mean = range(self.rank * each, (self.rank + 1) * each), 1 / len(indices)
+            numbers, sum_to_mean = range(self.rank * each, (self.rank + 1) * each), 1 / size
         else:  # DDP takes the mean over the processes
-            count = -(-len(indices) // (self.micro_batch_size * self.world_size)) * self.world_size
-            numbers, sum_to_mean = range(self.rank, count, self.world_size), self.world_size / len(indices)
-        each, longer = divmod(len(indices), count)  # the parts of np.array_split, of which only this process's are made
+            count = self._passes(size) * self.world_size
+            numbers, sum_to_mean = range(self.rank, count, self.world_size), self.world_size / size
+        cuts = self._cuts(indices, count)
         epoch = step // self.steps_per_epoch
+        # Every process must take part in the synchronised backward pass: one without samples computes another's with
+        # weight zero, the first of the batch or, if they differ in length, the shortest.
+        stand_in = indices[-1:] if self.lengths else indices[:1]
         for number in numbers:
-            start = number * each + min(number, longer)
-            mine = indices[start : start + each + (number < longer)]
-            # Every process must take part in the synchronised backward pass: one without samples computes the batch's
-            # first sample with weight zero.
+            mine = indices[cuts(number) : cuts(number + 1)]
             real = len(mine) > 0
             scale = sum_to_mean if real else 0.0
             scale /= self.units_per_sample
             yield MicroBatch(
                 epoch,
                 step,
-                mine if real else indices[:1],
+                mine if real else stand_in,
                 len(mine),
                 scale,
                 number == numbers[-1],
                 number,
-                int(indices[start - 1]),
+                int(indices[cuts(number) - 1]),
             )
+
+    def _passes(self, size: int) -> int:
+        """The micro-batches of each process in a global batch of so many samples: fewer than usual in a short one."""
+        if self.lengths:
+            return min(self.accumulation_steps, -(-size // self.world_size))
+        return -(-size // (self.micro_batch_size * self.world_size))
+
+    def _cuts(self, indices: np.ndarray, parts: int) -> Callable[[int], int]:
+        """Where each part of a global batch begins: evenly in samples, as np.array_split cuts, or in tokens."""
+        if self.lengths:
+            return even_cuts(self.lengths.lengths[indices], parts).__getitem__
+        each, longer = divmod(len(indices), parts)
+        return lambda number: number * each + min(number, longer)
+
+
+@dataclass(frozen=True)
+class PlannedMicroBatches:
+    """The micro-batches of a plan, to be iterated more than once as DataLoader's samplers are."""
+
+    plan: BatchPlan
+    first_step: int
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return self.plan.micro_batches(self.first_step)
 
 
 @functools.lru_cache(maxsize=2)
 def epoch_order(seed: int, epoch: int, samples: int) -> np.ndarray:
     """The order of the samples in an epoch: a permutation of range(samples), int64."""
     return order(hash_key(seed, "order", epoch), samples).numpy()
+
+
+@functools.lru_cache(maxsize=2)
+def _drawn(weights: WeightedDraws, seed: int, epoch: int) -> np.ndarray:
+    return weights.epoch(seed, epoch)
+
+
+@functools.lru_cache(maxsize=2)  # loaders are ahead, in the next epoch perhaps, of who asks for samples_seen
+def _length_epoch(lengths: LengthBatches, seed: int, epoch: int) -> LengthEpoch:
+    return lengths.epoch(seed, epoch)
 
 
 def evaluation_batches(samples: int, batch_size: int, rank: int, world_size: int) -> list[MicroBatch]:

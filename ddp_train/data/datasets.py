@@ -239,8 +239,10 @@ def check_same_data(name: str, root: str | None, then: dict[str, str], now: dict
     if then == now:
         return
     where = f" in data.root={root}" if root else ""
-    number = next((key for key in then if then[key] != now.get(key)), "count")
-    what = f"sample {number} differs" if number != "count" else f"{now['count']} samples, not {then['count']}"
+    changed = next(key for key in {**then, **now} if then.get(key) != now.get(key))
+    what = f"sample {changed} differs" if changed.isdigit() else f"the {changed} of its samples differ"
+    if changed == "count":
+        what = f"{now['count']} samples, not {then['count']}"
     raise DataError(
         f"data={name}{where} changed since the checkpoint: {what}",
         "restore the old data, or start a new run with checkpoint.resume=never",

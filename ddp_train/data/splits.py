@@ -17,6 +17,8 @@ class Splits(NamedTuple):
     train: BatchSource
     test: BatchSource
     validation: BatchSource | None = None
+    weights: np.ndarray | None = None
+    """Of the samples that train, float64 [n]: they are drawn by them, with replacement. None: each once in an epoch."""
 
     @property
     def scored(self) -> tuple[str, BatchSource]:
@@ -26,7 +28,8 @@ class Splits(NamedTuple):
     def limited(self, limit: int | None) -> Splits:
         """The first `limit` samples of each, or all of them."""
         validation = None if self.validation is None else first(self.validation, limit)
-        return Splits(first(self.train, limit), first(self.test, limit), validation)
+        weights = None if self.weights is None else self.weights[:limit]
+        return Splits(first(self.train, limit), first(self.test, limit), validation, weights)
 
 
 def first(source: BatchSource, limit: int | None) -> BatchSource:

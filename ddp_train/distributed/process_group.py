@@ -159,15 +159,15 @@ def mean_later(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     return finish
 
 
-def same_everywhere(number: int, device: str, what: str) -> None:
+SHARED_RUN_DIR = "run_dir must be on a file system that all hosts share"
+
+
+def same_everywhere(number: int, device: str, what: str, remedy: str = SHARED_RUN_DIR) -> None:
     """Raises PeerError with the number of each rank if the ranks differ. what: its name, for the message."""
     numbers = from_all_ranks(torch.tensor(number, device=device)).tolist()
     if len(set(numbers)) > 1:
         table = ", ".join(f"rank {rank}: {number}" for rank, number in enumerate(numbers))
-        raise PeerError(
-            f"{what} is not the same for all processes ({table})",
-            "run_dir must be on a file system that all hosts share",
-        )
+        raise PeerError(f"{what} is not the same for all processes ({table})", remedy)
 
 
 @contextlib.contextmanager

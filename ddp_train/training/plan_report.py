@@ -30,10 +30,10 @@ def plan_rows(
     return {
         "processes": _processes(config),
         "model": f"{_model_name(config.model)}, {parameters:,} parameters",
-        "data": _data(config.data, plan.samples, validation_samples),
+        "data": _data(config.data, plan, validation_samples),
         "task": _task(config.task, task),
         **_further(config),
-        "global batch": f"{plan.global_batch_size} = {_split(plan, process_count(config))}",
+        "global batch": _global_batch(plan, process_count(config)),
         "steps": _steps(plan, config.train.epochs, first_step),
         "optimizer": _optimizer(config, plan, base_lr, warmup_steps),
         **_compute(plan, rates),
@@ -73,8 +73,10 @@ def _further(config: Config) -> dict[str, str]:
     return {"metrics": f"{', '.join(names)}, beside the task's"} if names else {}
 
 
-def _data(data: Any, samples: int, validation_samples: int | None) -> str:
-    parts = [data.name, f"{samples:,} samples to train on"]
+def _data(data: Any, plan: BatchPlan, validation_samples: int | None) -> str:
+    parts = [data.name, f"{plan.samples:,} samples to train on"]
+    if plan.weights:
+        parts.append(f"an epoch is {plan.samples:,} draws with replacement (weights {data.weights})")
     if validation_samples is not None:
         parts.append(f"{validation_samples:,} to validate ({data.validation or 'its own split'})")
     if getattr(data, "placement", "host") == "device":
@@ -84,6 +86,17 @@ def _data(data: Any, samples: int, validation_samples: int | None) -> str:
     mixing = {"mixup": data.mixup, "cutmix": data.cutmix, "random erasing": data.random_erasing}
     parts += [f"{name} {value:g}" for name, value in mixing.items() if value]
     return ", ".join(parts)
+
+
+def _global_batch(plan: BatchPlan, processes: int) -> str:
+    if not plan.lengths:
+        return f"{plan.global_batch_size} = {_split(plan, processes)}"
+    sizes = plan.lengths.sizes
+    parts = plan.virtual_shards or processes * plan.accumulation_steps
+    return (
+        f"at most {plan.global_batch_size:,} tokens, up to {plan.lengths.padding:.0%} of them padding: "
+        f"{sizes.min():,} to {counted(int(sizes.max()), 'sample')} of about one length, in {counted(parts, 'part')}"
+    )
 
 
 def _split(plan: BatchPlan, processes: int) -> str:

@@ -38,7 +38,7 @@ from ddp_train.training.display_hooks import SAMPLE, SampleHook, tensorboard_det
 from ddp_train.training.early_stopping import SelectionHook
 from ddp_train.training.hooks import CheckpointHook, MetricsHook
 from ddp_train.training.loop import Evaluation, Job, fit
-from ddp_train.training.open_data import open_datasets
+from ddp_train.training.open_data import open_datasets, plan_digests
 from ddp_train.training.phases import ReportedHook
 from ddp_train.training.plan_report import plan_rows, selects_by_test
 
@@ -133,7 +133,7 @@ class Run:
         )
         setup.check_metrics(config, module, sources, device)
         select = setup.build_selection(config, setup.directions(module), sources, record)
-        data_digests = digests(sources[0])
+        data_digests = digests(sources[0]) | plan_digests(job.plan, device)
         if found:
             self.restore(found, job, record, select, data_digests)
         job.stepper.continue_from(first_step)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -21,6 +21,8 @@ from ddp_train.data.datasets import BatchSource
 from ddp_train.data.loader import Batch, Loader, LoaderOptions
 from ddp_train.data.mix import Mix, mix_of
 from ddp_train.data.rng import StepSeed, hash_key
+from ddp_train.data.sample_facts import lengths_of
+from ddp_train.data.sampling import LengthBatches, WeightedDraws
 from ddp_train.data.splits import Splits
 from ddp_train.data.tokens import TokenSource
 from ddp_train.distributed.world import World
@@ -117,7 +119,7 @@ def build_rates(config: Config, world: World, device: str, job: Job, source: Bat
     unit = None if task.units_are_samples else task.unit
     if not world.is_leader:
         return Rates(unit)
-    if not gpu or config.model.is_launch_bound():
+    if not gpu or config.model.is_launch_bound() or config.data.batch_by == "tokens":  # there samples differ in cost
         return Rates(unit)  # utilisation says nothing there, and counting calls the model and delays the first step
     flops = flops_of(job.module.model, task, _one_sample(source, job.module.model))
     peak = peak_flops(torch.cuda.get_device_name(device), config.tuning.precision, bool(config.tuning.tf32))
@@ -166,8 +168,11 @@ def _own_model(model: Any) -> nn.Module:
     return made
 
 
-def build_plan(config: Config, world: World, samples: int) -> BatchPlan:
-    """Which process computes which samples in which step."""
+def build_plan(
+    config: Config, world: World, samples: int, weights: np.ndarray | None = None, lengths: np.ndarray | None = None
+) -> BatchPlan:
+    """Which process computes which samples in which step. weights, lengths: of the samples, where the config asks for
+    draws by weight, or for batches by length."""
     plan = BatchPlan(
         samples=samples,
         global_batch_size=config.train.global_batch_size,
@@ -177,6 +182,8 @@ def build_plan(config: Config, world: World, samples: int) -> BatchPlan:
         rank=world.rank,
         world_size=world.size,
         virtual_shards=getattr(config.strategy, "virtual_shards", None),
+        weights=None if weights is None else WeightedDraws(weights),
+        lengths=None if lengths is None else LengthBatches(lengths, config.train.global_batch_size),
     )
     whole = config.train.epochs * plan.steps_per_epoch
     return replace(plan, steps=min(whole, config.train.max_steps or whole))
@@ -211,7 +218,10 @@ def build_job(
     units = 1.0
     if not module.task.units_are_samples:
         units = module.task.units_per_sample(train_source.get_batch(np.array([0]), None))
-    plan = replace(build_plan(config, world, len(train_source)), units_per_sample=units)
+    by_tokens = config.data.batch_by == "tokens"
+    lengths = lengths_of(train_source, config.train.global_batch_size) if by_tokens else None
+    plan = build_plan(config, world, len(train_source), splits.weights, lengths)
+    plan = replace(plan, units_per_sample=units)
     factor = build_schedule(
         config.schedule.name,
         plan.steps,
@@ -240,7 +250,7 @@ def build_job(
         forward = stepper.forward
     else:
         stepper = Stepper(optimizer, factor, scaler, **options)
-    micro_batches = _MicroBatches(plan, first_step)
+    micro_batches = plan.from_step(first_step)
     loader = Loader(train_source, micro_batches, device, loader_options(config), _resident(config), mix)
     return Job(
         plan=plan,
@@ -348,17 +358,6 @@ def _batch(config: Config, source: BatchSource, micro_batch: MicroBatch, device:
     """One batch; no loader process is started for it."""
     options = replace(loader_options(config), num_workers=0)
     return next(iter(Loader(source, [micro_batch], device, options, mix=mix)))
-
-
-class _MicroBatches:
-    """The micro-batches of a plan, to be iterated more than once as DataLoader's samplers are."""
-
-    def __init__(self, plan: BatchPlan, first_step: int) -> None:
-        self.plan = plan
-        self.first_step = first_step
-
-    def __iter__(self) -> Iterator[MicroBatch]:
-        return self.plan.micro_batches(self.first_step)
 
 
 def advice(config: Config, module: ModelWithTask, source: BatchSource) -> list[str]:

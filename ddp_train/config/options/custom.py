@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ddp_train.config.key import key
-from ddp_train.config.options.data import DataFacts, mixing_alpha, validation_part
+from ddp_train.config.options.data import DataFacts, mixing_alpha, sample_weights, validation_part
 from ddp_train.config.options.model import ModelFacts
 from ddp_train.config.options.optimizer import OptimizerFacts
 
@@ -28,3 +28,9 @@ class CustomDataConfig(CustomConfig):
     validation: float | None = validation_part()
     mixup: float = mixing_alpha("mixup, the weighted mean of")
     cutmix: float = mixing_alpha("CutMix, which exchanges a box between")
+    weights: str | None = sample_weights()
+    batch_by: str = key(
+        "samples",
+        "what train.global_batch_size counts; tokens: samples of about one length together, by the data's `lengths`",
+        choices=("samples", "tokens"),
+    )

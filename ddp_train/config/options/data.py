@@ -19,6 +19,14 @@ def mixing_alpha(what: str) -> Any:
     return key(0.0, f"alpha of {what} two samples of the global batch; 0: off", at_least=0)
 
 
+def sample_weights() -> Any:
+    meaning = (
+        "draw an epoch's n samples with replacement: balanced, each class as often; or a file, .npy or text, with a "
+        "weight for each; null: each sample once"
+    )
+    return key(None, meaning)
+
+
 class DataFacts:
     """What every data set answers; the defaults are those of a data set that nothing is known about."""
 
@@ -36,7 +44,8 @@ class DataFacts:
     root = decode = ""
     path = tokenizer = None
     download = False
-    validation = None
+    validation = weights = None
+    batch_by = "samples"
     mixup = cutmix = random_erasing = 0.0
 
     def in_memory_bytes(self) -> int | None:
@@ -60,6 +69,7 @@ class DataConfig(DataFacts):
     is_regression: ClassVar[bool | None] = False
     limit: int | None = key(None, "use only this many samples of each split", at_least=1)
     validation: float | None = validation_part()
+    weights: str | None = sample_weights()
     placement: str = key(
         "auto", "where the data are held; auto: device if they fit", choices=("auto", "host", "device")
     )
