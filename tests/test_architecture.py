@@ -24,8 +24,8 @@ ROOMS = """
 
 LINES = {
     "errors": 70, "text": 30, "linux": 90, "stdio": 35, "tensor_tree": 25,
-    "distributed": 450, "resilience": 750, "config": 2250, "launcher": 1030, "data": 1200, "models": 170,
-    "telemetry": 750, "tasks": 500, "optim": 580, "parallel": 280, "performance": 330, "training": 1620,
+    "distributed": 450, "resilience": 750, "config": 2390, "launcher": 1030, "data": 1500, "models": 170,
+    "telemetry": 750, "tasks": 500, "optim": 580, "parallel": 280, "performance": 330, "training": 1650,
     "study": 2450, "doctor": 1600, "launch": 90,
 }  # fmt: skip
 """The most lines of code that each room may hold: not blank, no comment, no docstring. No file is left out."""

@@ -32,8 +32,9 @@ from ddp_train.config.options.data import (
 from ddp_train.config.schema import TuningConfig
 from ddp_train.data import augment, rng
 from ddp_train.data.batch_plan import BatchPlan, MicroBatch, evaluation_batches
-from ddp_train.data.datasets import ArraySource, BatchSource, UserDataset
+from ddp_train.data.datasets import ArraySource, BatchSource
 from ddp_train.data.loader import _Resident
+from ddp_train.data.own import UserDataset
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, DataError
 from ddp_train.linux import children_of, state_of

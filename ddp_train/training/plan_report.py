@@ -66,7 +66,7 @@ def _task(section: Any, task: Task) -> str:
 
 
 def _data(data: Any, samples: int, validation_samples: int | None) -> str:
-    parts = [data.name, f"{samples:,} samples to train on"]
+    parts = [getattr(data, "target", None) or data.name, f"{samples:,} samples to train on"]
     if validation_samples is not None:
         parts.append(f"{validation_samples:,} to validate ({data.validation or 'its own split'})")
     if getattr(data, "placement", "host") == "device":

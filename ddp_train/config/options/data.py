@@ -34,6 +34,10 @@ class DataFacts:
     download = False
     validation = None
 
+    def writes_files(self) -> bool:
+        """Whether opening it writes files, a download for example: one process of each host does that first."""
+        return bool(self.download)
+
     def in_memory_bytes(self) -> int | None:
         """Size of a data set that is held in memory: a batch is one indexing operation, which loader processes do not
         make faster. None: it is not held in memory."""
