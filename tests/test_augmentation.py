@@ -19,9 +19,10 @@ from ddp_train.config.schema import Config, TuningConfig
 from ddp_train.data import augment
 from ddp_train.data.augment import ERASING_TRIES, Erasing, erase, erased_boxes
 from ddp_train.data.batch_plan import BatchPlan, MicroBatch
-from ddp_train.data.datasets import ArraySource, BatchSource, UserDataset
+from ddp_train.data.datasets import ArraySource, BatchSource
 from ddp_train.data.loader import Loader
 from ddp_train.data.mix import Mix, mix_of
+from ddp_train.data.own import UserDataset
 from ddp_train.data.rng import uniform
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, DataError

@@ -21,7 +21,8 @@ from ddp_train.config.options.data import DigitsConfig, LinearRegressionDataConf
 from ddp_train.config.schema import Config
 from ddp_train.config.validate import check
 from ddp_train.data.batch_plan import BatchPlan, MicroBatch
-from ddp_train.data.datasets import UserDataset, check_same_data
+from ddp_train.data.datasets import check_same_data
+from ddp_train.data.own import UserDataset
 from ddp_train.data.padding import padded
 from ddp_train.data.sample_facts import labels_of, lengths_of, training_weights
 from ddp_train.data.sampling import ALIKE, LengthBatches, WeightedDraws, even_cuts

@@ -39,7 +39,7 @@ from ddp_train.config.validate import check
 from ddp_train.data.datasets import ArraySource, BatchSource
 from ddp_train.data.sample_facts import lengths_of
 from ddp_train.distributed.world import World
-from ddp_train.errors import DataError, NonFiniteLossError
+from ddp_train.errors import ConfigError, DataError, NonFiniteLossError
 from ddp_train.launcher import local, multihost, sweep
 from ddp_train.performance import switches
 from ddp_train.resilience.heartbeat import RankStatus
@@ -141,6 +141,23 @@ def batch_trained_on(case: Case) -> Any:
     except DataError as error:
         return str(error)
     return content(batch.inputs), content(batch.targets)
+
+
+def what_opening_says(case: Case) -> Any:
+    try:
+        return samples(case)
+    except ConfigError as error:
+        return error.problems
+
+
+def scored_samples(case: Case) -> Any:
+    inputs, targets = open_datasets(case.config).test.get_batch(np.arange(4), None)
+    return content(inputs), content(targets)
+
+
+def reversed_batch(samples: list[Any]) -> Any:
+    """A collate_fn of the user's."""
+    return torch.stack([sample[0] for sample in samples[::-1]]), torch.tensor([sample[1] for sample in samples[::-1]])
 
 
 class Torchvision:
@@ -788,6 +805,12 @@ ROWS: dict[str, Row] = {
     "data.vocabulary": Row("data.vocabulary=300", samples),
     "data.dtype": Row("data.dtype=uint32", samples, "data.vocabulary=2000000000"),
     "data.bytes_per_token": Row("data.bytes_per_token=4.5", bytes_per_token),
+    "data.splits": Row("data.splits={train:{train:true,size:7},test:{train:false,size:6}}", samples),
+    "data.fields": Row("data.fields=[x]", what_opening_says),
+    "data.transform": Row("data.transform=[torch.nn.Softplus]", samples),
+    "data.test_transform": Row("data.test_transform=[torch.nn.Softplus]", scored_samples),
+    "data.outputs": Row("data.outputs=5", samples),
+    "data.collate_fn": Row(f"data.collate_fn={__name__}.reversed_batch", samples),
     "data.target": Row(f"data._target_={__name__}.OtherTable", samples),
     "data.arguments": Row("data.size=7", samples),
     "optimizer.lr": Row("optimizer.lr=0.3", optimizer),

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import default_collate
 
-from ddp_train.data.datasets import ArraySource, UserDataset
+from ddp_train.data.datasets import ArraySource
+from ddp_train.data.own import UserDataset
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, DataError
 from ddp_train.tasks.builtin import Classification, LanguageModel, Multilabel, Regression, Segmentation, choose

@@ -32,6 +32,12 @@ def bind(values: dict[str, Any]) -> tuple[Config, list[str]]:
         if not isinstance(content, dict):
             problems.append(f"{section}={shown(content)}: is a section; set one of its keys, {_example(section)}=...")
             continue
+        if content.get("_target_") and content.get("name", CustomConfig.name) != CustomConfig.name:
+            problems.append(
+                f"{section}._target_={shown(content['_target_'])}: stands in a file beside "
+                f"{section}={content['name']}; add `- override /{section}: custom` to the defaults of that file"
+            )
+            continue
         content = _custom(section, content)
         schema = schema_of(section, str(content.get("name")))
         if schema is None:
@@ -80,7 +86,7 @@ def bind_fields(schema: type, prefix: str, content: dict[str, Any], problems: li
         if name not in types:
             problems.append(_unknown_key(prefix, name, value, schema))
             continue
-        if isinstance(value, dict) and typing.get_origin(types[name]) is dict:
+        if _takes_anything(types[name], value):
             bound[name] = value  # OmegaConf would look up the `${oc.env:...}` in it
             continue
         if types[name] == _OBJECTS and isinstance(value, list) and all(isinstance(item, dict) for item in value):
@@ -122,8 +128,18 @@ def _default(f: dataclasses.Field[Any]) -> dict[str, Any]:
     }
 
 
+def _takes_anything(hint: Any, value: Any) -> bool:
+    """Whether a key takes any dict, or any list, and the value is one."""
+    return any(
+        isinstance(value, dict | list) and typing.get_origin(one) is type(value) and Any in typing.get_args(one)
+        for one in (hint, *typing.get_args(hint))
+    )
+
+
 def _expected(schema: type, name: str, hint: Any) -> str:
     """The type of a key, for a message."""
+    if typing.get_origin(hint) is dict:
+        return "a mapping like {a:1}"
     if typing.get_origin(hint) is list:
         return "a list like [{_target_: package.Name, argument: 1}]" if hint == _OBJECTS else _LIST
     literals = next(f.metadata.get("literals", ()) for f in dataclasses.fields(schema) if f.name == name)

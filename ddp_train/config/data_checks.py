@@ -8,9 +8,12 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+from ddp_train.config.options.custom import CustomDataConfig
 from ddp_train.config.options.data import TextConfig, TokensConfig
 from ddp_train.config.schema import Config
-from ddp_train.text import did_you_mean
+from ddp_train.text import did_you_mean, shown
+
+SPLITS = ("train", "validation", "test")
 
 
 def missing_data(config: Config) -> list[str]:
@@ -37,6 +40,28 @@ def missing_data(config: Config) -> list[str]:
         if not folder.is_dir() or not any(entry.is_dir() for entry in folder.iterdir()):
             return [f"data.root={data.root}: {folder} must hold a folder per class; name the folder that holds {name}/"]
     return []
+
+
+def wrong_own_data(data: CustomDataConfig) -> list[str]:
+    """What is wrong with the keys for a data set of your own, before its code is loaded."""
+    problems = []
+    for name, part in data.splits.items():
+        if name not in SPLITS:
+            guess = did_you_mean(name, list(SPLITS))
+            problems.append(f"data.splits.{name}={shown(part)}: the splits are {', '.join(SPLITS)}{guess}")
+        elif not isinstance(part, dict):
+            problems.append(f"data.splits.{name}={shown(part)}: must be arguments; use data.splits.{name}.NAME=VALUE")
+    if not problems and data.splits and data.splits.get("train", {}) == data.splits.get("test", {}):
+        problems.append(
+            f"data.splits={shown(data.splits)}: training and test set would be the same samples; use "
+            "data.splits.train.NAME=VALUE data.splits.test.NAME=VALUE with different values"
+        )
+    for name in ("transform", "test_transform"):
+        for place, item in enumerate(getattr(data, name) or ()):
+            if not isinstance(item, str) and not (isinstance(item, dict) and isinstance(item.get("_target_"), str)):
+                use = f"data.{name}=[{{_target_:torchvision.transforms.v2.RandomCrop,size:28}}]"
+                problems.append(f"data.{name}[{place}]={shown(item)}: must be a class with its arguments; use {use}")
+    return problems
 
 
 def _missing_text(data: TextConfig | TokensConfig) -> str:

@@ -16,10 +16,10 @@ from typing import Any
 import yaml
 
 from ddp_train.config import metrics
-from ddp_train.config.data_checks import missing_data
+from ddp_train.config.data_checks import missing_data, wrong_own_data
 from ddp_train.config.hardware import Hardware
 from ddp_train.config.migrate import bind_frozen, migrated
-from ddp_train.config.options.custom import CustomConfig
+from ddp_train.config.options.custom import CustomConfig, CustomDataConfig
 from ddp_train.config.options.model import GptConfig, TorchvisionConfig
 from ddp_train.config.options.strategy import OrderedConfig
 from ddp_train.config.schema import TRACKERS, Config
@@ -28,6 +28,7 @@ from ddp_train.distributed.world import World
 from ddp_train.text import did_you_mean, shown
 
 TRUSTED_MODULES = (
+    "ddp_train.data.shards",
     "ddp_train.models",
     "ddp_train.optim",
     "ddp_train.tasks",
@@ -35,6 +36,7 @@ TRUSTED_MODULES = (
     "torch.optim",
     "torchvision.datasets",
     "torchvision.models",
+    "torchvision.transforms",
 )
 
 TRUSTED_METRICS = tuple(
@@ -84,7 +86,8 @@ def torchvision_classifiers() -> list[str]:
 
 
 def _data(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
-    return [] if config.mode == "doctor" else missing_data(config)  # the doctor asks on every host
+    own = wrong_own_data(config.data) if isinstance(config.data, CustomDataConfig) else []
+    return own if config.mode == "doctor" else own + missing_data(config)  # the doctor asks on every host
 
 
 def _checkpoint(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
@@ -232,15 +235,17 @@ def _code(asked: Config, config: Config, hardware: Hardware, world: World | None
     """Whether the code that `_target_` and `hooks` name may be loaded. Nothing is imported to find out."""
     problems = []
     for section, custom in _own_code(config).items():
-        inner = next((path for path, _ in leaves(custom.arguments) if "_target_" in path.split(".")), None)
+        inner = next((path for path, _ in leaves(custom.values()) if "_target_" in path.split(".")), None)
         if inner:
-            problems.append(f"{section}.{inner}: arguments are plain values; only {section}._target_ names code")
-        found = f"{section}._target_={shown(custom.target or None)}"
+            also = "; transforms stand in data.transform and data.test_transform" if section == "data" else ""
+            problems.append(f"{section}.{inner}: arguments are plain values; only {section}._target_ names code{also}")
         if not custom.target and "target" in custom.arguments:
             typed = shown(custom.arguments["target"])
             problems.append(f"{section}.target={typed}: the key is {section}._target_; use {section}._target_={typed}")
-        else:
-            problems += _not_loadable(found, custom.target, trusted_for(section), config.trusted_modules)
+            continue
+        for key, path in custom.code():
+            found = f"{section}.{key}={shown(path or None)}"
+            problems += _not_loadable(found, path, trusted_for(section), config.trusted_modules)
     for path in config.hooks:
         found = f"hooks=[{path}]"
         problems += _not_loadable(found, path, TRUSTED_HOOKS, config.trusted_modules) or _no_hook(found, path)
@@ -320,7 +325,7 @@ def _secrets(asked: Config, config: Config, hardware: Hardware, world: World | N
         f"{section}.{path}=(hidden): the config is written to files, so it must hold no secret; put it into the "
         f"environment: {section}.{path}='${{oc.env:NAME}}'"
         for section, custom in _own_code(config).items()
-        for path, value in leaves(custom.arguments)
+        for path, value in leaves(custom.values())
         if is_secret(path) and isinstance(value, str) and value and not re.fullmatch(r"\$\{oc\.env:\w+\}", value)
     ]
 

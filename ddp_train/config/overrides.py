@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,18 +71,32 @@ def read_overrides(conf: Path, arguments: list[str], sweep: bool = False) -> Ove
             read.problems.append(problem + ("" if "=" in argument else ", '=' is missing"))
             continue
         _read_override(conf, override, sweep, read)
-    for section in OPTIONS:
-        target = f"{section}._target_"
-        if target not in read.given or "custom" not in OPTIONS[section]:
-            continue
-        chosen = read.choices.setdefault(section, "custom")
+    for section, target, source in _own_classes(conf, read):
+        chosen = read.choices.setdefault(section, "custom") if not source else read.choices.get(section, "custom")
         if chosen != "custom":
             read.problems.append(
-                f"{target}={shown(read.given[target])}: contradicts {section}={chosen}; give one of them"
+                f"{section}._target_={shown(target)}{source}: contradicts {section}={chosen}; give one of them"
             )
         if f"{section}=custom" not in read.arguments:
             read.arguments.insert(0, f"{section}=custom")
     return read
+
+
+def _own_classes(conf: Path, read: Overrides) -> Iterator[tuple[str, Any, str]]:
+    """The sections for which the command line or a preset names a class: the section, the class, and the preset."""
+    of_presets = {}
+    for group in PRESETS:
+        path = conf / group / f"{read.choices.get(group)}.yaml"
+        read_in = yaml.safe_load(path.read_text()) if path.is_file() else {}
+        content = read_in if isinstance(read_in, dict) else {}
+        chosen = {key for line in content.get("defaults", []) if isinstance(line, dict) for key in line}
+        for section, values in content.items():
+            if isinstance(values, dict) and values.get("_target_") and f"override /{section}" not in chosen:
+                of_presets[section] = values["_target_"], f" (in {path.relative_to(conf.parent)})"
+    for section, options in OPTIONS.items():
+        target = read.given.get(f"{section}._target_")
+        if "custom" in options and (target is not None or section in of_presets):
+            yield (section, target, "") if target is not None else (section, *of_presets[section])
 
 
 def _read_override(conf: Path, override: Override, sweep: bool, read: Overrides) -> None:
@@ -160,7 +175,8 @@ def register_schema(conf: Path) -> None:
     store.store(name=SCHEMA, node=keys | sections)
     for group, schemas in OPTIONS.items():
         for path in (conf / group).glob("*.yaml"):
-            name = path.stem if path.stem in schemas else (yaml.safe_load(path.read_text()) or {}).get("name")
+            content = yaml.safe_load(path.read_text()) or {}
+            name = path.stem if path.stem in schemas else content.get("name", "custom" if "_target_" in content else "")
             schema = schemas.get(str(name))
             if schema:
                 node = dataclasses.asdict(schema())
@@ -239,10 +255,13 @@ def read_config(conf: Path, overrides: Overrides, adopted: dict[str, Any] | None
 
 
 def _set(section: str, content: dict[str, Any], name: str, value: Any) -> None:
-    """Sets a key of an adopted section; of your own class an argument."""
-    if content.get("name") == CustomConfig.name and name not in own_keys(OPTIONS[section]["custom"]):
+    """Sets a key of an adopted section; of your own class an argument. name: dotted, if it is inside a mapping."""
+    *outer, last = name.split(".")
+    if content.get("name") == CustomConfig.name and [*outer, last][0] not in own_keys(OPTIONS[section]["custom"]):
         content = content["arguments"]
-    content[name] = value
+    for part in outer:
+        content = content.setdefault(part, {})
+    content[last] = value
 
 
 def _own_packages(config: Config, from_elsewhere: set[str]) -> list[str]:
@@ -250,8 +269,8 @@ def _own_packages(config: Config, from_elsewhere: set[str]) -> list[str]:
     sections = [getattr(config, section) for section in OPTIONS if section not in from_elsewhere]
     if "metrics" not in from_elsewhere:
         sections += [further.custom for further in metrics.further(config)]
-    paths = [section.target for section in sections if isinstance(section, CustomConfig)] + config.hooks
-    return [package for path in paths for package in package_of(path)]
+    paths = [path for section in sections if isinstance(section, CustomConfig) for _, path in section.code()]
+    return [package for path in paths + config.hooks for package in package_of(path)]
 
 
 def _origin(conf: Path, overrides: Overrides, choices: dict[str, str], dotted: str) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import enum
 import importlib
 import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from ddp_train.config.external_checks import HOOK_RULE, TRUSTED_HOOKS, is_trusted, trusted_for
+from ddp_train.config.external_checks import HOOK_RULE, TRUSTED_HOOKS, TRUSTED_MODULES, is_trusted, trusted_for
 from ddp_train.config.options.custom import CustomConfig
 from ddp_train.config.values import from_environment
 from ddp_train.errors import ConfigError
@@ -36,23 +38,73 @@ def instantiate(section: str, custom: CustomConfig, *args: Any, **more: Any) -> 
 
 def parameters_of(section: str, custom: CustomConfig) -> list[str]:
     """The names of the parameters that `custom.target` takes; [] if it does not say. Raises ConfigError as above."""
+    return list(_parameters(_target_of(section, custom)[1]))
+
+
+def _parameters(target: Any) -> Mapping[str, inspect.Parameter]:
     try:
-        return list(inspect.signature(_target_of(section, custom)[1]).parameters)
+        return inspect.signature(target).parameters
     except ValueError:  # written in C
-        return []
+        return {}
+
+
+def build_transforms(key: str, items: list[Any]) -> list[Callable[..., Any]]:
+    """What `data.transform` or `data.test_transform` names, built in their order. Raises ConfigError as above."""
+    return [_transform(f"{key}[{place}]", item) for place, item in enumerate(items)]
+
+
+def _transform(key: str, item: Any) -> Callable[..., Any]:
+    """An item, {_target_: PATH, ...} or PATH: a class, called with the arguments beside it."""
+    values = dict(item) if isinstance(item, dict) else {"_target_": item}
+    path = values.pop("_target_")
+    arguments = {name: _typed(f"{key}.{name}", value) for name, value in values.items()}
+    for name, parameter in _parameters(_harmless(f"{key}._target_={path}", path)).items():
+        kind = type(parameter.default)
+        if issubclass(kind, enum.Enum) and arguments.get(name) in [one.value for one in kind]:
+            arguments[name] = kind(arguments[name])  # policy: cifar10, interpolation: bicubic
+    made = instantiate(key, CustomConfig(target=path, arguments=arguments))
+    if not callable(made):
+        raise ConfigError([f"{key}._target_={path}: made an object of {type(made).__name__}, which cannot be called"])
+    return made
+
+
+def _typed(key: str, value: Any) -> Any:
+    """An argument of a transform as what it stands for: a transform within it, or a type of numbers (torch.float32)."""
+    if isinstance(value, dict) and "_target_" in value:
+        return _transform(key, value)
+    if isinstance(value, dict):
+        return {name: _typed(f"{key}.{name}", one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_typed(f"{key}[{place}]", one) for place, one in enumerate(value)]
+    if isinstance(value, str) and value.startswith("torch."):
+        import torch
+
+        dtype = getattr(torch, value.removeprefix("torch."), None)
+        return dtype if isinstance(dtype, torch.dtype) else value
+    return value
+
+
+def named_function(key: str, path: str) -> Callable[..., Any]:
+    """The function that a key names. Raises ConfigError as above."""
+    return _harmless(f"{key}={path}", path)
 
 
 def _target_of(section: str, custom: CustomConfig) -> tuple[str, Any]:
     """Key and value, for messages; and what they name."""
     found = f"{section}._target_={custom.target}"
-    target = _imported(found, custom.target)
-    trusted = trusted_for(section)
-    if is_trusted(custom.target, trusted) and not _is_harmless(target, trusted):
+    return found, _harmless(found, custom.target, trusted_for(section))
+
+
+def _harmless(found: str, path: str, trusted: tuple[str, ...] = TRUSTED_MODULES) -> Any:
+    """The class or function at a dotted path, if it may be called. found: its key and value, for messages. trusted:
+    modules from which only what is harmless may be named."""
+    target = _imported(found, path)
+    if is_trusted(path, trusted) and not _is_harmless(target, trusted):
         rule = f"neither a class of {', '.join(trusted)} nor a model of torchvision"
         raise ConfigError([f"{found}: {rule}, and nothing else may be named there; call it in a class of your own"])
     if not callable(target):
         raise ConfigError([f"{found}: must be a class or function, and is of type {type(target).__name__}"])
-    return found, target
+    return target
 
 
 def build_hook(path: str, *args: Any) -> Any:

@@ -6,7 +6,6 @@ import copy
 import functools
 import hashlib
 import importlib.util
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, Self, runtime_checkable
@@ -20,9 +19,8 @@ from ddp_train.data.copy_stream import to_device
 from ddp_train.data.corpus import text_sources, token_sources
 from ddp_train.data.image_folder import FolderSource
 from ddp_train.data.rng import hash_key, uniform
-from ddp_train.errors import ConfigError, DataError
+from ddp_train.errors import DataError
 from ddp_train.tensor_tree import tensors
-from ddp_train.text import first_line
 
 Augmentation = Callable[[Tensor, Tensor], Tensor]
 """(images [n, c, h, w], draws [n, 3] uniform in [0, 1)) -> images."""
@@ -154,63 +152,6 @@ def _rows(held: Tensor, index: Tensor) -> Tensor:
     if samples.shape[1] * held.itemsize % WORD.itemsize:
         return held[index]
     return samples.view(WORD)[index].view(held.dtype).view(-1, *held.shape[1:])
-
-
-class UserDataset:
-    """Anyone's own map-style dataset. Its random draws (torch's and Python's) are keyed by seed, epoch and sample."""
-
-    def __init__(self, dataset: Any, seed: int) -> None:
-        """Raises DataError if it is none, or empty."""
-        self.dataset, self.seed, self.name = dataset, seed, type(dataset).__name__
-        if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
-            raise DataError(
-                f"data._target_: {self.name} has no __getitem__ or no __len__",
-                "name a map-style dataset, not an iterable one",
-            )
-        if not len(dataset):
-            raise DataError(f"data._target_: {self.name} has no samples", "check its arguments, data.NAME=VALUE")
-        self.numbers: np.ndarray | None = None
-        """Those of the data set's samples that belong to this split; None: all."""
-
-    def __len__(self) -> int:
-        return len(self.dataset) if self.numbers is None else len(self.numbers)
-
-    def select(self, numbers: np.ndarray) -> UserDataset:
-        other = copy.copy(self)
-        other.numbers = numbers if self.numbers is None else self.numbers[numbers]
-        return other
-
-    @property
-    def outputs(self) -> int:
-        sample = self.dataset[0]
-        target = sample[1] if isinstance(sample, tuple | list) and len(sample) == 2 else None
-        if isinstance(target, Tensor | np.ndarray | float) and torch.as_tensor(target).is_floating_point():
-            return torch.as_tensor(target).numel()
-        if not hasattr(self.dataset, "classes"):
-            raise ConfigError(
-                [f"data._target_: {self.name} needs an attribute `classes`, the list of the classes' names"]
-            )
-        return len(self.dataset.classes)
-
-    def get_batch(self, indices: np.ndarray, epoch: int | None) -> Any:
-        from torch.utils.data import default_collate
-
-        collate = getattr(self.dataset, "collate_fn", default_collate)
-        samples, state = [], random.getstate()
-        with torch.random.fork_rng(devices=[]):
-            for number in (indices if self.numbers is None else self.numbers[indices]).tolist():
-                key = hash_key(self.seed, "augment", -1 if epoch is None else epoch, number)
-                torch.manual_seed(key)
-                random.seed(key)
-                samples.append(self.dataset[number])
-        random.setstate(state)
-        try:
-            return collate(samples)
-        except (TypeError, RuntimeError) as error:
-            raise DataError(
-                f"data._target_: samples of {self.name} cannot be put into one batch: {first_line(error)}",
-                "return tensors, arrays or numbers of one shape, or give the data set a method collate_fn(samples)",
-            ) from error
 
 
 def build_datasets(name: str, seed: int, **arguments: Any) -> tuple[BatchSource, BatchSource]:

@@ -6,6 +6,12 @@ SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), in integer arithmetic that is e
 
 from __future__ import annotations
 
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -51,6 +57,32 @@ def _signed(number: int) -> int:
 def _shift(state: Tensor, count: int) -> Tensor:
     """Logical right shift: torch's is arithmetic."""
     return state >> count & (1 << 64 - count) - 1
+
+
+@contextlib.contextmanager
+def keyed_generators() -> Iterator[Callable[[int], None]]:
+    """Gives a function that seeds the global generators that code of others draws from: torch's on the host, numpy's
+    and Python's. At the end they are as before, so that training's own draws do not move."""
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        yield _seed_global_generators
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
+
+
+def _seed_global_generators(key: int) -> None:
+    torch.default_generator.manual_seed(key)  # torch.manual_seed would move those of the GPUs, too
+    # Of one seed of 32 bits numpy and torch make the same sequence: both are a Mersenne Twister.
+    np.random.seed(hash_key(key, "numpy") & 0xFFFFFFFF)
+    random.seed(key)
+
+
+def global_states() -> tuple[bytes, ...]:
+    """Of these generators, to see whether something draws."""
+    _, words, *rest = cast("tuple[Any, ...]", np.random.get_state())
+    return torch.get_rng_state().numpy().tobytes(), words.tobytes(), repr((rest, random.getstate())).encode()
 
 
 class StepSeed:

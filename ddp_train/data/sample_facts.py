@@ -8,7 +8,8 @@ from typing import Any, NoReturn
 import numpy as np
 from torch import Tensor
 
-from ddp_train.data.datasets import BatchSource, UserDataset
+from ddp_train.data.datasets import BatchSource
+from ddp_train.data.own import UserDataset
 from ddp_train.errors import ConfigError
 from ddp_train.text import counted, first_line
 

@@ -74,7 +74,7 @@ def _further(config: Config) -> dict[str, str]:
 
 
 def _data(data: Any, plan: BatchPlan, validation_samples: int | None) -> str:
-    parts = [data.name, f"{plan.samples:,} samples to train on"]
+    parts = [getattr(data, "target", None) or data.name, f"{plan.samples:,} samples to train on"]
     if plan.weights:
         parts.append(f"an epoch is {plan.samples:,} draws with replacement (weights {data.weights})")
     if validation_samples is not None:

@@ -91,10 +91,10 @@ class Run:
         return summary["status"] == "completed"
 
     def open_data(self) -> Splits:
-        """A download happens once per host."""
-        downloads = getattr(self.config.data, "download", False)
-        with local_leader_first(self.world, self.device) if downloads else contextlib.nullcontext():
-            return open_datasets(self.config)
+        """One process of each host downloads, or writes an index; the others wait for it."""
+        writes = self.config.data.writes_files()
+        with local_leader_first(self.world, self.device) if writes else contextlib.nullcontext():
+            return open_datasets(self.config, downloads=self.world.is_local_leader)
 
     def find_checkpoint(self) -> Path | None:
         """The verified checkpoint to start from, the same on all ranks; None to start from step 0."""

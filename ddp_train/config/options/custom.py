@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -20,11 +21,20 @@ class CustomConfig(ModelFacts, DataFacts, OptimizerFacts):
     arguments: dict[str, Any] = key({}, "its keyword arguments, plain values")
     metrics: ClassVar[dict[str, str]] = {}
 
+    def code(self) -> Iterator[tuple[str, str]]:
+        """The code that it names: each key, and the dotted path there."""
+        yield "_target_", self.target
+
+    def values(self) -> dict[str, Any]:
+        """The values that this code is called with, by the first part of their keys."""
+        return self.arguments
+
 
 @dataclass
 class CustomDataConfig(CustomConfig):
     """Your own data set: `_target_=package.Name`, and its arguments beside it."""
 
+    limit: int | None = key(None, "use only this many samples of each split", at_least=1)
     validation: float | None = validation_part()
     mixup: float = mixing_alpha("mixup, the weighted mean of")
     cutmix: float = mixing_alpha("CutMix, which exchanges a box between")
@@ -34,3 +44,54 @@ class CustomDataConfig(CustomConfig):
         "what train.global_batch_size counts; tokens: samples of about one length together, by the data's `lengths`",
         choices=("samples", "tokens"),
     )
+    splits: dict[str, Any] = key(
+        {}, "arguments of one split each, {train:{...},test:{...}}; {}: by `split` or `train` of the class's signature"
+    )
+    fields: list[str] = key([], "of samples that are dicts: these become the sample, [image,label]; []: the dict")
+    transform: list[Any] = key([], "classes that change a training sample in turn: [{_target_:package.Name,...}]")
+    test_transform: list[Any] | None = key(None, "the same for samples that are scored; null: those of data.transform")
+    outputs: int | None = key(
+        None, "outputs that a model needs, the number of classes; null: the data set's own `classes`", at_least=1
+    )
+    collate_fn: str | None = key(None, "package.function from samples to a batch; null: the data set's, or torch's own")
+
+    @property
+    def download(self) -> bool:
+        arguments = (self.arguments, *(part for part in self.splits.values() if isinstance(part, dict)))
+        return any(part.get("download") is True for part in arguments)
+
+    def writes_files(self) -> bool:
+        return self.download or self.target.startswith("ddp_train.data.shards.")
+
+    def code(self) -> Iterator[tuple[str, str]]:
+        yield from super().code()
+        for name in ("transform", "test_transform"):
+            for place, item in enumerate(getattr(self, name) or ()):
+                yield from named_code(item, f"{name}[{place}]")
+        if self.collate_fn is not None:
+            yield "collate_fn", self.collate_fn
+
+    def values(self) -> dict[str, Any]:
+        return {**self.arguments, "splits": self.splits}
+
+
+def named_code(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    """The dotted paths in an item of `data.transform`, and where they stand. An item is {_target_: PATH, ...}, or PATH
+    alone; its arguments may have such dicts within them."""
+    if isinstance(value, str):
+        yield path, value
+    elif isinstance(value, dict) and "_target_" in value:
+        yield f"{path}._target_", str(value["_target_"])
+    for name, one in nested_code(value, path):
+        yield from named_code(one, name)
+
+
+def nested_code(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """The dicts with `_target_` among the arguments of an item, and where they stand."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, one in items:
+        where = f"{path}.{name}"
+        if isinstance(one, dict) and "_target_" in one:
+            yield where, one
+        else:
+            yield from nested_code(one, where)

@@ -48,6 +48,10 @@ class DataFacts:
     batch_by = "samples"
     mixup = cutmix = random_erasing = 0.0
 
+    def writes_files(self) -> bool:
+        """Whether opening it writes files, a download for example: one process of each host does that first."""
+        return bool(self.download)
+
     def in_memory_bytes(self) -> int | None:
         """Size of a data set that is held in memory: a batch is one indexing operation, which loader processes do not
         make faster. None: it is not held in memory."""
