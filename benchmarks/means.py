@@ -164,6 +164,7 @@ def trainer(
 def lightning(texts: int, accumulation: int) -> dict[str, Tensor]:
     """Lightning's Trainer with a `training_step` that returns the mean loss, as its documentation shows."""
     import lightning as pl
+    from torch.utils.data.distributed import DistributedSampler
 
     class Module(pl.LightningModule):
         def __init__(self) -> None:
@@ -182,8 +183,11 @@ def lightning(texts: int, accumulation: int) -> dict[str, Tensor]:
             accelerator="cpu", devices=ranks(), strategy="ddp" if ranks() > 1 else "auto", max_epochs=1, logger=False,
             accumulate_grad_batches=accumulation, enable_checkpointing=False, enable_progress_bar=False,
             enable_model_summary=False, default_root_dir=folder, precision="64-true",
+            use_distributed_sampler=False,  # its own shuffles
         )  # fmt: skip
-        made.fit(module, DataLoader(in_order(texts), BATCH // accumulation // ranks(), collate_fn=collate))
+        data = in_order(texts)
+        sampler = DistributedSampler(data, ranks(), int(os.environ["RANK"]), shuffle=False)
+        made.fit(module, DataLoader(data, BATCH // accumulation // ranks(), sampler=sampler, collate_fn=collate))
         assert made.global_step == STEPS, made.global_step
     return weights(module.model.network)
 
