@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gzip
 import multiprocessing
+import random
 import time
+import traceback
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -381,8 +383,6 @@ class Noisy(torch.utils.data.Dataset):
         return 10
 
     def __getitem__(self, number: int) -> tuple[Tensor, int]:
-        import random
-
         return torch.rand(2) + random.random(), number % 2
 
 
@@ -396,6 +396,15 @@ def test_the_draws_of_a_foreign_dataset_are_keyed_and_disturb_nobody() -> None:
     assert torch.equal(source.get_batch(np.array([2]), 0)[0][0], together[1])
     assert not torch.equal(source.get_batch(np.array([2]), 1)[0][0], together[1])
     assert source.outputs == 2
+
+
+def test_the_draws_are_those_of_torch_manual_seed_without_its_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    key = rng.hash_key(3, "augment", 0, 2)
+    torch.manual_seed(key)
+    random.seed(key)
+    expected = Noisy()[2][0]
+    monkeypatch.setattr(traceback, "format_stack", lambda *_: pytest.fail("torch noted a stack for a device"))
+    assert torch.equal(UserDataset(Noisy(), seed=3).get_batch(np.array([2]), 0)[0][0], expected)
 
 
 # --- the loader -----------------------------------------------------------------------------------------------------

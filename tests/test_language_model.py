@@ -458,8 +458,9 @@ def test_a_model_that_returns_an_object_with_logits_writes_too() -> None:
 
 # --- from end to end --------------------------------------------------------------------------------------------------
 
-SHORT = ("experiment=gpt_tiny", "model.layers=1", "model.width=32", "data.length=32", "train.max_steps=12",
-         "schedule.warmup_steps=2", "train.log_every_steps=4", "task.sample_tokens=40", "data.limit=300")  # fmt: skip
+SHORT = ("experiment=gpt_tiny", "model.layers=1", "model.heads=2", "model.width=32", "data.length=32",
+         "train.max_steps=12", "schedule.warmup_steps=2", "train.log_every_steps=4", "task.sample_tokens=40",
+         "data.limit=300")  # fmt: skip
 
 
 @pytest.mark.slow

