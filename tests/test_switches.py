@@ -48,6 +48,7 @@ from ddp_train.telemetry import tracker_queue
 from ddp_train.telemetry.console import Display
 from ddp_train.training import checkpoint, worker
 from ddp_train.training.loop import Evaluation
+from ddp_train.training.metrics import build_selection
 from ddp_train.training.open_data import open_datasets
 from ddp_train.training.plan_report import tuning_rows
 from ddp_train.training.run import Run
@@ -56,7 +57,6 @@ from ddp_train.training.setup import (
     build_evaluation,
     build_module,
     build_plan,
-    build_selection,
     build_strategy,
     build_task,
     text_writer,

@@ -29,6 +29,7 @@ from ddp_train.telemetry.score_lines import headline, score_line
 from ddp_train.text import snake_case
 from ddp_train.training import setup
 from ddp_train.training.loop import evaluate
+from ddp_train.training.metrics import build_selection, check_metrics, directions
 from ddp_train.training.selection import Best
 from tests.jobs import config_of, job_of
 from tests.ranks import on_ranks
@@ -163,7 +164,7 @@ def scored(world: World, items: list[dict[str, Any]], batch: int, targets: Tenso
     found = evaluate(job.evaluation)
     assert torch.equal(torch.rand(1), drawn), "nobody else's random numbers are disturbed"
     assert found == evaluate(job.evaluation)
-    return found, setup.directions(job.module)
+    return found, directions(job.module)
 
 
 def both(world: World) -> Any:
@@ -300,7 +301,7 @@ def set_up(items: list[dict[str, Any]], **keys: Any) -> ModelWithTask:
     source = ArraySource(LOGITS, LABELS)
     config = config_with(World(), items, 8, strategy={"name": "single"}, model={"_target_": f"{HERE}.Given"}, **keys)
     module = job_of(config, World(), (source, source)).module
-    setup.check_metrics(config, module, Splits(source, source), "cpu")
+    check_metrics(config, module, Splits(source, source), lambda one: setup.scored_batch(config, one, "cpu"))
     return module
 
 
@@ -340,7 +341,7 @@ def test_keys_name_further_metrics() -> None:
     config = config_with(World(), [F1], 8, checkpoint={"best_metric": "test.multiclass_f1_score"})
     module = set_up([F1], checkpoint={"best_metric": "test.multiclass_f1_score"})
     source = ArraySource(LOGITS, LABELS)
-    best = setup.build_selection(config, setup.directions(module), Splits(source, source), None).best  # type: ignore[arg-type]
+    best = build_selection(config, directions(module), Splits(source, source), None).best  # type: ignore[arg-type]
     assert isinstance(best, Best)
     for step, value in ((1, 0.2), (2, 0.6), (3, 0.4)):
         best.see(step, {"loss": 1.0, "multiclass_f1_score": value})

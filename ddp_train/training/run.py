@@ -15,7 +15,8 @@ from ddp_train.config.auto import described
 from ddp_train.config.freeze import facts_of_start, to_values
 from ddp_train.config.schema import TRACKERS, Config
 from ddp_train.config.user_code import build_hook
-from ddp_train.data.datasets import check_same_data, digests
+from ddp_train.data.datasets import BatchSource, check_same_data, digests
+from ddp_train.data.loader import Batch
 from ddp_train.data.splits import Splits
 from ddp_train.distributed.process_group import Store, from_leader, local_leader_first, same_everywhere, set_buffers
 from ddp_train.distributed.world import World
@@ -33,7 +34,7 @@ from ddp_train.telemetry.rates import Rates
 from ddp_train.telemetry.tracker_queue import Tracking, flat, open_trackers
 from ddp_train.telemetry.trackers import Run as TrackedRun
 from ddp_train.text import counted
-from ddp_train.training import averaging, checkpoint, setup
+from ddp_train.training import averaging, checkpoint, metrics, setup
 from ddp_train.training.display_hooks import SAMPLE, SampleHook, tensorboard_details
 from ddp_train.training.early_stopping import SelectionHook
 from ddp_train.training.hooks import CheckpointHook, MetricsHook
@@ -107,6 +108,9 @@ class Run:
         same_everywhere(step, self.device, f"the checkpoint in {self.run_dir}")
         return found
 
+    def scored_batch(self, source: BatchSource) -> Batch:
+        return setup.scored_batch(self.config, source, self.device)
+
     def tracker_names(self) -> list[str]:
         """Trackers are fed by rank 0 alone."""
         return [name for name in TRACKERS if getattr(self.config.tracker, name)] if self.world.is_leader else []
@@ -120,10 +124,10 @@ class Run:
         strategy = setup.build_strategy(config, self.world, device)
         module = setup.build_module(config, sources[0], strategy, device)
         job = setup.build_job(config, self.world, device, module, strategy, sources, self.status, first_step)
-        metrics = MetricsFile(self.run_dir, self.world.is_leader, first_step)
+        log = MetricsFile(self.run_dir, self.world.is_leader, first_step)
         record = MetricsHook(
             self.display,
-            metrics,
+            log,
             hardware_monitor_for(device, all_gpus=config.strategy.spreads_over_gpus),
             epochs=config.train.epochs,
             log_every_steps=config.train.log_every_steps,
@@ -131,14 +135,14 @@ class Run:
             split=sources.scored[0],
             rates=setup.build_rates(config, self.world, device, job, sources.train),
         )
-        setup.check_metrics(config, module, sources, device)
-        select = setup.build_selection(config, setup.directions(module), sources, record)
+        metrics.check_metrics(config, module, sources, self.scored_batch)
+        select = metrics.build_selection(config, metrics.directions(module), sources, record)
         data_digests = digests(sources[0]) | plan_digests(job.plan, device)
         if found:
             self.restore(found, job, record, select, data_digests)
         job.stepper.continue_from(first_step)
         save = self.checkpoint_hook(record, select, data_digests)
-        self.start_trackers(tracking, metrics, first_step)
+        self.start_trackers(tracking, log, first_step)
         details = []
         if config.tracker.details:
             details = tensorboard_details(
@@ -208,34 +212,23 @@ class Run:
             more_state=lambda: {"selection": select.state()},
         )
 
-    def start_trackers(self, tracking: Tracking, metrics: MetricsFile, first_step: int) -> None:
+    def start_trackers(self, tracking: Tracking, log: MetricsFile, first_step: int) -> None:
         config = self.config
         hyperparameters = flat({name: value for name, value in to_values(config).items() if name != "reasons"})
         run = TrackedRun(self.run_dir, config.name, config.tracker.project, hyperparameters, first_step)
-        tracking.start(run, metrics.kept)
-        metrics.listeners.append(tracking.write)
+        tracking.start(run, log.kept)
+        log.listeners.append(tracking.write)
 
     def announce(self, job: Job, sources: Splits, select: SelectionHook, rates: Rates) -> None:
         """Shows the plan, and the progress bar."""
         if self.world.is_leader:
-            parameters = parameter_counts(job.module.model)["all"]
-            warmup = setup.warmup_steps(self.config, job.plan)
-            self.display.plan(
-                plan_rows(
-                    self.config,
-                    job.plan,
-                    job.module.task,
-                    parameters,
-                    job.stepper.base_lrs[0],
-                    warmup,
-                    job.step,
-                    validation_samples=None if sources.validation is None else len(sources.validation),
-                    rates=rates,
-                )
-            )
-            for line in setup.advice(self.config, job.module, sources.train) + selects_by_test(
-                self.config, sources.validation is not None
-            ):
+            config, validation = self.config, sources.validation
+            parameters, lr = parameter_counts(job.module.model)["all"], job.stepper.base_lrs[0]
+            warmup, validating = setup.warmup_steps(config, job.plan), None if validation is None else len(validation)
+            task, done = job.module.task, job.step
+            self.display.plan(plan_rows(config, job.plan, task, parameters, lr, warmup, done, validating, rates))
+            notes = setup.advice(config, job.module, sources.train) + selects_by_test(config, validation is not None)
+            for line in notes:
                 self.display.line(line)
         select.stop_if_due(job)
         if job.step >= job.plan.steps:
@@ -283,7 +276,7 @@ class Run:
         strategy = setup.build_strategy(self.config, self.world, self.device)
         module = setup.build_module(self.config, sources[0], strategy, self.device)
         if module.further:
-            setup.check_metrics(self.config, module, sources, self.device)
+            metrics.check_metrics(self.config, module, sources, self.scored_batch)
         evaluation = setup.build_evaluation(
             self.config, self.world, self.device, module, strategy, sources.test, self.status
         )
@@ -333,7 +326,7 @@ class Run:
 
     def summary(self, scores: Scores | None, module: ModelWithTask, **numbers: Any) -> dict[str, Any]:
         """The content of summary.json."""
-        on_gpu, better = self.config.device == "cuda", setup.directions(module)
+        on_gpu, better = self.config.device == "cuda", metrics.directions(module)
         return {
             "status": "completed" if scores else "preempted",
             **described(self.config),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ddp_train.config import metrics
 from ddp_train.config.auto import optimizer_at_batch
-from ddp_train.config.schema import DIRECTIONS, Config
+from ddp_train.config.metrics import further
+from ddp_train.config.schema import Config
 from ddp_train.config.user_code import instantiate
 from ddp_train.data.batch_plan import BatchPlan, MicroBatch, evaluation_batches
 from ddp_train.data.datasets import BatchSource
@@ -45,14 +45,10 @@ from ddp_train.tasks.score import Scorer
 from ddp_train.tasks.task import ModelWithTask, Task, complete
 from ddp_train.telemetry.rates import Rates
 from ddp_train.tensor_tree import map_tensors
-from ddp_train.text import OF_AVERAGE, counted
-from ddp_train.training.averaging import with_average
-from ddp_train.training.early_stopping import SelectionHook
-from ddp_train.training.further_metrics import build_further, metric_names
-from ddp_train.training.hooks import MetricsHook
+from ddp_train.text import counted
 from ddp_train.training.loop import Evaluation, Job
+from ddp_train.training.metrics import build_further
 from ddp_train.training.phases import ReportedBatches, ReportedStepper
-from ddp_train.training.selection import AUTO, Best, Selection
 
 AUTOCAST = {"fp32": None, "fp64": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -89,7 +85,7 @@ def build_module(config: Config, source: BatchSource, strategy: Strategy, device
         shape = _input_shape(sample, config.model.name)
         model = build_model(config.model.name, shape, source.outputs, **arguments_of(config.model))
     module = strategy.place(ModelWithTask(model, task, device, AUTOCAST[config.tuning.precision]))
-    module.further = build_further(metrics.further(config), task, device)
+    module.further = build_further(further(config), task, device)
     tuning = config.tuning
     switches.tune_model(
         module,
@@ -299,46 +295,6 @@ def build_evaluation(
     )
 
 
-def directions(module: ModelWithTask) -> dict[str, str | None]:
-    """Which direction is better, max or min, for each metric that says so: others of a task of your own have that of
-    the built-in metric of their name, or else min. None for a further metric whose direction nobody knows. That of a
-    metric of the average of the weights is the metric's own."""
-    better = {**DIRECTIONS, **module.task.better, **(module.further.better if module.further else {})}
-    return {**{OF_AVERAGE + name: way for name, way in better.items()}, **better}
-
-
-def check_metrics(config: Config, module: ModelWithTask, sources: Splits, device: str) -> None:
-    """Raises ConfigError if a key names a metric that there is not, or a set that is not scored then, or if a further
-    metric does not fit: the first batch of an evaluation is scored to see, the same one on all processes."""
-    problems = metrics.problems(config, sources.validation is not None)
-    if not problems and (module.further or any(metrics.named(config))):
-        source = sources.scored[1]
-        first = evaluation_batches(len(source), config.train.evaluate_batch_size, rank=0, world_size=1)[0]
-        names = metric_names(module, _batch(config, source, first, device).data)
-        names = with_average(names, config.train.ema_decay is not None)
-        problems = metrics.unusable(config, names, directions(module))
-    if problems:
-        raise ConfigError(problems)
-
-
-def build_selection(
-    config: Config, better: Mapping[str, str | None], sources: Splits, record: MetricsHook
-) -> SelectionHook:
-    """What follows from each evaluation. better: see `directions`."""
-    split, known = sources.scored[0], {name: way for name, way in better.items() if way}
-    stopping = config.train.early_stopping
-
-    def by(metric: str, auto: str) -> Selection:
-        return Selection(split, auto if metric == metrics.AUTO else metric.partition(".")[2], known)
-
-    return SelectionHook(
-        record,
-        best=Best(by(config.checkpoint.best_metric, AUTO)),
-        stopping=Best(by(stopping.metric, "loss"), stopping.min_delta) if stopping.patience else None,
-        patience=stopping.patience or 0,
-    )
-
-
 def loader_options(config: Config) -> LoaderOptions:
     """How batches come to the device."""
     dtype = torch.float64 if config.tuning.precision == "fp64" else None
@@ -352,6 +308,12 @@ def _resident(config: Config) -> bool:
 def first_batch(config: Config, plan: BatchPlan, source: BatchSource, device: str, mix: Mix | None = None) -> Batch:
     """This process's first micro-batch, as training sees it. mix: None leaves the samples unmixed."""
     return _batch(config, source, next(plan.micro_batches()), device, mix)
+
+
+def scored_batch(config: Config, source: BatchSource, device: str) -> Batch:
+    """The first one of an evaluation, on all processes the same."""
+    first = evaluation_batches(len(source), config.train.evaluate_batch_size, rank=0, world_size=1)[0]
+    return _batch(config, source, first, device)
 
 
 def _batch(config: Config, source: BatchSource, micro_batch: MicroBatch, device: str, mix: Mix | None = None) -> Batch:

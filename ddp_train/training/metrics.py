@@ -1,0 +1,97 @@
+"""The metrics of a run: those of torchmetrics are made, all are tried before the first step, and some select."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+
+from ddp_train.config import metrics
+from ddp_train.config.metrics import Further
+from ddp_train.config.schema import DIRECTIONS, Config
+from ddp_train.config.user_code import instantiate
+from ddp_train.data.datasets import BatchSource
+from ddp_train.data.loader import Batch
+from ddp_train.data.splits import Splits
+from ddp_train.errors import ConfigError
+from ddp_train.tasks.further_metrics import PREDICTIONS, FurtherMetrics, Named, Predictions
+from ddp_train.tasks.task import ModelWithTask, Task, can_predict
+from ddp_train.text import OF_AVERAGE, first_line
+from ddp_train.training.averaging import with_average
+from ddp_train.training.early_stopping import SelectionHook
+from ddp_train.training.hooks import MetricsHook
+from ddp_train.training.selection import AUTO, Best, Selection
+
+
+def build_further(items: Sequence[Further], task: Task, device: str) -> FurtherMetrics | None:
+    """None if the config names none. Raises ConfigError if one cannot be made, or if the task cannot predict."""
+    if not items:
+        return None
+    if not can_predict(task):
+        problem = "metrics=[...]: the task has no method predict(model, batch), which returns (outputs, targets)"
+        raise ConfigError([f"{problem}; add one, or use metrics=[]"])
+    named = []
+    for item in items:
+        key, given_name = f"{item.key}._target_={item.custom.target}", item.given.get("name")
+        made = _made(key, item)
+        is_collection = type(made).__name__ == "MetricCollection"
+        named.append(Named(key, given_name or ("" if is_collection else item.name), item.better, made))
+    return FurtherMetrics(named, device)
+
+
+def _made(key: str, item: Further) -> Any:
+    try:
+        return instantiate(item.key, item.custom)
+    except (ValueError, TypeError, ImportError) as error:  # torchmetrics checks its arguments, and names packages
+        raise ConfigError([f"{key}: {type(error).__name__}: {first_line(error)}"]) from error
+
+
+@torch.no_grad()
+def metric_names(module: ModelWithTask, batch: Any) -> list[str]:
+    """The names of all metrics, found by scoring a batch. Raises ConfigError if a further metric does not fit."""
+    module.eval()
+    scores = dict(module.score(batch))
+    predictions = cast(Predictions, scores.pop(PREDICTIONS, None))
+    names = [*scores, *module.task.derive(dict.fromkeys(scores, 0.5))]
+    return names + (module.further.try_out(predictions, names) if module.further else [])
+
+
+def directions(module: ModelWithTask) -> dict[str, str | None]:
+    """Which direction is better, max or min, for each metric that says so: others of a task of your own have that of
+    the built-in metric of their name, or else min. None for a further metric whose direction nobody knows. That of a
+    metric of the average of the weights is the metric's own."""
+    better = {**DIRECTIONS, **module.task.better, **(module.further.better if module.further else {})}
+    return {**{OF_AVERAGE + name: way for name, way in better.items()}, **better}
+
+
+def check_metrics(
+    config: Config, module: ModelWithTask, sources: Splits, first_batch: Callable[[BatchSource], Batch]
+) -> None:
+    """Raises ConfigError if a key names a metric that there is not, or a set that is not scored then, or if a further
+    metric does not fit: a batch is scored to see. first_batch: of an evaluation, on all processes the same."""
+    problems = metrics.problems(config, sources.validation is not None)
+    if not problems and (module.further or any(metrics.named(config))):
+        names = metric_names(module, first_batch(sources.scored[1]).data)
+        names = with_average(names, config.train.ema_decay is not None)
+        problems = metrics.unusable(config, names, directions(module))
+    if problems:
+        raise ConfigError(problems)
+
+
+def build_selection(
+    config: Config, better: Mapping[str, str | None], sources: Splits, record: MetricsHook
+) -> SelectionHook:
+    """What follows from each evaluation. better: see `directions`."""
+    split, known = sources.scored[0], {name: way for name, way in better.items() if way}
+    stopping = config.train.early_stopping
+
+    def by(metric: str, auto: str) -> Selection:
+        return Selection(split, auto if metric == metrics.AUTO else metric.partition(".")[2], known)
+
+    return SelectionHook(
+        record,
+        best=Best(by(config.checkpoint.best_metric, AUTO)),
+        stopping=Best(by(stopping.metric, "loss"), stopping.min_delta) if stopping.patience else None,
+        patience=stopping.patience or 0,
+    )
