@@ -72,7 +72,7 @@ def _enter(
     pipe: Connection, world: World, kind: str, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    multiprocessing.set_start_method(None, force=True)  # a fork server hands its own on: loader processes took 10 s each
+    multiprocessing.set_start_method(None, force=True)  # a fork server hands its own on
     torch.set_num_threads(1)
     try:
         store = dist.FileStore(str(Path(folder, "store")), world.size)

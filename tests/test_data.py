@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import multiprocessing
+import os
 import random
 import time
 import traceback
@@ -42,6 +43,7 @@ from ddp_train.errors import ConfigError, DataError
 from ddp_train.linux import children_of, state_of
 from ddp_train.resilience.failure_report import failure_from
 from ddp_train.resilience.heartbeat import RankStatus
+from ddp_train.training.loop import evaluate
 from tests.commands import wait_until
 from tests.jobs import config_of, datasets_of, job_of, loader_of
 from tests.ranks import on_ranks
@@ -180,6 +182,27 @@ def test_a_sample_becomes_the_same_tensor_on_any_rank_worker_count_and_world() -
         assert all(torch.equal(run[key], runs[0][key]) for key in run)
     versions = {tuple(runs[0][epoch, 17].flatten().tolist()) for epoch in range(4)}
     assert len(versions) > 1, "epochs draw anew"
+
+
+def loader_processes(world: World) -> tuple[int, int, int]:
+    """While it trains, between two evaluations, and at the end."""
+    config = config_of(
+        world,
+        data={"name": "digits", "limit": 101},
+        train={"global_batch_size": 48, "epochs": 2},
+        tuning={"num_workers": 2},
+    )
+    job = job_of(config, world)
+    (training,) = {len(children_of(os.getpid())) for _ in job.batches}
+    evaluate(job.evaluation)
+    between = len(children_of(os.getpid()))
+    job.evaluation.close()
+    return training, between, len(children_of(os.getpid()))
+
+
+def test_loader_processes_end_when_they_are_not_needed_any_more() -> None:
+    """Left to the garbage collector at the end of a run, each was waited for in vain, for ten seconds."""
+    assert on_ranks(1, loader_processes) == [(2, 2, 0)]
 
 
 def test_shift_moves_and_fills_with_zeros() -> None:

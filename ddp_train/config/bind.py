@@ -32,7 +32,8 @@ def bind(values: dict[str, Any]) -> tuple[Config, list[str]]:
         if not isinstance(content, dict):
             problems.append(f"{section}={shown(content)}: is a section; set one of its keys, {_example(section)}=...")
             continue
-        if content.get("_target_") and content.get("name", CustomConfig.name) != CustomConfig.name:
+        has_custom = "custom" in OPTIONS.get(section, {})
+        if has_custom and content.get("_target_") and content.get("name", CustomConfig.name) != CustomConfig.name:
             problems.append(
                 f"{section}._target_={shown(content['_target_'])}: stands in a file beside "
                 f"{section}={content['name']}; add `- override /{section}: custom` to the defaults of that file"

@@ -250,7 +250,12 @@ def read_config(conf: Path, overrides: Overrides, adopted: dict[str, Any] | None
             _set(section, values[section], name, value)
     config, problems = bind(values)
     config.trusted_modules = list(dict.fromkeys([*config.trusted_modules, *_own_packages(config, from_elsewhere)]))
-    located = [problem + _origin(conf, overrides, choices, problem.split("=")[0]) for problem in problems]
+    told = {problem.split(":")[0] for problem in overrides.problems}
+    located = [
+        problem + _origin(conf, overrides, choices, problem.split("=")[0])
+        for problem in problems
+        if problem.split(":")[0] not in told
+    ]
     return config, overrides.problems + located
 
 

@@ -222,6 +222,14 @@ class Loader:
                 placed = Batch((inputs, placed.targets), micro_batch)
             yield Batch(*self.mix(placed.data, placed.micro_batch)) if self.mix else placed
 
+    def close(self) -> None:
+        """Ends loader processes that wait for a next evaluation.
+
+        If they are left to the garbage collector it closes their queue before they are told to end, and torch waits for
+        each in vain, ten seconds.
+        """
+        self.batches = ()
+
     def _place(self, tensor: Tensor) -> Tensor:
         placed = tensor.to(self.device, non_blocking=self.options.non_blocking)
         if self.options.dtype and placed.is_floating_point():

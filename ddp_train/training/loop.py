@@ -26,6 +26,8 @@ class Evaluation:
     strategy: Strategy
     batches: Iterable[Batch]
     new_scorer: Callable[[], Scorer]
+    close: Callable[[], None] = lambda: None
+    """To be called after the last use: ends what keeps batches coming."""
     stop: StopController = field(default_factory=StopController)
 
 

@@ -165,7 +165,10 @@ class Run:
             test.stop = job.stop
         self.announce(job, sources, select, record.rates)
         scores = self.fit(job, record, select, test)
-        return self.training_summary(job, record, select, scores, test)
+        summary = self.training_summary(job, record, select, scores, test)
+        for one in (job.evaluation, test):
+            one.close()
+        return summary
 
     def restore(
         self, found: Path, job: Job, record: MetricsHook, select: SelectionHook, data_digests: dict[str, str]
@@ -284,6 +287,7 @@ class Run:
         self.display.checkpoint(evaluated)
         began = time.perf_counter()
         score = averaging.scored_checkpoint(found, evaluation)
+        evaluation.close()
         facts = {"steps": evaluated["step"], "seconds": time.perf_counter() - began, "evaluated": evaluated}
         return self.summary(score and {"test": score}, module, **facts)
 

@@ -247,7 +247,8 @@ def build_job(
     else:
         stepper = Stepper(optimizer, factor, scaler, **options)
     micro_batches = plan.from_step(first_step)
-    loader = Loader(train_source, micro_batches, device, loader_options(config), _resident(config), mix)
+    loading = replace(loader_options(config), persistent_workers=False)  # one iterator lives through all epochs
+    loader = Loader(train_source, micro_batches, device, loading, _resident(config), mix)
     return Job(
         plan=plan,
         module=module,
@@ -292,6 +293,7 @@ def build_evaluation(
         strategy=strategy,
         batches=ReportedBatches(loader, status, "evaluation "),
         new_scorer=lambda: Scorer(-(-len(source) // batch_size), device, module.task.derive, module.further),
+        close=loader.close,
     )
 
 

@@ -41,14 +41,15 @@ class CustomDataConfig(CustomConfig):
     weights: str | None = sample_weights()
     batch_by: str = key(
         "samples",
-        "what train.global_batch_size counts; tokens: samples of about one length together, by the data's `lengths`",
+        "what the global batch counts; tokens: samples of about one length together, by the data's `lengths`",
         choices=("samples", "tokens"),
     )
     splits: dict[str, Any] = key(
-        {}, "arguments of one split each, {train:{...},test:{...}}; {}: by `split` or `train` of the class's signature"
+        {},
+        "arguments of one split each, {train: {...}, test: {...}}; {}: by `split` or `train` of the class's signature",
     )
     fields: list[str] = key([], "of samples that are dicts: these become the sample, [image,label]; []: the dict")
-    transform: list[Any] = key([], "classes that change a training sample in turn: [{_target_:package.Name,...}]")
+    transform: list[Any] = key([], "classes that change a training sample in turn: [{_target_: package.Name, ...}]")
     test_transform: list[Any] | None = key(None, "the same for samples that are scored; null: those of data.transform")
     outputs: int | None = key(
         None, "outputs that a model needs, the number of classes; null: the data set's own `classes`", at_least=1
