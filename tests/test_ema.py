@@ -30,6 +30,7 @@ from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.telemetry.console import Display
 from ddp_train.telemetry.score_lines import headline
 from ddp_train.training.averaging import scored
+from ddp_train.training.hooks import CheckpointHook
 from ddp_train.training.loop import evaluate, fit, train
 from ddp_train.training.run import Run
 from tests.jobs import config_of, job_of, largest_difference, table
@@ -300,6 +301,16 @@ def test_an_evaluation_that_is_stopped_has_no_score() -> None:
     with mock.patch("ddp_train.training.averaging.evaluate", stopped):
         assert scored(job.evaluation, job.stepper.average) is None
     assert headline({"accuracy": 0.5, "ema_accuracy": 0.6}) == "50.00% (ema 60.00%)"
+
+
+def test_the_average_is_copied_when_the_checkpoint_before_is_written() -> None:
+    """So that there are never two snapshots, and half of a third."""
+    config = config_of(World(), model=MODEL, strategy={"name": "single"}, train={"ema_decay": DECAY})
+    calls = mock.Mock()
+    hook = CheckpointHook(calls.writer, mock.Mock(), {})
+    with mock.patch("ddp_train.training.averaging.taken", calls.taken):
+        hook._save(job_of(config, World()))
+    assert [name for name, _, _ in calls.mock_calls] == ["writer.wait", "taken", "writer.submit"]
 
 
 def test_metrics_of_the_average_are_known_where_there_is_one() -> None:
