@@ -435,9 +435,7 @@ def test_keys_name_metrics_of_the_average() -> None:
         check_metrics(config, module, Splits(source, source), lambda _: batches, of_checkpoint)
 
     check(True)
-    with pytest.raises(
-        ConfigError, match=r"the checkpoint has no average of the weights; use objective=test\.accuracy"
-    ):
+    with pytest.raises(ConfigError, match=r"the checkpoint has no average of the weights; use objective=test\."):
         check(False)
 
 
