@@ -8,6 +8,8 @@ from typing import Any
 
 OF_AVERAGE = "ema_"
 """Begins the names of the metrics that the average of the weights has: ema_loss, ema_accuracy."""
+RESERVED = ("loss", "samples", "correct", "kind", "step", "epoch", "time")
+"""Keys of a line of metrics.jsonl, which no further metric may have as its name."""
 
 
 def shown(value: Any) -> str:

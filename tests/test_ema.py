@@ -30,6 +30,7 @@ from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.telemetry.console import Display
 from ddp_train.telemetry.score_lines import headline
 from ddp_train.training.averaging import scored
+from ddp_train.training.hooks import CheckpointHook
 from ddp_train.training.loop import evaluate, fit, train
 from ddp_train.training.run import Run
 from tests.jobs import config_of, job_of, largest_difference, table
@@ -59,11 +60,13 @@ def averages(average: WeightAverage, model: nn.Module) -> dict[str, Tensor]:
 def test_it_is_torchs_averaged_model() -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mask = torch.zeros(3, 3).masked_fill(torch.ones(3, 3).triu(1) > 0, -torch.inf)
+    model.register_buffer("mask", mask.clone())  # as of attention: torch's becomes NaN, ours is the model's own
     theirs = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY), use_buffers=True)
     on_host = WeightAverage(model, DECAY)
     on_device = WeightAverage(model, DECAY, may_skip=True)
     before = averages(on_host, model)
-    assert largest_difference(before, {name: model.state_dict()[name] for name in before}) == 0, "never uninitialised"
+    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in before.items()), "never uninitialised"
     for step in range(12):
         gradients(model, step)
         optimizer.step()
@@ -76,6 +79,7 @@ def test_it_is_torchs_averaged_model() -> None:
         weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         for ours in (on_host, on_device):
             found = averages(ours, model)
+            assert torch.equal(found.pop("mask"), mask)
             assert largest_difference(found, {n: theirs.module.state_dict()[n] for n in found}) < 1e-14, step
             assert ours.updates == step + 1
         assert all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items()), "put back"
@@ -111,6 +115,12 @@ def test_a_skipped_step_does_not_count(scaled: bool) -> None:
             theirs.update_parameters(model)
     found = averages(average, model)
     assert average.updates == 3
+    if scaled:  # the statistics of the batch of a skipped step may be spoilt
+        statistics = model[1].running_mean.clone()
+        model[1].running_mean.fill_(torch.nan)
+        average.update(skipped=torch.ones(()))
+        model[1].running_mean.copy_(statistics)
+        assert largest_difference(found, averages(average, model)) == 0
     assert largest_difference(found, {n: theirs.module.state_dict()[n] for n in found}) < 1e-6
 
 
@@ -291,6 +301,16 @@ def test_an_evaluation_that_is_stopped_has_no_score() -> None:
     with mock.patch("ddp_train.training.averaging.evaluate", stopped):
         assert scored(job.evaluation, job.stepper.average) is None
     assert headline({"accuracy": 0.5, "ema_accuracy": 0.6}) == "50.00% (ema 60.00%)"
+
+
+def test_the_average_is_copied_when_the_checkpoint_before_is_written() -> None:
+    """So that there are never two snapshots, and half of a third."""
+    config = config_of(World(), model=MODEL, strategy={"name": "single"}, train={"ema_decay": DECAY})
+    calls = mock.Mock()
+    hook = CheckpointHook(calls.writer, mock.Mock(), {})
+    with mock.patch("ddp_train.training.averaging.taken", calls.taken):
+        hook._save(job_of(config, World()))
+    assert [name for name, _, _ in calls.mock_calls] == ["writer.wait", "taken", "writer.submit"]
 
 
 def test_metrics_of_the_average_are_known_where_there_is_one() -> None:

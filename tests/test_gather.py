@@ -163,6 +163,9 @@ def rows_of(world: World) -> dict[str, Any]:
     given = [torch.full((world.rank, 2), 1.5), torch.tensor(True), torch.arange(3)]
     exchanged = tensors_from_all_ranks([world.rank, "text"], given, "cpu")
     found["exchanged"] = [(facts, [tensor.clone() for tensor in tensors]) for facts, tensors in exchanged]
+    for nothing in ([], [torch.empty(0), torch.empty(2, 0, dtype=torch.int64)]):  # no bytes on any process
+        for facts, tensors in tensors_from_all_ranks(["none"], nothing, "cpu"):
+            assert facts == ["none"] and [(t.shape, t.dtype) for t in tensors] == [(t.shape, t.dtype) for t in nothing]
     return found
 
 

@@ -167,10 +167,13 @@ class Odd(nn.Module):
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
         self.register_buffer("running", torch.full((2,), 0.1))
         self.register_buffer("constant", torch.full((3,), 0.1))
+        self.register_buffer("mask", torch.tensor([0.0, -torch.inf, torch.inf]))
+        self.register_buffer("largest", torch.tensor(-torch.inf))
 
     def forward(self, inputs: Tensor) -> Tensor:
         self.seen += 1
         self.running.lerp_(inputs.mean(0), 0.5)
+        self.largest.copy_(torch.maximum(self.largest, inputs.max()))
         return inputs * self.always + (self.sometimes if inputs[0, 0] > 2 else 0)
 
 
@@ -198,6 +201,8 @@ def odd_step(world: World, counts: list[int]) -> tuple[Any, ...]:
             loss.backward(torch.tensor(micro_batch.scale))
             draw = torch.rand(1).item()
     gradients = [None if p.grad is None else p.grad.tolist() for p in (model.always, model.sometimes, model.never)]
+    assert model.mask.tolist() == [0.0, -torch.inf, torch.inf]
+    assert model.largest == torch.arange(1.0, 5)[torch.tensor(counts) > 0].mean(), "the mean over the shards"
     return gradients, model.seen.item(), model.running.tolist(), model.constant.tolist(), draw
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import random
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -20,14 +23,16 @@ from ddp_train.config.freeze import load_frozen
 from ddp_train.config.prepare import prepare
 from ddp_train.config.schema import Config
 from ddp_train.data.datasets import ArraySource
+from ddp_train.data.rng import global_states
 from ddp_train.data.splits import Splits
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, DataError
 from ddp_train.tasks.builtin import Classification, LanguageModel, Multilabel, Regression, Segmentation
+from ddp_train.tasks.score import Score
 from ddp_train.tasks.task import ModelWithTask, can_predict, complete
 from ddp_train.telemetry.score_lines import headline, score_line
 from ddp_train.text import snake_case
-from ddp_train.training import setup
+from ddp_train.training import averaging, setup
 from ddp_train.training.loop import evaluate
 from ddp_train.training.metrics import build_selection, check_metrics, directions
 from ddp_train.training.selection import Best
@@ -88,10 +93,25 @@ class Random(Base):
         self.add_state("drawn", torch.tensor(0.0), "sum")
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
-        self.drawn = self.drawn + torch.rand(())
+        self.drawn = self.drawn + torch.rand(()) + np.random.rand() + random.random()
 
     def compute(self) -> Tensor:
-        return self.drawn + torch.rand(())
+        return self.drawn + torch.rand(()) + np.random.rand() + random.random()
+
+
+class Differs(Base):
+    """On each process, as what a GPU computes may, and each time a little."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.computed = 0
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        pass
+
+    def compute(self) -> float:
+        self.computed += 1
+        return 1 + (dist.get_rank() if dist.is_initialized() else 0) + 1e-6 * (self.computed % 2)
 
 
 class Outside(Base):
@@ -103,6 +123,16 @@ class Outside(Base):
     def compute(self) -> Tensor:
         seen, self.seen = self.seen, 0
         return torch.tensor(float(seen))
+
+
+class Overwritten(Outside):
+    """Keeps only what the last batch was."""
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        self.seen = targets.sum().item()
+
+    def compute(self) -> Tensor:
+        return torch.tensor(float(self.seen))
 
 
 def collection() -> Any:
@@ -123,6 +153,7 @@ CLASSIFIERS: list[dict[str, Any]] = [
     {"_target_": f"{HERE}.collection"},
     {"_target_": f"{HERE}.EveryReduction", "name": "of", "better": "max"},
     {"_target_": f"{HERE}.Random"},
+    {"_target_": f"{HERE}.Differs"},
 ]
 REGRESSORS: list[dict[str, Any]] = [
     {"_target_": f"torchmetrics.regression.{name}"} for name in ("PearsonCorrCoef", "SpearmanCorrCoef", "R2Score")
@@ -136,7 +167,7 @@ def config_with(world: World, items: list[dict[str, Any]], batch: int, **more: A
         metrics=items,
         trusted_modules=TRUST,
         model={"_target_": "torch.nn.Flatten"} | more.pop("model", {}),
-        train={"evaluate_batch_size": batch, "global_batch_size": 12},
+        train={"evaluate_batch_size": batch, "global_batch_size": 12} | more.pop("train", {}),
         **more,
     )
 
@@ -161,9 +192,14 @@ def scored(world: World, items: list[dict[str, Any]], batch: int, targets: Tenso
     job = job_of(config, world, (source, source))
     drawn = torch.rand(1, generator=torch.default_generator.manual_seed(5))
     torch.manual_seed(5)
+    others = global_states()
     found = evaluate(job.evaluation)
-    assert torch.equal(torch.rand(1), drawn), "nobody else's random numbers are disturbed"
-    assert found == evaluate(job.evaluation)
+    assert global_states() == others, "nobody else's random numbers are disturbed"
+    assert torch.equal(torch.rand(1), drawn)
+    again = evaluate(job.evaluation)
+    for score in (found, again):
+        assert score and int(score.metrics.pop("differs", 1)) == 1, "rank 0's is that of all"
+    assert found == again
     return found, directions(job.module)
 
 
@@ -239,6 +275,21 @@ class Predicts:
         return model(batch[0]), batch[1]
 
 
+class PredictsSome(Predicts):
+    """Units that count have a label."""
+
+    def predict(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        inputs, labels = batch
+        return model(inputs)[labels >= 0], labels[labels >= 0]
+
+
+class ScoresAverage(Predicts):
+    """Has a metric with the name of the average's."""
+
+    def score(self, model: nn.Module, batch: Any) -> dict[str, tuple[Tensor, int]]:
+        return {"ema_loss": self.loss(model, batch)}
+
+
 class PredictsNothing:
     loss = Predicts.loss
 
@@ -278,6 +329,7 @@ def test_an_evaluation_that_was_cut_off_leaves_nothing() -> None:
     config = config_with(World(), CLASSIFIERS, 5, strategy={"name": "single"}, model={"_target_": f"{HERE}.Given"})
     evaluation = job_of(config, World(), (source, source)).evaluation
     whole, batches = evaluate(evaluation), evaluation.batches
+    assert whole
 
     class Cut:
         def __iter__(self) -> Any:
@@ -290,18 +342,24 @@ def test_an_evaluation_that_was_cut_off_leaves_nothing() -> None:
     assert evaluate(evaluation) is None
     evaluation.batches = batches
     evaluation.stop.requested.clear()
-    assert evaluate(evaluation) == whole
+    again = evaluate(evaluation)
+    for score in (whole, again):
+        assert score and score.metrics.pop("differs")
+    assert again == whole
 
 
 # --- before the first step --------------------------------------------------------------------------------------------
 
 
-def set_up(items: list[dict[str, Any]], **keys: Any) -> ModelWithTask:
+def set_up(items: list[dict[str, Any]], labels: Tensor = LABELS, **keys: Any) -> ModelWithTask:
     """The checks that are made where the task is loaded."""
-    source = ArraySource(LOGITS, LABELS)
+    source = ArraySource(LOGITS, labels)
     config = config_with(World(), items, 8, strategy={"name": "single"}, model={"_target_": f"{HERE}.Given"}, **keys)
     module = job_of(config, World(), (source, source)).module
-    check_metrics(config, module, Splits(source, source), lambda one: setup.scored_batch(config, one, "cpu"))
+    averaged = config.train.ema_decay is not None
+    check_metrics(
+        config, module, Splits(source, source), lambda one: setup.scored_batches(config, one, "cpu"), averaged
+    )
     return module
 
 
@@ -319,6 +377,7 @@ F1 = {"_target_": "torchmetrics.classification.MulticlassF1Score", "num_classes"
         ({"name": "step"}, "no metric may have the name step"),
         ({"_target_": f"{HERE}.curve", "num_classes": None}, "curve gives a tuple, which is no number; name one"),
         ({"_target_": f"{HERE}.Outside", "num_classes": None}, "outside keeps numbers that are no states"),
+        ({"_target_": f"{HERE}.Overwritten", "num_classes": None}, "overwritten keeps numbers that are no states"),
         ({"_target_": "torch.nn.Flatten", "num_classes": None}, "which is no torchmetrics.Metric or MetricCollection"),
         ({"_target_": "torchmetrics.classification.MulticlassF1Scor"}, "did you mean MulticlassF1Score?"),
         ({"_target_": "torchmetrics.classification.f_beta.Tensor"}, "and nothing else may be named there"),
@@ -329,6 +388,55 @@ def test_what_is_no_metric_for_the_task_is_named_in_setup(metric: dict[str, Any]
     with pytest.raises(ConfigError) as raised:
         set_up([item])
     assert message in str(raised.value)
+
+
+@needs_library
+def test_a_name_belongs_to_one_metric() -> None:
+    """A vector has names that only show when it is computed, and so has a task of one's own."""
+    with pytest.raises(ConfigError, match=r"metrics\[1\].*: two metrics have the name f1_0; give it another"):
+        set_up([F1 | {"average": "none", "name": "f1"}, F1 | {"name": "f1_0"}])
+    task, train = {"_target_": f"{HERE}.ScoresAverage"}, {"ema_decay": 0.9}
+    with pytest.raises(ConfigError, match=r"train.ema_decay: a metric ema_loss is there already"):
+        set_up([], task=task, train=train)
+    with pytest.raises(ConfigError, match=r"train.ema_decay: a metric ema_loss is there already"):
+        averaging._joined(Score({"loss": 1.0, "ema_loss": 2.0}, 3), Score({"loss": 1.5, "ema_loss": 2.5}, 3))
+
+
+@needs_library
+def test_metrics_are_tried_with_the_first_batch_that_has_a_unit(caplog: pytest.LogCaptureFixture) -> None:
+    items, task = [F1 | {"average": "none", "name": "f1"}], {"_target_": f"{HERE}.PredictsSome"}
+    some, none = LABELS.clone(), torch.full_like(LABELS, -1)
+    some[:8] = -1  # the first batch
+    further = set_up(items, some, task=task, objective="test.f1_3").further
+    assert further and further.merged(further.new_states()).keys() == {f"f1_{place}" for place in range(CLASSES)}
+    with pytest.raises(ConfigError, match=r"metrics=\[...\]: no unit of the set that is scored counts"):
+        set_up(items, none, task=task)
+    source = ArraySource(LOGITS, none)
+    config = config_with(World(), items, 8, task=task, strategy={"name": "single"}, model={"_target_": f"{HERE}.Given"})
+    found = evaluate(job_of(config, World(), (source, source)).evaluation)
+    assert found and math.isnan(found.metrics["f1"]) and math.isfinite(found.loss)
+    assert caplog.messages == [
+        "the f1 of an evaluation is nan: it may have no value for these samples, of a class without a sample for one"
+    ]
+
+
+@needs_library
+def test_keys_name_metrics_of_the_average() -> None:
+    averaged, selects = {"train": {"ema_decay": 0.9}}, {"checkpoint": {"best_metric": "test.ema_multiclass_f1_score"}}
+    set_up([F1], **averaged, **selects)
+    set_up([F1 | {"average": "none", "name": "f1"}], **averaged, objective="test.ema_f1_3")
+    source = ArraySource(LOGITS, LABELS)
+    config = config_with(World(), [F1], 8, mode="evaluate", objective="test.ema_accuracy",
+                         model={"_target_": f"{HERE}.Given"}, strategy={"name": "single"})  # fmt: skip
+    module = job_of(config, World(), (source, source)).module
+
+    def check(of_checkpoint: bool) -> None:
+        batches = setup.scored_batches(config, source, "cpu")
+        check_metrics(config, module, Splits(source, source), lambda _: batches, of_checkpoint)
+
+    check(True)
+    with pytest.raises(ConfigError, match=r"the checkpoint has no average of the weights; use objective=test\."):
+        check(False)
 
 
 @needs_library
@@ -372,12 +480,33 @@ def test_what_is_wrong_is_said_before_anything_starts(monkeypatch: pytest.Monkey
     ]
     assert "metrics[0]._target_=null: must be a dotted path, package.Name" in asked({"num_classes": 3})
     assert asked("a") == ["metrics=[a]: must be a list like [{_target_: package.Name, argument: 1}]"]
+    assert bind({"metrics": {"a": 1}})[1] == [
+        "metrics={a:1}: must be a list like [{_target_: package.Name, argument: 1}]"
+    ]
+    assert asked(F1_OF_TEN | {"name": "step"}) == [
+        "metrics[0].name=step: no metric may have the name step; give it another, name: NAME"
+    ]
+    assert asked({"_target_": f"{HERE}.collection"}, {"_target_": f"{HERE}.collection"}, trusted_modules=TRUST) == [], (
+        "what a function makes may have other names"
+    )
     assert asked(F1_OF_TEN | {"api_key": "hunter2"})[0].startswith("metrics[0].api_key=(hidden): the config is written")
     assert "arguments are plain values" in asked(F1_OF_TEN | {"inner": {"_target_": "os.system"}})[0]
     (typo,) = asked(F1_OF_TEN, objective="test.multiclass_f1_scor")
     assert "has no metric multiclass_f1_scor; it has loss, accuracy, top5, multiclass_f1_score; did you mean" in typo
     for name in ("multiclass_f1_score", "multiclass_f1_score_3"):
         assert asked(F1_OF_TEN, objective=f"test.{name}") == []
+        of_average = {"objective": f"test.ema_{name}"}
+        assert asked(F1_OF_TEN, **of_average, train={"ema_decay": 0.9}) == asked(
+            F1_OF_TEN, **of_average, mode="evaluate"
+        )
+        assert asked(F1_OF_TEN, **of_average, train={"ema_decay": 0.9}) == []
+        assert asked(F1_OF_TEN, **of_average) == [
+            f"objective=test.ema_{name}: there is no average of the weights; add train.ema_decay=0.999"
+        ]
+    (typo,) = asked(F1_OF_TEN, objective="test.ema_multiclass_f1_scor", train={"ema_decay": 0.9})
+    assert typo.endswith("did you mean ema_multiclass_f1_score?")
+    best = bind({"metrics": [F1_OF_TEN | {"name": "f1", "better": "max"}], "train": {"ema_decay": 0.9}})[0]
+    assert metrics.direction_of("test.ema_f1", best) == "max"
     monkeypatch.setattr(external_checks, "_has_metrics", lambda: False)
     assert asked(F1_OF_TEN) == [
         f"metrics=[...]: torchmetrics is not installed; run {sys.executable} -m pip install '.[metrics]'"

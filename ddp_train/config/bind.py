@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import functools
 import typing
+from types import UnionType
 from typing import Any, TypeGuard
 
 from omegaconf import OmegaConf
@@ -131,9 +132,10 @@ def _default(f: dataclasses.Field[Any]) -> dict[str, Any]:
 
 def _takes_anything(hint: Any, value: Any) -> bool:
     """Whether a key takes any dict, or any list, and the value is one."""
+    either = typing.get_origin(hint) in (typing.Union, UnionType)
     return any(
         isinstance(value, dict | list) and typing.get_origin(one) is type(value) and Any in typing.get_args(one)
-        for one in (hint, *typing.get_args(hint))
+        for one in (typing.get_args(hint) if either else (hint,))
     )
 
 

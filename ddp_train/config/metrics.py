@@ -11,7 +11,7 @@ from typing import Any
 
 from ddp_train.config.options.custom import CustomConfig
 from ddp_train.config.schema import DIRECTIONS, OPTIONS, Config
-from ddp_train.text import OF_AVERAGE, did_you_mean, shown, snake_case
+from ddp_train.text import OF_AVERAGE, RESERVED, did_you_mean, shown, snake_case
 
 AUTO = "auto"
 SPLITS = ("validation", "test")
@@ -22,7 +22,7 @@ LIBRARY = "torchmetrics"
 
 
 @dataclass(frozen=True)
-class Further:
+class FurtherMetric:
     """One item of `metrics`: a class of torchmetrics, or what makes an object of one."""
 
     key: str
@@ -42,14 +42,18 @@ class Further:
         return str(self.given.get("name") or snake_case(self.custom.target.rpartition(".")[2]))
 
     @property
+    def is_named(self) -> bool:
+        """Whether its metrics surely have `name`, or begin with it: code of one's own may make a collection."""
+        return bool(self.given.get("name")) or self.custom.target.startswith(f"{LIBRARY}.")
+
+    @property
     def better(self) -> str | None:
         """As given; None: what the class says."""
         return self.given.get("better")
 
     def may_have(self, name: str) -> bool:
         """Whether a metric of that name can come of it, as far as one can tell before it is loaded."""
-        unknown = not self.given.get("name") and not self.custom.target.startswith(f"{LIBRARY}.")
-        return unknown or f"{name}_".startswith(f"{self.name}_")
+        return not self.is_named or f"{name}_".startswith(f"{self.name}_")
 
     def problems(self) -> list[str]:
         """What is wrong with the keys that are not arguments."""
@@ -57,14 +61,16 @@ class Further:
         found = []
         if "name" in self.given and not (isinstance(name, str) and re.fullmatch(r"[A-Za-z]\w*", name)):
             found.append(f"{self.key}.name={shown(name)}: must be a name of letters, digits and _")
+        elif name in RESERVED:
+            found.append(f"{self.key}.name={name}: no metric may have the name {name}; give it another, name: NAME")
         if "better" in self.given and better not in ("max", "min"):
             found.append(f"{self.key}.better={shown(better)}: must be one of max, min")
         return found
 
 
-def further(config: Config) -> list[Further]:
+def further(config: Config) -> list[FurtherMetric]:
     """The items of `metrics`."""
-    return [Further(f"metrics[{place}]", given) for place, given in enumerate(config.metrics)]
+    return [FurtherMetric(f"metrics[{place}]", given) for place, given in enumerate(config.metrics)]
 
 
 def further_problems(config: Config) -> list[str]:
@@ -72,6 +78,8 @@ def further_problems(config: Config) -> list[str]:
     taken, problems = list(metrics_of(config)), []
     for one in further(config):
         problems += one.problems()
+        if not one.is_named or one.given.get("name") in RESERVED:
+            continue
         if one.name in taken:
             whose = f"task={config.task.name} has" if one.name in metrics_of(config) else "another item has"
             problems.append(f"{one.key}: {whose} a metric {one.name} too; give this one another, name: NAME")
@@ -82,9 +90,16 @@ def further_problems(config: Config) -> list[str]:
 def metrics_of(config: Config) -> dict[str, str]:
     """The metrics of the task, and the better direction of each; {} if the task is not known yet. An average of the
     weights has them too; whether a checkpoint has one, an evaluation sees only when it loads it."""
-    found = _of_task(config)
-    averaged = config.train.ema_decay is not None or config.mode == "evaluate"
-    return {**found, **{OF_AVERAGE + name: better for name, better in found.items() if averaged}}
+    return _with_average(config, _of_task(config))
+
+
+def _with_average(config: Config, better: dict[str, Any]) -> dict[str, Any]:
+    averaged = {OF_AVERAGE + name: way for name, way in better.items()} if _may_average(config) else {}
+    return {**better, **averaged}
+
+
+def _may_average(config: Config) -> bool:
+    return config.train.ema_decay is not None or config.mode == "evaluate"
 
 
 def _of_task(config: Config) -> dict[str, str]:
@@ -99,12 +114,16 @@ def _of_task(config: Config) -> dict[str, str]:
 
 
 def unusable(config: Config, names: list[str], better: Mapping[str, str | None]) -> list[str]:
-    """What is wrong with the metrics that keys name, once all metrics are known. better: where one is not named, the
-    lower is the better; None: nobody knows."""
+    """What is wrong with the metrics that keys name, once all metrics are known, those of an average too. better: where
+    one is not named, the lower is the better; None: nobody knows."""
     problems = []
     for key, value in named(config):
         name = value.partition(".")[2]
-        if name not in names:
+        if name not in names and name.removeprefix(OF_AVERAGE) in names:
+            whose = "the checkpoint has" if config.mode == "evaluate" else "there is"
+            plain = f"{value.partition('.')[0]}.{name.removeprefix(OF_AVERAGE)}"
+            problems.append(f"{key}={value}: {whose} no average of the weights; use {key}={plain}")
+        elif name not in names:
             close = did_you_mean(name, names)
             problems.append(f"{key}={value}: the task has no metric {name}; it has {', '.join(names)}{close}")
         elif better.get(name, "min") is None:
@@ -143,15 +162,17 @@ def _problem(config: Config, key: str, value: str, validation: bool | None) -> s
     split, _, name = value.partition(".")
     known, added = metrics_of(config), further(config)
     if known:
-        known = {**known, **{one.name: one.better for one in added}}
+        known |= _with_average(config, {one.name: one.better for one in added})
+    plain = name.removeprefix(OF_AVERAGE)
+    possible = {name, plain} if _may_average(config) else {name}
     if split not in SPLITS or not name:
         words = [AUTO, *(MEASURED if key == "objective" else ()), "test.NAME", "validation.NAME"]
         close = did_you_mean(value, [f"{one}.{metric}" for one in ("test", "validation") for metric in known])
         return f"{key}={value}: must be one of {', '.join(words)}{close}"
-    if known and name not in known and not any(one.may_have(name) for one in added):
+    if known and name not in known and not any(one.may_have(maybe) for one in added for maybe in possible):
         if config.data.is_regression and name == "accuracy":
             return f"{key}={value}: data={config.data.name} has no classes; use {key}={split}.loss"
-        if name.removeprefix(OF_AVERAGE) in known:
+        if name != plain and (plain in known or any(one.may_have(plain) for one in added)):
             return f"{key}={value}: there is no average of the weights; add train.ema_decay=0.999"
         close = did_you_mean(name, list(known))
         return f"{key}={value}: task={config.task.name} has no metric {name}; it has {', '.join(known)}{close}"
@@ -174,7 +195,7 @@ def direction_of(objective: str, config: Config) -> str | None:
     if objective in MEASURED:
         return MEASURED[objective]
     name = objective.partition(".")[2]
-    stated = {one.name: one.better for one in further(config) if one.better}
+    stated = _with_average(config, {one.name: one.better for one in further(config) if one.better})
     return "min" if objective == AUTO or name == "loss" else {**metrics_of(config), **stated}.get(name)
 
 

@@ -43,6 +43,6 @@ def _aligned(content: Tensor) -> Tensor:
 def _bytes_from_all_ranks(content: Tensor) -> list[Tensor]:
     """content: uint8 [n]; n may differ between processes."""
     sizes = from_all_ranks(torch.tensor(len(content), device=content.device)).tolist()
-    padded = content.new_zeros(-(-max(sizes) // _ALIGNED) * _ALIGNED)
+    padded = content.new_zeros(-(-max(1, *sizes) // _ALIGNED) * _ALIGNED)  # no collective takes nothing
     padded[: len(content)] = content
     return [part[:size] for part, size in zip(from_all_ranks(padded), sizes, strict=True)]

@@ -2,7 +2,8 @@
 
 The formula is that of `torch.optim.swa_utils.AveragedModel` with `use_buffers=True`: after the first step the average
 is a copy of the weights, after each further one decay * average + (1 - decay) * weights. Batch norm's running
-statistics are averaged with the weights; what is no floating-point number, or is not trained, is the model's own.
+statistics are averaged with the weights. What is no floating-point number, or is not trained, is the model's own. So is
+a buffer that holds an infinity or NaN at the start, an attention mask for one: infinity minus infinity is NaN.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class WeightAverage:
         Raises ConfigError for parameters of 16 bits: adding a thousandth of a difference would not change them.
         """
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        paths = [path.rpartition(".") for path, buffer in model.named_buffers() if buffer.is_floating_point()]
+        averaged = [path for path, b in model.named_buffers() if b.is_floating_point() and b.isfinite().all()]
+        paths = [path.rpartition(".") for path in averaged]
         self.buffers = [(model.get_submodule(owner), name) for owner, _, name in paths]
         narrow = {str(p.dtype).removeprefix("torch.") for p in self.trained if torch.finfo(p.dtype).bits < 32}
         if narrow:
@@ -54,8 +56,8 @@ class WeightAverage:
         """After an optimizer step. skipped: 1 if it was not taken, on the device; None if it was. Waits for nothing."""
         live = self.live()
         if self.rate_on_device:
-            taken = 1.0 if skipped is None else 1 - skipped.double()
-            self._move(live, self._rate() * taken)
+            taken = torch.ones_like(self.updates) if skipped is None else 1 - skipped.double()
+            self._move(live, self._rate() * taken, may_skip=skipped is not None)
             self.updates += taken
         else:
             if self.begun:
@@ -72,12 +74,17 @@ class WeightAverage:
             rate = torch.maximum(rate, 9 / (10 + self.updates))
         return torch.where(self.updates == 0, 1.0, rate)
 
-    def _move(self, live: list[Tensor], rate: Tensor) -> None:
-        """As `lerp`, for which torch has no call that takes a rate on the device for many tensors."""
-        difference = torch._foreach_sub(live, self.average)  # pyright: ignore[reportPrivateImportUsage]
+    def _move(self, live: list[Tensor], rate: Tensor, may_skip: bool) -> None:
+        """As `lerp`, for which torch has no call that takes a rate on the device for many tensors. A rate of 0 changes
+        nothing: a step that is skipped leaves finite weights, but perhaps statistics that are not, and 0 * NaN is NaN.
+        """
+        difference = list(torch._foreach_sub(live, self.average))  # pyright: ignore[reportPrivateImportUsage]
         for dtype in {tensor.dtype for tensor in live}:
             of_type = [tensor for tensor in difference if tensor.dtype == dtype]
             torch._foreach_mul_(of_type, rate.to(dtype))  # pyright: ignore[reportPrivateImportUsage]
+        if may_skip:
+            place = len(self.trained)
+            difference[place:] = [torch.where(rate == 0, 0, of_buffer) for of_buffer in difference[place:]]
         torch._foreach_add_(self.average, difference)  # pyright: ignore[reportPrivateImportUsage]
 
     @contextlib.contextmanager

@@ -105,7 +105,7 @@ class OrderedReduction(Single):
             gradient, parameter.grad = parameter.grad, None
             parts.append(torch.zeros_like(parameter) if gradient is None else gradient)
         for buffer, before in zip(self.buffers, self.before, strict=True):
-            parts.append((buffer.double() - before.double()).to(self.dtype))
+            parts.append((buffer.double() - _finite(before)).to(self.dtype))
             buffer.copy_(before)
         flat = torch.cat([part.detach().flatten() for part in parts])
         return flat if counts else flat.zero_()
@@ -125,4 +125,10 @@ class OrderedReduction(Single):
                 # empty_like keeps the memory format, channels_last for one: fused optimizers ask for it
                 parameter.grad = torch.empty_like(parameter).copy_(gradient.view_as(parameter))
         for buffer, change in zip(self.buffers, changes, strict=True):
-            buffer.copy_(buffer.double() + change.double().view_as(buffer) / shards)
+            buffer.copy_(_finite(buffer) + change.double().view_as(buffer) / shards)
+
+
+def _finite(buffer: Tensor) -> Tensor:
+    """What the changes of a buffer are counted from: 0 where it is infinite, so that an infinity stays one, and a
+    largest value so far, which begins at -inf, can leave it."""
+    return torch.where(buffer.isfinite(), buffer, 0).double()

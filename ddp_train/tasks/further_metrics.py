@@ -19,15 +19,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ddp_train.data.rng import hash_key
+from ddp_train.data.rng import hash_key, keyed_generators
 from ddp_train.distributed.exchange import tensors_from_all_ranks
+from ddp_train.distributed.process_group import from_leader
 from ddp_train.errors import ConfigError, LaunchError, is_out_of_memory
-from ddp_train.text import first_line, snake_case
+from ddp_train.text import RESERVED, first_line, snake_case
 
 PREDICTIONS = "(predictions)"
 """Where `ModelWithTask.score` puts the predictions of a batch: the name of no metric."""
-RESERVED = ("loss", "samples", "correct", "kind", "step", "epoch", "time")
-"""Keys of a line of metrics.jsonl."""
 
 
 class Predictions(NamedTuple):
@@ -38,7 +37,7 @@ class Predictions(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedMetric:
     """A metric of torchmetrics, or a collection of them, as the config names it."""
 
     key: str
@@ -94,12 +93,16 @@ matter, batches are merged at once, under the number of the first: 1,000 classes
 class FurtherMetrics:
     """The metrics of `metrics=[...]`. Each is updated with the predictions of a batch, (outputs, targets)."""
 
-    def __init__(self, named: list[Named], device: str) -> None:
+    def __init__(self, named: list[NamedMetric], device: str) -> None:
         """Raises ConfigError if something is no metric, or if two have one name."""
         self.device = device
+        self.gpus = [torch.device(device).index or 0] if device.startswith("cuda") else []
+        """Whose random numbers metrics may draw."""
         self.metrics: dict[str, Any] = {}
         self.better: dict[str, str | None] = {}
         """max, min, or None where a metric does not say. Vectors add their own names when they are computed."""
+        self.numbers: dict[str, list[str]] = {}
+        """The names of what a metric gave when it was computed last: its own name, or those of a vector."""
         self.keys: dict[str, str] = {}
         base, collection = (getattr(import_module("torchmetrics"), name) for name in ("Metric", "MetricCollection"))
         for one in named:
@@ -121,7 +124,7 @@ class FurtherMetrics:
         ]
         self.owners = [inner for metric in self.metrics.values() for inner in _modules(metric, base)]
 
-    def _add(self, one: Named, name: str, metric: Any, base: type, collection: type) -> None:
+    def _add(self, one: NamedMetric, name: str, metric: Any, base: type, collection: type) -> None:
         if name in self.metrics or name in RESERVED:
             which = "two metrics have the name" if name in self.metrics else "no metric may have the name"
             raise ConfigError([f"{one.key}: {which} {name}; give it another, name: NAME"])
@@ -157,7 +160,8 @@ class FurtherMetrics:
                 metric.update(*predictions)
 
     def merged(self, states: StatesOfBatches) -> dict[str, float]:
-        """The metrics of the whole set, on all processes the same. A collective."""
+        """The metrics of the whole set, on all processes the same. A collective. All have the same states, but what
+        GPUs compute of them may differ in the last bit, and a decision with it: rank 0's numbers are those of all."""
         tensors = [part for of_batches in states for parts in of_batches.values() for part in parts]
         layout = [[[batch, len(parts)] for batch, parts in of_batches.items()] for of_batches in states]
         whole = self.new_states()
@@ -165,12 +169,12 @@ class FurtherMetrics:
             left = iter(its_tensors)
             for of_batches, found in zip(whole, its_layout, strict=True):
                 of_batches.update({batch: [next(left) for _ in range(count)] for batch, count in found})
-        return self._computed(whole)
+        return from_leader(self._computed(whole), self.device)
 
     def _computed(self, states: StatesOfBatches) -> dict[str, float]:
         batches = {batch for of_batches in states for batch in of_batches}
         if not batches:  # no unit in the whole set
-            return dict.fromkeys(self.better, math.nan)
+            return {number: math.nan for name in self.metrics for number in self.numbers.get(name, [name])}
         with self._alone(-1):
             for state, of_batches in zip(self.states, states, strict=True):
                 state.set([of_batches[batch] for batch in sorted(of_batches)])
@@ -182,9 +186,14 @@ class FurtherMetrics:
         found: dict[str, float] = {}
         for name, metric in self.metrics.items():
             with self._told(name, "cannot be computed"):
-                numbers = dict(self._numbers(name, metric.compute(), self.keys[name]))
-            self.better |= dict.fromkeys(numbers, self.better[name])
-            found |= numbers
+                numbers = list(self._numbers(name, metric.compute(), self.keys[name]))
+            for number, value in numbers:
+                if number in found:
+                    problem = f"two metrics have the name {number}; give it another, name: NAME"
+                    raise ConfigError([f"{self.keys[name]}: {problem}"])
+                found[number] = value
+            self.numbers[name] = [number for number, _ in numbers]
+            self.better |= dict.fromkeys(self.numbers[name], self.better[name])
         return found
 
     def _numbers(self, name: str, value: Any, key: str) -> Iterator[tuple[str, float]]:
@@ -207,24 +216,26 @@ class FurtherMetrics:
         """The names of all numbers, found with one batch, which is forgotten. taken: those of the task's metrics.
 
         Raises ConfigError if a metric does not take the batch, has the name of another, or keeps numbers outside of
-        its states, which cannot be merged.
+        its states, which cannot be merged: what is computed from the states of the batch after an update with a part of
+        it must be what is computed at once. Not to the bit, for sums on a GPU may differ.
         """
-        if not predictions.targets.numel():
-            return list(self.better)
         states = self.new_states()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a batch need not have every class
             self.update(states, 0, predictions)
+            with self._alone(1):
+                self._update(_half(predictions))
             found = self._computed(states)
-            with self._alone(0):
+            with self._alone(0) as seed:
                 self._update(predictions)
-                torch.manual_seed(hash_key("further metrics", -1))
+                seed(-1)
                 direct = self._values()
         for name, value in found.items():
-            key = self.keys.get(name) or next(key for base, key in self.keys.items() if name.startswith(f"{base}_"))
+            key = next(self.keys[base] for base, numbers in self.numbers.items() if name in numbers)
             if name in taken or name in RESERVED:
                 raise ConfigError([f"{key}: the task has a metric {name} itself; give this one another, name: NAME"])
-            if not (direct[name] == value or (math.isnan(direct[name]) and math.isnan(value))):
+            both_nan = math.isnan(direct.get(name, math.nan)) and math.isnan(value)
+            if not (both_nan or math.isclose(direct.get(name, math.nan), value, rel_tol=1e-4, abs_tol=1e-6)):
                 remedy = "keep them in states, by add_state"
                 raise ConfigError([f"{key}: {name} keeps numbers that are no states, and cannot be merged; {remedy}"])
         return list(found)
@@ -244,21 +255,34 @@ class FurtherMetrics:
             ) from error
 
     @contextlib.contextmanager
-    def _alone(self, batch: int) -> Iterator[None]:
-        """Inside, the metrics begin with nothing, and end with nothing. Those that draw random numbers draw the same
-        for the same batch, and disturb nobody else's."""
-        devices = [torch.device(self.device)] if self.device.startswith("cuda") else []
-        with torch.random.fork_rng(devices), torch.no_grad():
-            torch.manual_seed(hash_key("further metrics", batch))
+    def _alone(self, batch: int) -> Iterator[Callable[[int], None]]:
+        """Inside, the metrics begin with nothing, and end with nothing. Those that draw random numbers (of torch, numpy
+        or Python) draw the same for the same batch, and disturb nobody else's. Gives what seeds for another batch."""
+        with torch.random.fork_rng(self.gpus), keyed_generators() as seed_host, torch.no_grad():
+
+            def seed(batch: int) -> None:
+                key = hash_key("further metrics", batch)
+                seed_host(key)
+                for gpu in self.gpus:  # torch.manual_seed would move those of the other GPUs, too
+                    torch.cuda.default_generators[gpu].manual_seed(key)
+
+            seed(batch)
             self._reset()
             try:
-                yield
+                yield seed
             finally:
                 self._reset()
 
     def _reset(self) -> None:
         for metric in self.metrics.values():
             metric.reset()
+
+
+def _half(predictions: Predictions) -> Predictions:
+    """The second half of the samples; all, if there is only one, or if they do not correspond."""
+    sizes = {len(part) if part.ndim else 0 for part in predictions}
+    start = max(sizes) // 2 if len(sizes) == 1 and max(sizes) > 1 else 0
+    return Predictions(*(part[start:] if start else part for part in predictions))
 
 
 def _modules(metric: Any, kind: type) -> list[Any]:

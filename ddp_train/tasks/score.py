@@ -105,14 +105,18 @@ class Scorer:
             if not classes and weights == [whole] and values[0].is_integer():
                 counts[name] = round(values[0])
         metrics |= self.derive(metrics)
+        _warn(metrics, "outputs of the model are not finite, or too large")
         if self.further and self.states is not None:
-            metrics |= self.further.merged(self.states)
-        for name, value in metrics.items():
-            if not math.isfinite(value):
-                log.warning(
-                    "the %s of an evaluation is %s: outputs of the model are not finite, or too large", name, value
-                )
+            found = self.further.merged(self.states)
+            _warn(found, "it may have no value for these samples, of a class without a sample for one")
+            metrics |= found
         return Score(metrics, whole, counts)
+
+
+def _warn(metrics: dict[str, float], reason: str) -> None:
+    for name, value in metrics.items():
+        if not math.isfinite(value):
+            log.warning("the %s of an evaluation is %s: %s", name, value, reason)
 
 
 def _classes(sums: Tensor | float) -> int:

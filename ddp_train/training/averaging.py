@@ -37,15 +37,21 @@ def scored_checkpoint(path: Path, evaluation: Evaluation) -> Score | None:
     """The score of a checkpoint, which is loaded, and of its average if it has one. None if one was stopped."""
     checkpoint.load_model(path, evaluation.module.model)
     score = evaluate(evaluation)
-    if score is None or not (path / checkpoint.AVERAGE).is_file():
+    if score is None or not has_average(path):
         return score
     checkpoint.load_model(path, evaluation.module.model, checkpoint.AVERAGE)
     return _joined(score, evaluate(evaluation))
 
 
+def has_average(path: Path) -> bool:
+    """Whether a checkpoint has an average. By its manifest: a file server may show a file to some ranks only later."""
+    return checkpoint.AVERAGE in checkpoint.read_manifest(path)["files"]
+
+
 def _joined(score: Score, of_average: Score | None) -> Score | None:
     if of_average is None:
         return None
+    with_average(list(score.metrics), averaged=True)
     more = {OF_AVERAGE + name: value for name, value in of_average.metrics.items()}
     return dataclasses.replace(score, metrics={**score.metrics, **more})
 

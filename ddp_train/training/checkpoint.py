@@ -87,7 +87,7 @@ class Writer:
 
     def submit(self, take: Callable[[], Snapshot]) -> None:
         """Waits until the one before is written, takes a snapshot and begins to write it."""
-        self._join()
+        self.wait()
         self.on_saving(True)
         try:
             self.thread = threading.Thread(target=self._write, args=(take(),), name="checkpoint")
@@ -98,11 +98,12 @@ class Writer:
 
     def finish(self) -> None:
         """Waits until all is written. Raises WriteError if the last one could not be."""
-        self._join()
+        self.wait()
         if self.error:
             raise self.error
 
-    def _join(self) -> None:
+    def wait(self) -> None:
+        """Until the one before is written."""
         if self.thread:
             self.thread.join()
         if self.error and not isinstance(self.error, WriteError):

@@ -219,6 +219,8 @@ class CheckpointHook:
         job.stepper.check()
         self.last_save = time.monotonic()
         self.record.catch_up(job)
+        if self.writer:
+            self.writer.wait()  # before the average is copied: else there are two snapshots at a time, and this copy
         average, writes = job.stepper.average, self.writer is not None
         taken = average and averaging.taken(average, job.strategy, job.module, copies=writes)
         with job.strategy.averaged(job.module) as buffers:

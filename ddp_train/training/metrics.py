@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 
 from ddp_train.config import metrics
-from ddp_train.config.metrics import Further
+from ddp_train.config.metrics import FurtherMetric
+from ddp_train.config.options.custom import CustomConfig
 from ddp_train.config.schema import DIRECTIONS, Config
 from ddp_train.config.user_code import instantiate
 from ddp_train.data.datasets import BatchSource
 from ddp_train.data.loader import Batch
 from ddp_train.data.splits import Splits
 from ddp_train.errors import ConfigError
-from ddp_train.tasks.further_metrics import PREDICTIONS, FurtherMetrics, Named, Predictions
+from ddp_train.tasks.further_metrics import PREDICTIONS, FurtherMetrics, NamedMetric, Predictions
 from ddp_train.tasks.task import ModelWithTask, Task, can_predict
 from ddp_train.text import OF_AVERAGE, first_line
 from ddp_train.training.averaging import with_average
@@ -24,7 +25,7 @@ from ddp_train.training.hooks import MetricsHook
 from ddp_train.training.selection import AUTO, Best, Selection
 
 
-def build_further(items: Sequence[Further], task: Task, device: str) -> FurtherMetrics | None:
+def build_further(items: Sequence[FurtherMetric], task: Task, device: str) -> FurtherMetrics | None:
     """None if the config names none. Raises ConfigError if one cannot be made, or if the task cannot predict."""
     if not items:
         return None
@@ -36,11 +37,11 @@ def build_further(items: Sequence[Further], task: Task, device: str) -> FurtherM
         key, given_name = f"{item.key}._target_={item.custom.target}", item.given.get("name")
         made = _made(key, item)
         is_collection = type(made).__name__ == "MetricCollection"
-        named.append(Named(key, given_name or ("" if is_collection else item.name), item.better, made))
+        named.append(NamedMetric(key, given_name or ("" if is_collection else item.name), item.better, made))
     return FurtherMetrics(named, device)
 
 
-def _made(key: str, item: Further) -> Any:
+def _made(key: str, item: FurtherMetric) -> Any:
     try:
         return instantiate(item.key, item.custom)
     except (ValueError, TypeError, ImportError) as error:  # torchmetrics checks its arguments, and names packages
@@ -48,13 +49,20 @@ def _made(key: str, item: Further) -> Any:
 
 
 @torch.no_grad()
-def metric_names(module: ModelWithTask, batch: Any) -> list[str]:
-    """The names of all metrics, found by scoring a batch. Raises ConfigError if a further metric does not fit."""
+def metric_names(module: ModelWithTask, batches: Iterable[Batch]) -> list[str]:
+    """The names of all metrics, found by scoring a batch: with further metrics the first that has a unit. Raises
+    ConfigError if one of those does not fit."""
     module.eval()
-    scores = dict(module.score(batch))
-    predictions = cast(Predictions, scores.pop(PREDICTIONS, None))
-    names = [*scores, *module.task.derive(dict.fromkeys(scores, 0.5))]
-    return names + (module.further.try_out(predictions, names) if module.further else [])
+    for batch in batches:
+        scores = dict(module.score(batch.data))
+        predictions = cast(Predictions, scores.pop(PREDICTIONS, None))
+        names = [*scores, *module.task.derive(dict.fromkeys(scores, 0.5))]
+        if not module.further:
+            return names
+        if predictions.targets.numel():
+            return names + module.further.try_out(predictions, names)
+    problem = f"no {module.task.unit} of the set that is scored counts, and they would have no value; use metrics=[]"
+    raise ConfigError([f"metrics=[...]: {problem}"])
 
 
 def directions(module: ModelWithTask) -> dict[str, str | None]:
@@ -66,14 +74,19 @@ def directions(module: ModelWithTask) -> dict[str, str | None]:
 
 
 def check_metrics(
-    config: Config, module: ModelWithTask, sources: Splits, first_batch: Callable[[BatchSource], Batch]
+    config: Config,
+    module: ModelWithTask,
+    sources: Splits,
+    batches: Callable[[BatchSource], Iterable[Batch]],
+    averaged: bool,
 ) -> None:
     """Raises ConfigError if a key names a metric that there is not, or a set that is not scored then, or if a further
-    metric does not fit: a batch is scored to see. first_batch: of an evaluation, on all processes the same."""
+    metric does not fit: a batch is scored to see. batches: of an evaluation, on all processes the same. averaged:
+    whether there is an average of the weights, whose metrics must not have the names of others."""
     problems = metrics.problems(config, sources.validation is not None)
-    if not problems and (module.further or any(metrics.named(config))):
-        names = metric_names(module, first_batch(sources.scored[1]).data)
-        names = with_average(names, config.train.ema_decay is not None)
+    own_names = averaged and config.task.name == CustomConfig.name
+    if not problems and (module.further or own_names or any(metrics.named(config))):
+        names = with_average(metric_names(module, batches(sources.scored[1])), averaged)
         problems = metrics.unusable(config, names, directions(module))
     if problems:
         raise ConfigError(problems)

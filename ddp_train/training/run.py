@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -108,8 +108,8 @@ class Run:
         same_everywhere(step, self.device, f"the checkpoint in {self.run_dir}")
         return found
 
-    def scored_batch(self, source: BatchSource) -> Batch:
-        return setup.scored_batch(self.config, source, self.device)
+    def scored_batches(self, source: BatchSource) -> Iterator[Batch]:
+        return setup.scored_batches(self.config, source, self.device)
 
     def tracker_names(self) -> list[str]:
         """Trackers are fed by rank 0 alone."""
@@ -135,7 +135,7 @@ class Run:
             split=sources.scored[0],
             rates=setup.build_rates(config, self.world, device, job, sources.train),
         )
-        metrics.check_metrics(config, module, sources, self.scored_batch)
+        metrics.check_metrics(config, module, sources, self.scored_batches, config.train.ema_decay is not None)
         select = metrics.build_selection(config, metrics.directions(module), sources, record)
         data_digests = digests(sources[0]) | plan_digests(job.plan, device)
         if found:
@@ -279,7 +279,7 @@ class Run:
         strategy = setup.build_strategy(self.config, self.world, self.device)
         module = setup.build_module(self.config, sources[0], strategy, self.device)
         if module.further:
-            metrics.check_metrics(self.config, module, sources, self.scored_batch)
+            metrics.check_metrics(self.config, module, sources, self.scored_batches, averaging.has_average(found))
         evaluation = setup.build_evaluation(
             self.config, self.world, self.device, module, strategy, sources.test, self.status
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, cast
 
@@ -312,10 +312,10 @@ def first_batch(config: Config, plan: BatchPlan, source: BatchSource, device: st
     return _batch(config, source, next(plan.micro_batches()), device, mix)
 
 
-def scored_batch(config: Config, source: BatchSource, device: str) -> Batch:
-    """The first one of an evaluation, on all processes the same."""
-    first = evaluation_batches(len(source), config.train.evaluate_batch_size, rank=0, world_size=1)[0]
-    return _batch(config, source, first, device)
+def scored_batches(config: Config, source: BatchSource, device: str) -> Iterator[Batch]:
+    """Those of an evaluation, on all processes the same."""
+    for each in evaluation_batches(len(source), config.train.evaluate_batch_size, rank=0, world_size=1):
+        yield _batch(config, source, each, device)
 
 
 def _batch(config: Config, source: BatchSource, micro_batch: MicroBatch, device: str, mix: Mix | None = None) -> Batch:
