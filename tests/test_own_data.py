@@ -362,12 +362,20 @@ def test_samples_of_tar_files_have_numbers(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(shards, "OPEN_FILES", 1)
     found.files.clear()
     assert [found[n]["cls"] for n in (8, 0, 7, 1)] == [2, 0, 1, 1] and len(found.files) == 1
+    whole = os.pread
+    monkeypatch.setattr(os, "pread", lambda file, size, offset: whole(file, min(size, 50), offset))
+    assert found[1]["image"][:, 0, 0].tolist() == [1, 0, 255], "the system gives 2 GiB at most at once"
+    monkeypatch.undo()
+    assert found[7]["cls"] == 1, "and the file stays open"
     shard(tmp_path / "a-1.tar", range(5, 20), txt=b"x", json=b"[]")
     with pytest.raises(DataError, match=r"a-1\.tar: changed since the run opened it"):
-        found[0], found[7]
+        found[7]
     assert len(TarShards(str(tmp_path / "a-*.tar"))) == 20, "and an index of another file is not believed"
     (tmp_path / f"a-0.tar{INDEX}").write_bytes(b"PK damaged")
-    assert len(TarShards(str(tmp_path / "a-*.tar"))) == 20
+    (tmp_path / f"a-0.tar{INDEX}.x.part").touch()
+    assert len(TarShards(str(tmp_path / "a-*"))) == 20, "an index is no shard"
+    assert (tmp_path / f"a-0.tar{INDEX}").stat().st_mode == (tmp_path / "a-0.tar").stat().st_mode
+    (tmp_path / f"a-0.tar{INDEX}.x.part").unlink()
 
     config = config_of(
         World(),
@@ -394,6 +402,12 @@ def damaged(path: Path, kind: str) -> None:
         del content[heads[4] + 700 :]
     if kind == "cut between files":
         del content[heads[4] :]
+    if kind == "cut in its end":
+        del content[content.rindex(b"IEND") // 512 * 512 + 1024 :]
+    if kind == "lost header":
+        content[heads[4] : heads[4] + 512] = bytes(512)
+    if kind == "two archives":
+        content = bytearray(2 * bytes(content))
     if kind == "no field":
         content[heads[1] + 6 : heads[1] + 9] = b"clx"
         head = content[heads[1] : heads[1] + 512]
@@ -410,6 +424,9 @@ def damaged(path: Path, kind: str) -> None:
         ("header", r"a\.tar at byte 3584: no header of a file"),
         ("cut", r"a\.tar at byte \d+: unexpected end of data"),
         ("cut between files", r"a\.tar at byte 4608: it is cut off here"),
+        ("cut in its end", r"a\.tar at byte \d+: it is cut off here"),
+        ("lost header", r"a\.tar at byte 5120: content behind the end of the archive"),
+        ("two archives", r"a\.tar at byte 20480: content behind the end of the archive"),
         ("gzip", r"a\.tar at byte 0: is compressed"),
         ("no field", r"a\.tar at byte 1024 \(\./000\.png\): its sample has image, clx, v\.npy, seg\.png and no cls"),
         ("image", r"a\.tar at byte 1024 \(\./000\.png, sample 0\): cannot be decoded: no image format"),
@@ -420,6 +437,26 @@ def test_damage_is_found_with_its_place(kind: str, message: str, tmp_path: Path)
     with pytest.raises(DataError, match=message) as caught:
         TarShards(str(tmp_path / "a.tar"), only=["image", "cls"])[0]
     assert caught.value.remedy
+
+
+def test_images_with_other_numbers_than_pixels() -> None:
+    def coded(image: Image.Image) -> bytes:
+        held = io.BytesIO()
+        image.save(held, "PNG")
+        return held.getvalue()
+
+    depth = coded(Image.fromarray(np.array([[40_000, 3]], np.uint16)))
+    mask = shards.decoded("depth.png", depth)
+    assert (mask.tolist(), mask.dtype, type(mask).__name__) == ([[[40_000, 3]]], torch.int32, "Mask")
+    bits = Image.new("1", (2, 1), 1)
+    assert shards.decoded("seg.png", coded(bits)).tolist() == [[[1, 1]]]
+    assert shards.decoded("image", coded(bits)).unique().tolist() == [255]
+    with pytest.raises(ValueError, match="PIL's mode I.*, whose numbers are no pixels of 0 to 255"):
+        shards.decoded("image", depth)
+    zipped = io.BytesIO()
+    np.savez(zipped, np.ones(2))
+    with pytest.raises(ValueError, match="magic"):
+        shards.decoded("npy", zipped.getvalue())
 
 
 def test_shards_that_are_no_set_of_samples_are_refused(tmp_path: Path) -> None:
