@@ -181,7 +181,7 @@ def _index_of(path: str) -> _Index:
     try:
         descriptor, part = tempfile.mkstemp(PART, f"{beside.name}.", beside.parent)  # hosts may share pids, and folders
         with open(descriptor, "wb") as file:  # noqa: PTH123  a descriptor
-            with contextlib.suppress(PermissionError):  # who may read the shard may read its index, where files have modes
+            with contextlib.suppress(PermissionError):  # who may read the shard may read its index
                 os.fchmod(descriptor, Path(path).stat().st_mode & 0o666)
             np.savez(file, stamp=index.stamp, fields=index.fields, members=index.members)
         Path(part).replace(beside)

@@ -11,6 +11,9 @@ from ddp_train.config.options.data import DataFacts, mixing_alpha, sample_weight
 from ddp_train.config.options.model import ModelFacts
 from ddp_train.config.options.optimizer import OptimizerFacts
 
+NOT_TELLING = ("download", "augment", "transform", "transforms", "target_transform")
+"""Arguments of data sets that do not say which samples they have."""
+
 
 @dataclass
 class CustomConfig(ModelFacts, DataFacts, OptimizerFacts):
