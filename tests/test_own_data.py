@@ -17,7 +17,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
+from torchvision import datasets, transforms, tv_tensors
+from torchvision.transforms import v2
+from torchvision.tv_tensors import _dataset_wrapper
 
 from ddp_train.config import metrics
 from ddp_train.config.external_checks import CHECKS
@@ -27,7 +31,7 @@ from ddp_train.config.overrides import read_config, read_overrides
 from ddp_train.config.schema import Config
 from ddp_train.data import shards
 from ddp_train.data.batch_plan import BatchPlan
-from ddp_train.data.own import UserDataset, as_tensors
+from ddp_train.data.own import UserDataset, applied, as_tensors
 from ddp_train.data.rng import keyed_generators
 from ddp_train.data.shards import INDEX, TarShards
 from ddp_train.data.splits import Splits
@@ -77,6 +81,28 @@ class Noise:
 
 class NoTransform:
     """Whose objects cannot be called."""
+
+
+class ToCorner(v2.Transform):
+    """One's own, as torchvision asks for it."""
+
+    def transform(self, inpt: Any, params: dict[str, Any]) -> Any:
+        return v2.functional.crop(inpt, 0, 0, 2, 2)
+
+
+class Clips(datasets.VisionDataset):
+    """UCF101, without its films."""
+
+    def __init__(self, output_format: str = "THWC") -> None:
+        self.video_clips = type("", (), {"output_format": output_format})
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(3))
+
+    def __len__(self) -> int:
+        return 3
 
 
 def joined(samples: list[Any]) -> Any:
@@ -162,6 +188,34 @@ def test_wrong_transforms_are_named(keys: dict[str, Any], parts: list[str]) -> N
         batch(opened("torchvision.datasets.FakeData", arguments=arguments, splits={"test": {"size": 2}}, **keys)[0], 0)
     (problem,) = caught.value.problems
     assert all(part in problem for part in parts), problem
+
+
+def test_masks_and_boxes_change_with_their_image() -> None:
+    image, mask = tv_tensors.Image(torch.arange(16).view(1, 4, 4)), tv_tensors.Mask(torch.arange(16).view(1, 4, 4))
+    for of_both in (
+        ToCorner(),
+        nn.Sequential(v2.RandomVerticalFlip(1), ToCorner()),
+        transforms.Compose([v2.RandomHorizontalFlip(1), transforms.RandomApply([v2.RandomRotation(90)], 1)]),
+    ):
+        changed, target = applied(of_both, (image, mask))
+        assert changed.tolist() == target.tolist() != image.tolist()
+    box = tv_tensors.BoundingBoxes(torch.ones(1, 4), format="XYXY", canvas_size=(4, 4))  # pyright: ignore
+    for alone in (transforms.CenterCrop(2), nn.Sequential(v2.CenterCrop(2), nn.Flatten()), Noise()):
+        for target, kind in ((mask, "Mask"), ({"boxes": [box]}, "BoundingBoxes")):
+            with pytest.raises(ConfigError, match=rf"data\.transform: \w+ takes the image alone, .* has a {kind}, "):
+                applied(alone, (image, target))
+    assert applied(transforms.CenterCrop(2), (image, 3))[0].shape == (1, 2, 2)
+
+
+def test_what_torchvision_does_not_support_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapper = _dataset_wrapper.video_classification_wrapper_factory
+    monkeypatch.setitem(_dataset_wrapper.WRAPPER_FACTORIES, Clips, wrapper)
+    monkeypatch.setattr(Clips, "__module__", "torchvision.datasets.ucf101")
+    with pytest.raises(ConfigError, match=r"_target_: torchvision does not .* as it is called: .*output_format=TCHW"):
+        UserDataset(Clips(), 0)
+    with pytest.raises(DataError, match="Stream has no __getitem__") as caught:
+        UserDataset(Stream(), 0)
+    assert "not an iterable one" in caught.value.remedy
 
 
 def test_what_validates_is_not_transformed_as_what_trains() -> None:
@@ -629,6 +683,11 @@ def test_a_preset_names_a_data_set_of_ones_own(preset: str, words: str, expected
             "data.splits.train.api_key=x data.splits.test.a=1",
             "data.splits.train.api_key=(hidden): the config is written",
         ),
+        (
+            "data.transform=[{_target_:torch.nn.ReLU,inner:{_target_:torch.nn.ReLU,api_key:x}}]",
+            "data.transform.0.inner.api_key=(hidden): the config is written to files",
+        ),
+        ("data.test_transform=[{_target_:torch.nn.ReLU,token:x}]", "data.test_transform.0.token=(hidden): the config"),
         ("data.transform=[nosuch.Crop]", "data.transform[0]=nosuch.Crop: no module nosuch beside launch.py"),
         ("data.collate_fn=joined", "data.collate_fn=joined: must be a dotted path"),
     ],

@@ -127,9 +127,7 @@ class _OwnData:
                 theirs = {"train": ("true", "false"), "split": ("train", name), "root": ("PATH", "PATH")}
                 key = next((key for key in theirs if key in self.parameters), "NAME")
                 one, other = theirs.get(key, ("VALUE", "VALUE"))
-                plain = {
-                    key: value for key, value in call.items() if isinstance(value, str | int | float | list | dict)
-                }
+                plain = {key: value for key, value in call.items() if not callable(value) and value is not None}
                 raise ConfigError(
                     [
                         f"data.splits={shown(data.splits)}: training and {name} set would be the same samples, with "

@@ -32,6 +32,10 @@ class CustomConfig(ModelFacts, DataFacts, OptimizerFacts):
         """The values that this code is called with, by the first part of their keys."""
         return self.arguments
 
+    def all_values(self) -> dict[str, Any]:
+        """And those that other code of the section is called with."""
+        return self.values()
+
 
 @dataclass
 class CustomDataConfig(CustomConfig):
@@ -76,6 +80,9 @@ class CustomDataConfig(CustomConfig):
 
     def values(self) -> dict[str, Any]:
         return {**self.arguments, "splits": self.splits}
+
+    def all_values(self) -> dict[str, Any]:
+        return {**self.values(), "transform": self.transform, "test_transform": self.test_transform}
 
 
 def named_code(value: Any, path: str) -> Iterator[tuple[str, str]]:
