@@ -158,8 +158,12 @@ def as_torchvision_has_them(dataset: Any) -> Any:
         except (RuntimeError, ValueError) as error:
             name, clips = type(dataset).__name__, getattr(dataset, "video_clips", None)
             remedy = "data.output_format=TCHW" if clips else "other arguments, or call it in a class of your own"
-            problem = f"torchvision does not support {name} as it is called: {first_line(error)}"
-            raise ConfigError([f"data._target_: {problem}; use {remedy}"]) from error
+            raise ConfigError(
+                [
+                    f"data._target_: torchvision does not support {name} as it is called: {first_line(error)}; "
+                    f"use {remedy}"
+                ]
+            ) from error
     return dataset
 
 
