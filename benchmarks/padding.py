@@ -4,7 +4,8 @@
 
 Pure arithmetic on lengths; nothing is trained, and the hardware has no part in it but for the times. The lengths are
 log-normal, as those of sentences, utterances and documents about are: median 120 tokens, sigma 0.9, cut to 4 ... 2,048.
-"Window" is what fairseq and torchtext do: shuffle, sort windows of 50 batches, fill batches up to the limit.
+"Window" is what fairseq and torchtext do: shuffle, sort windows of 50 batches, fill batches up to the limit. Its
+batches are split among processes as ours are.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def in_windows(lengths: np.ndarray, tokens: int) -> list[np.ndarray]:
             count = 1
             while start + count < len(window) and (count + 1) * lengths[window[start + count]] <= tokens:
                 count += 1
-            batches.append(window[start : start + count])
+            batches.append(window[start : start + count][::-1])  # the longest first, as even_cuts wants them
             start += count
     return batches
 
@@ -88,7 +89,7 @@ def rows(samples: int, tokens: int) -> list[str]:
     found = []
     for name, make, cut in (
         ("random order", in_random_order, cut_evenly),
-        ("window", in_windows, cut_evenly),
+        ("window", in_windows, even_cuts),
         ("`data.batch_by=tokens`", planned, even_cuts),
     ):
         batches = make(lengths, tokens)
@@ -149,7 +150,8 @@ def main() -> None:
             "",
             "Random order: batches of one number of samples, with as many tokens on average as the limit, without",
             f"padding. Window: shuffled, sorted within {WINDOW} batches at a time, filled up to the limit; the number",
-            "of steps then differs from epoch to epoch. It and `data.batch_by=tokens` keep the limit with padding.",
+            "of steps then differs from epoch to epoch. It and `data.batch_by=tokens` keep the limit with padding, and",
+            "are split among 8 processes in the same way, by tokens; random order is split by samples.",
             "",
             f"What the constants of `data/sampling.py` cost: padding, and steps per epoch, of {medium:,} samples",
             "in batches of 16,384 tokens, on one process.",

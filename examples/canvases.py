@@ -29,7 +29,7 @@ class Canvases:
         mine = [number for number in range(len(digits)) if (number % 5 > 0) == train]
         self.images = torch.from_numpy(images[mine] / 16).float().view(-1, 8, 8)
         self.digits = torch.from_numpy(digits[mine]).long()
-        self.labels, self.samples = labels, samples if train else test_samples
+        self.target, self.samples = labels, samples if train else test_samples
 
     def __len__(self) -> int:
         return self.samples
@@ -47,7 +47,7 @@ class Canvases:
             canvas[0][place] = torch.maximum(canvas[0][place], image)
             mask[place] = torch.where(image > INK, digit + 1, 0)
             there[digit] = 1.0
-        return canvas, mask if self.labels == "mask" else there
+        return canvas, mask if self.target == "mask" else there
 
 
 def convolutions(channels: int, width: int) -> nn.Sequential:

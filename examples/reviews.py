@@ -24,9 +24,10 @@ class Reviews:
         if not Path(path).exists():
             raise FileNotFoundError(f"{path} is missing: run python examples/get_reviews.py")
         with np.load(path) as held:
-            ids, ends, self.labels, self.vocabulary = (held[name] for name in ("ids", "ends", "labels", "vocabulary"))
+            ids, ends, labels, self.vocabulary = (held[name] for name in ("ids", "ends", "labels", "vocabulary"))
         self.ids, self.ends = torch.from_numpy(ids.astype(np.int32)), [0, *ends.tolist()]
-        self.numbers = [number for number in range(len(self.labels)) if (number % 5 > 0) == train]
+        self.numbers = [number for number in range(len(labels)) if (number % 5 > 0) == train]
+        self.labels = labels[self.numbers]
         self.longest = longest
 
     def __len__(self) -> int:
@@ -37,7 +38,7 @@ class Reviews:
         words = self.ids[self.ends[number] : self.ends[number + 1]].long()
         if len(words) > self.longest:
             words = torch.cat([words[: self.longest // 2], words[-self.longest // 2 :]])
-        return words, int(self.labels[number])
+        return words, int(self.labels[index])
 
     def collate_fn(self, samples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
         """Padded to the longest of the batch: int64 [n, t], and labels [n]."""

@@ -145,6 +145,7 @@ WRONG = {
     "negative": ("1\n-2\n3\n4", r"the weight of sample 1 is -2; use finite numbers"),
     "zero": ("0\n0\n0\n0", r"the weights of the samples that train add up to 0; use a sum above 0"),
     "table": (np.ones((4, 2)), r"has the shape \[4, 2\], and the whole training set 4 samples"),
+    "several": (b"", r"cannot be read: .*; use balanced, a \.npy file"),
     "words": (np.array(["a"]), r"cannot be read: could not convert string to float"),
 }
 
@@ -153,7 +154,11 @@ WRONG = {
 def test_wrong_weights_are_one_clear_error(name: str, tmp_path: Path) -> None:
     content, message = WRONG[name]
     path = tmp_path / (f"{name}.txt" if isinstance(content, str) else f"{name}.npy")
-    path.write_text(content) if isinstance(content, str) else np.save(path, content)
+    if isinstance(content, bytes):
+        np.savez(path.with_suffix(".npz"), np.ones(4))
+        path.with_suffix(".npz").rename(path)
+    else:
+        path.write_text(content) if isinstance(content, str) else np.save(path, content)
     with pytest.raises(ConfigError, match=rf"data\.weights=\S+{path.name}: {message}"):
         training_weights(str(path), table(4), np.arange(4), 4)
 

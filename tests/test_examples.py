@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from ddp_train.data.datasets import UserDataset
+from ddp_train.data.own import UserDataset
+from ddp_train.data.sample_facts import labels_of
 from examples import get_reviews
 from examples.canvases import INK, Canvases, UNet
 from examples.diabetes import Diabetes
@@ -73,6 +74,7 @@ def test_reviews_are_numbered_padded_and_never_on_both_sides(tmp_path: Path) -> 
     train, test = Reviews(True, str(path), longest=10), Reviews(False, str(path), longest=10)
     assert len(train) + len(test) == 59, "the text that is there twice counts once"
     assert train.vocabulary == 6 + 47 + 2, "good bad film ! the plot, and a number in each text to train on"
+    assert labels_of(UserDataset(test, 0)).tolist() == [label for _, label in test], "for data.weights=balanced"
     words, label = train[0]
     assert len(words) == 6 and label == 1
     inputs, labels = train.collate_fn([train[0], train[11]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import io
 import os
@@ -16,8 +17,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
+from torchvision import datasets, transforms, tv_tensors
+from torchvision.transforms import v2
+from torchvision.tv_tensors import _dataset_wrapper
 
+from ddp_train.config import metrics
 from ddp_train.config.external_checks import CHECKS
 from ddp_train.config.hardware import Hardware
 from ddp_train.config.options.custom import CustomDataConfig
@@ -25,15 +31,15 @@ from ddp_train.config.overrides import read_config, read_overrides
 from ddp_train.config.schema import Config
 from ddp_train.data import shards
 from ddp_train.data.batch_plan import BatchPlan
-from ddp_train.data.own import UserDataset, as_tensors
+from ddp_train.data.own import UserDataset, applied, as_tensors
 from ddp_train.data.rng import keyed_generators
 from ddp_train.data.shards import INDEX, TarShards
 from ddp_train.data.splits import Splits
 from ddp_train.distributed.world import World
-from ddp_train.errors import ConfigError, DataError
+from ddp_train.errors import ConfigError, DataError, PeerError
 from ddp_train.tensor_tree import tensors
-from ddp_train.training.open_data import arguments_of_splits, open_datasets
-from tests.jobs import config_of, loader_of
+from ddp_train.training.open_data import arguments_of_splits, common_digests, open_datasets
+from tests.jobs import config_of, loader_of, table
 from tests.ranks import on_ranks
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
@@ -75,6 +81,28 @@ class Noise:
 
 class NoTransform:
     """Whose objects cannot be called."""
+
+
+class ToCorner(v2.Transform):
+    """One's own, as torchvision asks for it."""
+
+    def transform(self, inpt: Any, params: dict[str, Any]) -> Any:
+        return v2.functional.crop(inpt, 0, 0, 2, 2)
+
+
+class Clips(datasets.VisionDataset):
+    """UCF101, without its films."""
+
+    def __init__(self, output_format: str = "THWC") -> None:
+        self.video_clips = type("", (), {"output_format": output_format})
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(3))
+
+    def __len__(self) -> int:
+        return 3
 
 
 def joined(samples: list[Any]) -> Any:
@@ -123,7 +151,7 @@ def test_transforms_give_the_same_pixels_on_any_number_of_processes() -> None:
 
 
 def test_transforms_leave_the_generators_of_training_alone() -> None:
-    train, test, _ = open_datasets(config_of(World(), data=FAKE, **PLAIN))
+    train, test, _ = open_datasets(config_of(World(), data=FAKE, **PLAIN))[:3]
     torch.manual_seed(1), np.random.seed(1), random.seed(1)
     expected = torch.rand(1).item(), np.random.rand(), random.random()
     torch.manual_seed(1), np.random.seed(1), random.seed(1)
@@ -162,11 +190,74 @@ def test_wrong_transforms_are_named(keys: dict[str, Any], parts: list[str]) -> N
     assert all(part in problem for part in parts), problem
 
 
+def test_masks_and_boxes_change_with_their_image() -> None:
+    image, mask = tv_tensors.Image(torch.arange(16).view(1, 4, 4)), tv_tensors.Mask(torch.arange(16).view(1, 4, 4))
+    for of_both in (
+        ToCorner(),
+        nn.Sequential(v2.RandomVerticalFlip(1), ToCorner()),
+        transforms.Compose([v2.RandomHorizontalFlip(1), transforms.RandomApply([v2.RandomRotation(90)], 1)]),
+    ):
+        changed, target = applied(of_both, (image, mask))
+        assert changed.tolist() == target.tolist() != image.tolist()
+    box = tv_tensors.BoundingBoxes(torch.ones(1, 4), format="XYXY", canvas_size=(4, 4))  # pyright: ignore
+    for alone in (transforms.CenterCrop(2), nn.Sequential(v2.CenterCrop(2), nn.Flatten()), Noise()):
+        for target, kind in ((mask, "Mask"), ({"boxes": [box]}, "BoundingBoxes")):
+            with pytest.raises(ConfigError, match=rf"data\.transform: \w+ takes the image alone, .* has a {kind}, "):
+                applied(alone, (image, target))
+    assert applied(transforms.CenterCrop(2), (image, 3))[0].shape == (1, 2, 2)
+
+
+def test_what_torchvision_does_not_support_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapper = _dataset_wrapper.video_classification_wrapper_factory
+    monkeypatch.setitem(_dataset_wrapper.WRAPPER_FACTORIES, Clips, wrapper)
+    monkeypatch.setattr(Clips, "__module__", "torchvision.datasets.ucf101")
+    with pytest.raises(ConfigError, match=r"_target_: torchvision does not .* as it is called: .*output_format=TCHW"):
+        UserDataset(Clips(), 0)
+    with pytest.raises(DataError, match="Stream has no __getitem__") as caught:
+        UserDataset(Stream(), 0)
+    assert "not an iterable one" in caught.value.remedy
+
+
 def test_what_validates_is_not_transformed_as_what_trains() -> None:
     keys = {"transform": [f"{__name__}.Noise"], "test_transform": [], "validation": 0.25, "limit": 12}
-    train, test, validation = opened(f"{__name__}.Rows", **keys)
+    train, test, validation = opened(f"{__name__}.Rows", **keys)[:3]
     assert validation is not None and (len(train), len(test), len(validation)) == (12, 12, 5)
     assert (batch(train, 0)[0] % 1).any() and not (batch(validation, 0, 1, 2, 3, 4)[0] % 1).any()
+
+
+class Drawn(Rows):
+    """Draws with a generator of its own, which is not keyed."""
+
+    draws = np.random.default_rng()
+
+    def __getitem__(self, number: int) -> tuple[Tensor, int]:
+        return torch.full((2,), self.draws.random()), 0
+
+
+def read_by(world: World) -> list[str]:
+    """What the last process finds if it reads other files than the others."""
+    same, other, found = table(9), world.rank == 2, []
+    for sources in (
+        Splits(table(8) if other else same, same),
+        Splits(same, same, table(4 - other)),
+        Splits(same, table(7) if other else same),
+        Splits(UserDataset(Rows("train", 100 * other), 0), same),
+    ):
+        with pytest.raises(PeerError) as caught:
+            common_digests(sources, sources.train, "cpu")
+        found.append(f"{caught.value}")
+    drawn = UserDataset(Drawn("train"), 0)
+    assert common_digests(Splits(drawn, drawn), drawn, "cpu")["count"] == "20"
+    assert common_digests(Splits(same, same), same, "cpu") == common_digests(Splits(same, drawn), same, "cpu")
+    return found
+
+
+def test_processes_that_read_different_data_are_refused() -> None:
+    (found, *others) = on_ranks(3, read_by)
+    assert all(other == found for other in others)
+    sizes = ["training set", "validation set", "test set"]
+    assert [size in text for size, text in zip(sizes, found, strict=False)] == [True] * 3
+    assert "(rank 0: 9, rank 1: 9, rank 2: 8)" in found[0] and "a digest of the samples is not the same" in found[3]
 
 
 # --- splits -----------------------------------------------------------------------------------------------------------
@@ -204,8 +295,49 @@ def test_splits_with_names_of_their_own_are_named_by_the_config() -> None:
         opened(pet, arguments={"root": "/nowhere"}, splits={"train": {"split": "trainval"}, "test": {"split": "test"}})
     assert "data.download=true" in caught.value.remedy
     sets = {name: {"split": "train", "first": at} for name, at in (("train", 0), ("test", 100), ("validation", 200))}
-    train, test, validation = opened(f"{__name__}.Rows", splits=sets)
+    train, test, validation = opened(f"{__name__}.Rows", splits=sets)[:3]
     assert [batch(source, 1)[0][0, 0].item() for source in (train, test, validation)] == [1, 101, 201]
+
+
+class Plain(Rows):
+    """Says whether it augments."""
+
+    classes = ("a",)
+
+    def __init__(self, train: bool = True, augment: bool = True, first: int = 0, download: bool = False) -> None:
+        super().__init__("train")
+        self.augment, self.download = augment, download
+
+    def __getitem__(self, number: int) -> tuple[Tensor, int]:
+        return torch.full((2,), float(self.augment)), 0
+
+
+def test_what_trains_neither_tests_nor_validates() -> None:
+    """A split has the defaults of the signature for what is not given."""
+    for splits, message in (
+        (
+            {"train": {"download": True}},
+            r"and test set would .*, with \{train:true,first:0\}; add data\.splits\.train\.tr",
+        ),
+        ({"train": {"train": True}}, r"add data\.splits\.train\.train=true data\.splits\.test\.train=false"),
+        (
+            {"test": {"train": False}, "validation": {"augment": False}},
+            r"training and validation set would be the same",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            opened(f"{__name__}.Plain", splits=splits)
+
+
+def test_samples_that_are_scored_are_not_augmented() -> None:
+    def augmented(**keys: Any) -> list[float]:
+        return [batch(source, 0)[0][0, 0].item() for source in opened(f"{__name__}.Plain", **keys) if source]
+
+    assert augmented() == augmented(arguments={"augment": True}) == [1, 0]
+    sets = {"test": {"train": False}, "validation": {"train": False, "first": 1}}
+    assert augmented(splits=sets) == [1, 0, 0]
+    sets = {"train": {"augment": True}, "test": {"train": False, "augment": True}}
+    assert augmented(splits=sets, validation=0.2) == [1, 1, 0], "as it is given for a split"
 
 
 class Fetched(Rows):
@@ -241,7 +373,7 @@ def test_data_sets_of_torchvision_need_no_code(tmp_path: Path) -> None:
     for part in ("train", "t10k"):
         idx(tmp_path / f"MNIST/raw/{part}-images-idx3-ubyte", numbers.integers(0, 256, (6, 28, 28), np.uint8))
         idx(tmp_path / f"MNIST/raw/{part}-labels-idx1-ubyte", np.arange(6, dtype=np.uint8))
-    train, test, _ = opened("torchvision.datasets.MNIST", arguments={"root": str(tmp_path)})
+    train, test, _ = opened("torchvision.datasets.MNIST", arguments={"root": str(tmp_path)})[:3]
     images, labels = batch(train, 2, 4)
     assert (images.shape, images.dtype, labels.tolist()) == ((2, 1, 28, 28), torch.float32, [2, 4])
     assert train.outputs == 10 and not torch.equal(images, batch(test, 2, 4)[0])
@@ -259,7 +391,7 @@ def test_data_sets_of_torchvision_need_no_code(tmp_path: Path) -> None:
     sets = {"train": {"image_set": "train"}, "test": {"image_set": "val"}}
     crop = [{"_target_": f"{V2}.RandomCrop", "size": 12}, f"{V2}.RandomHorizontalFlip"]
     keys = {"arguments": {"root": str(tmp_path)}, "splits": sets, "transform": crop, "test_transform": [], "outputs": 3}
-    train, test, _ = opened("torchvision.datasets.VOCSegmentation", **keys)
+    train, test, _ = opened("torchvision.datasets.VOCSegmentation", **keys)[:3]
     crops = [batch(train, 0, epoch=epoch) for epoch in range(4)]
     for image, classes in crops:
         assert (image.shape, classes.shape, classes.dtype) == ((1, 3, 12, 12), (1, 12, 12), torch.int64)
@@ -270,7 +402,7 @@ def test_data_sets_of_torchvision_need_no_code(tmp_path: Path) -> None:
     for folder, side in (("a", 9), ("b", 8)):
         (tmp_path / "folder" / folder).mkdir(parents=True)
         Image.new("RGB", (side, 8)).save(tmp_path / "folder" / folder / "0.png")
-    both = {"train": {"root": str(tmp_path / "folder")}, "test": {"root": str(tmp_path / "folder/")}}
+    both = {"train": {"root": str(tmp_path / "folder")}, "test": {"root": f"{tmp_path}/folder/"}}
     ragged = opened("torchvision.datasets.ImageFolder", splits=both)[0]
     with pytest.raises(DataError, match="cannot be put into one batch") as caught:
         batch(ragged, 0, 1)
@@ -315,7 +447,7 @@ def test_hugging_faces_data_sets_are_map_style(tmp_path: Path) -> None:
         ("datasets.load_dataset", {"arguments": parquet, "validation": 0.0}),
         ("datasets.load_from_disk", {"splits": places}),
     ):
-        train, test, _ = opened(target, fields=["x", "y"], outputs=2, **keys)
+        train, test, _ = opened(target, fields=["x", "y"], outputs=2, **keys)[:3]
         inputs, labels = batch(train, 1, 6)
         assert (len(train), len(test), inputs.tolist(), labels.tolist()) == (8, 4, [[0.5, 1], [3, 1]], [1, 0])
     with pytest.raises(ConfigError, match=r"split='validation' failed: .*; use data\.validation=0"):
@@ -362,23 +494,33 @@ def test_samples_of_tar_files_have_numbers(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(shards, "OPEN_FILES", 1)
     found.files.clear()
     assert [found[n]["cls"] for n in (8, 0, 7, 1)] == [2, 0, 1, 1] and len(found.files) == 1
+    whole = os.pread
+    monkeypatch.setattr(os, "pread", lambda file, size, offset: whole(file, min(size, 50), offset))
+    assert found[1]["image"][:, 0, 0].tolist() == [1, 0, 255], "the system gives 2 GiB at most at once"
+    monkeypatch.undo()
+    assert found[7]["cls"] == 1, "and the file stays open"
     shard(tmp_path / "a-1.tar", range(5, 20), txt=b"x", json=b"[]")
     with pytest.raises(DataError, match=r"a-1\.tar: changed since the run opened it"):
-        found[0], found[7]
+        found[7]
     assert len(TarShards(str(tmp_path / "a-*.tar"))) == 20, "and an index of another file is not believed"
     (tmp_path / f"a-0.tar{INDEX}").write_bytes(b"PK damaged")
-    assert len(TarShards(str(tmp_path / "a-*.tar"))) == 20
+    (tmp_path / f"a-0.tar{INDEX}.x.part").touch()
+    assert len(TarShards(str(tmp_path / "a-*"))) == 20, "an index is no shard"
+    assert (tmp_path / f"a-0.tar{INDEX}").stat().st_mode == (tmp_path / "a-0.tar").stat().st_mode
+    (tmp_path / f"a-0.tar{INDEX}.x.part").unlink()
 
     config = config_of(
         World(),
         data={
             "_target_": "ddp_train.data.shards.TarShards",
             "splits": {name: {"path": str(tmp_path / f"a-{n}.tar")} for n, name in enumerate(("train", "test"))},
-            "fields": ["image", "cls"], "outputs": 3,
+            "fields": ["image", "cls"], "outputs": 3, "weights": str(tmp_path / "w.npy"),
         },
         tuning={"num_workers": 2}, **PLAIN,
     )  # fmt: skip
-    train = open_datasets(config).train
+    assert dataclasses.replace(config, mode="evaluate").data.weights, "which need not be there"
+    train = open_datasets(dataclasses.replace(config, mode="evaluate")).train
+    assert train.dataset.fields == ["image", "cls"], "no other is read"  # pyright: ignore
     train.get_batch(np.array([0]), 0)  # the file is open before the processes of the loader are forked
     micro_batches = list(BatchPlan(len(train), 2, 1, 3, 0).micro_batches())
     for given in loader_of(train, micro_batches, config.tuning, "cpu"):
@@ -394,6 +536,12 @@ def damaged(path: Path, kind: str) -> None:
         del content[heads[4] + 700 :]
     if kind == "cut between files":
         del content[heads[4] :]
+    if kind == "cut in its end":
+        del content[content.rindex(b"IEND") // 512 * 512 + 1024 :]
+    if kind == "lost header":
+        content[heads[4] : heads[4] + 512] = bytes(512)
+    if kind == "two archives":
+        content = bytearray(2 * bytes(content))
     if kind == "no field":
         content[heads[1] + 6 : heads[1] + 9] = b"clx"
         head = content[heads[1] : heads[1] + 512]
@@ -410,6 +558,9 @@ def damaged(path: Path, kind: str) -> None:
         ("header", r"a\.tar at byte 3584: no header of a file"),
         ("cut", r"a\.tar at byte \d+: unexpected end of data"),
         ("cut between files", r"a\.tar at byte 4608: it is cut off here"),
+        ("cut in its end", r"a\.tar at byte \d+: it is cut off here"),
+        ("lost header", r"a\.tar at byte 5120: content behind the end of the archive"),
+        ("two archives", r"a\.tar at byte 20480: content behind the end of the archive"),
         ("gzip", r"a\.tar at byte 0: is compressed"),
         ("no field", r"a\.tar at byte 1024 \(\./000\.png\): its sample has image, clx, v\.npy, seg\.png and no cls"),
         ("image", r"a\.tar at byte 1024 \(\./000\.png, sample 0\): cannot be decoded: no image format"),
@@ -420,6 +571,26 @@ def test_damage_is_found_with_its_place(kind: str, message: str, tmp_path: Path)
     with pytest.raises(DataError, match=message) as caught:
         TarShards(str(tmp_path / "a.tar"), only=["image", "cls"])[0]
     assert caught.value.remedy
+
+
+def test_images_with_other_numbers_than_pixels() -> None:
+    def coded(image: Image.Image) -> bytes:
+        held = io.BytesIO()
+        image.save(held, "PNG")
+        return held.getvalue()
+
+    depth = coded(Image.fromarray(np.array([[40_000, 3]], np.uint16)))
+    mask = shards.decoded("depth.png", depth)
+    assert (mask.tolist(), mask.dtype, type(mask).__name__) == ([[[40_000, 3]]], torch.int32, "Mask")
+    bits = Image.new("1", (2, 1), 1)
+    assert shards.decoded("seg.png", coded(bits)).tolist() == [[[1, 1]]]
+    assert shards.decoded("image", coded(bits)).unique().tolist() == [255]
+    with pytest.raises(ValueError, match=r"PIL's mode I.*, whose numbers are no pixels of 0 to 255"):
+        shards.decoded("image", depth)
+    zipped = io.BytesIO()
+    np.savez(zipped, np.ones(2))
+    with pytest.raises(ValueError, match="magic"):
+        shards.decoded("npy", zipped.getvalue())
 
 
 def test_shards_that_are_no_set_of_samples_are_refused(tmp_path: Path) -> None:
@@ -488,6 +659,20 @@ def test_a_preset_names_a_data_set_of_ones_own(preset: str, words: str, expected
             "data.splits.train.x=1 data.splits.test.x=1",
             "data.splits={train:{x:1},test:{x:1}}: training and test set would",
         ),
+        (
+            "data.splits.train.download=true data.splits.test.augment=false",
+            "data.splits={train:{download:true},test:{augment:false}}: training and test set would",
+        ),
+        (
+            "data.splits.test.x=1 data.splits.validation.x=2 data.validation=0.1",
+            "data.validation=0.1: contradicts data.splits.validation, which validates; leave one of them out",
+        ),
+        ("data.splits.test.x=1 data.splits.validation.x=2 data.validation=0", "data.validation=0: contradicts"),
+        (
+            "data.splits.test.x=1 data.splits.validation.download=true",
+            "data.splits={test:{x:1},validation:{download:tr",
+        ),
+        ("data.weights=nosuch.npy", "data.weights=nosuch.npy: no such file"),
         ("data.transform=[3]", "data.transform[0]=3: must be a class with its arguments"),
         (
             "data.transforms=[{_target_:a.B}]",
@@ -498,6 +683,11 @@ def test_a_preset_names_a_data_set_of_ones_own(preset: str, words: str, expected
             "data.splits.train.api_key=x data.splits.test.a=1",
             "data.splits.train.api_key=(hidden): the config is written",
         ),
+        (
+            "data.transform=[{_target_:torch.nn.ReLU,inner:{_target_:torch.nn.ReLU,api_key:x}}]",
+            "data.transform.0.inner.api_key=(hidden): the config is written to files",
+        ),
+        ("data.test_transform=[{_target_:torch.nn.ReLU,token:x}]", "data.test_transform.0.token=(hidden): the config"),
         ("data.transform=[nosuch.Crop]", "data.transform[0]=nosuch.Crop: no module nosuch beside launch.py"),
         ("data.collate_fn=joined", "data.collate_fn=joined: must be a dotted path"),
     ],
@@ -506,6 +696,12 @@ def test_wrong_keys_are_found_before_anything_starts(words: str, message: str) -
     config, problems = read_config(CONF, read_overrides(CONF, ["data._target_=torch.nn.Linear", *words.split()]))
     found = problems + [problem for check in CHECKS for problem in check(config, config, Hardware(cpus=2), None)]
     assert found and found[0].startswith(message), found
+
+
+def test_a_named_validation_split_is_known_before_the_data_are_opened() -> None:
+    splits = {"test": {"x": 1}, "validation": {"x": 2}}
+    assert metrics.has_validation(Config(data=CustomDataConfig(splits=splits))) is True
+    assert metrics.has_validation(Config(data=CustomDataConfig())) is None
 
 
 def test_what_a_checkpoint_names_is_loaded_only_if_it_is_trusted() -> None:

@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from ddp_train.config.options.custom import CustomDataConfig
+from ddp_train.config.options.custom import NOT_TELLING, CustomDataConfig
 from ddp_train.config.options.data import TextConfig, TokensConfig
 from ddp_train.config.schema import Config
 from ddp_train.text import did_you_mean, shown
@@ -19,9 +19,10 @@ SPLITS = ("train", "validation", "test")
 def missing_data(config: Config) -> list[str]:
     """What this host lacks of the data set, or cannot do with it."""
     data = config.data
-    if data.weights not in (None, "balanced") and not Path(data.weights).is_file():
-        guess = did_you_mean(data.weights, ["balanced"])
-        return [f"data.weights={data.weights}: no such file; use balanced, or the path of a .npy or text file{guess}"]
+    weights = None if config.mode == "evaluate" else data.weights  # nothing trains
+    if weights not in (None, "balanced") and not Path(weights).is_file():
+        guess = did_you_mean(weights, ["balanced"])
+        return [f"data.weights={weights}: no such file; use balanced, or the path of a .npy or text file{guess}"]
     paths = [Path(data.root, name) for name in data.files]
     missing = [path for path in paths if not path.is_file()]
     if missing and not data.download:
@@ -51,11 +52,21 @@ def wrong_own_data(data: CustomDataConfig) -> list[str]:
             problems.append(f"data.splits.{name}={shown(part)}: the splits are {', '.join(SPLITS)}{guess}")
         elif not isinstance(part, dict):
             problems.append(f"data.splits.{name}={shown(part)}: must be arguments; use data.splits.{name}.NAME=VALUE")
-    if not problems and data.splits and data.splits.get("train", {}) == data.splits.get("test", {}):
+    telling = {
+        name: {key: value for key, value in data.splits.get(name, {}).items() if key not in NOT_TELLING}
+        for name in ("train", "test", *data.splits)
+        if not problems
+    }
+    same = [name for name, given in telling.items() if name != "train" and given == telling["train"]]
+    if data.splits and same:
         problems.append(
-            f"data.splits={shown(data.splits)}: training and test set would be the same samples; use "
-            "data.splits.train.NAME=VALUE data.splits.test.NAME=VALUE with different values"
+            f"data.splits={shown(data.splits)}: training and {same[0]} set would be the same samples; use "
+            f"data.splits.train.NAME=VALUE data.splits.{same[0]}.NAME=VALUE with different values"
         )
+    if "validation" in data.splits and data.validation is not None:
+        part = f"{data.validation:g}"
+        instead = "leave one of them out" if data.validation else "leave out data.splits.validation"
+        problems.append(f"data.validation={part}: contradicts data.splits.validation, which validates; {instead}")
     for name in ("transform", "test_transform"):
         for place, item in enumerate(getattr(data, name) or ()):
             if not isinstance(item, str) and not (isinstance(item, dict) and isinstance(item.get("_target_"), str)):

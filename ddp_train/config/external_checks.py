@@ -325,7 +325,7 @@ def _secrets(asked: Config, config: Config, hardware: Hardware, world: World | N
         f"{section}.{path}=(hidden): the config is written to files, so it must hold no secret; put it into the "
         f"environment: {section}.{path}='${{oc.env:NAME}}'"
         for section, custom in _own_code(config).items()
-        for path, value in leaves(custom.values())
+        for path, value in leaves(custom.all_values())
         if is_secret(path) and isinstance(value, str) and value and not re.fullmatch(r"\$\{oc\.env:\w+\}", value)
     ]
 

@@ -136,6 +136,8 @@ def unusable(config: Config, names: list[str], better: Mapping[str, str | None])
 
 def has_validation(config: Config) -> bool | None:
     """Whether there will be a validation set; None if only the data know."""
+    if "validation" in getattr(config.data, "splits", {}):
+        return True
     if config.data.validation is None:
         return None if config.data.name == "custom" else False
     return config.data.validation > 0

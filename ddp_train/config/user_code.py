@@ -41,6 +41,20 @@ def parameters_of(section: str, custom: CustomConfig) -> list[str]:
     return list(_parameters(_target_of(section, custom)[1]))
 
 
+def call_of(section: str, custom: CustomConfig) -> dict[str, Any]:
+    """What `custom.target` is called with, the defaults of its signature included; if they do not fit it, or it does
+    not say, what is given. Raises ConfigError as above."""
+    try:
+        signature = inspect.signature(_target_of(section, custom)[1])
+        bound = signature.bind(**custom.arguments)
+    except (TypeError, ValueError):
+        return dict(custom.arguments)
+    bound.apply_defaults()
+    further = {name for name, one in signature.parameters.items() if one.kind is inspect.Parameter.VAR_KEYWORD}
+    found = {name: value for name, value in bound.arguments.items() if name not in further}
+    return found | {name: value for one in further for name, value in bound.arguments[one].items()}
+
+
 def _parameters(target: Any) -> Mapping[str, inspect.Parameter]:
     try:
         return inspect.signature(target).parameters

@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 from ddp_train.data.rng import global_states, hash_key, keyed_generators
 from ddp_train.errors import ConfigError, DataError
+from ddp_train.tensor_tree import tensors
 from ddp_train.text import first_line
 
 Transform = Callable[..., Any]
@@ -21,6 +23,8 @@ MAP_STYLE = (
     "name a map-style dataset, not an iterable one: for tar files of webdataset data=shards, for parquet files Hugging "
     "Face's datasets without streaming (docs/data.md)"
 )
+TENSORS, PLACED = "torchvision.tv_tensors", ("Mask", "BoundingBoxes", "KeyPoints")
+"""What has its place in an image."""
 MODES = ("L", "LA", "RGB", "RGBA")
 """Modes of PIL whose bytes are pixels of 0 to 255."""
 
@@ -49,7 +53,8 @@ class UserDataset:
         """
         self.dataset, self.seed, self.name = as_torchvision_has_them(dataset), seed, type(dataset).__name__
         self.transforms, self.fields, self.given_outputs = transforms, fields, outputs
-        if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        iterable = issubclass(type(dataset), IterableDataset)  # which inherits a __getitem__
+        if iterable or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
             raise DataError(f"data._target_: {self.name} has no __getitem__ or no __len__", MAP_STYLE)
         if not len(dataset):
             raise DataError(f"data._target_: {self.name} has no samples", "check its arguments, data.NAME=VALUE")
@@ -147,18 +152,50 @@ def as_torchvision_has_them(dataset: Any) -> Any:
     if type(dataset).__module__.startswith("torchvision.datasets."):
         from torchvision.datasets import wrap_dataset_for_transforms_v2
 
-        with contextlib.suppress(TypeError):  # one that it knows no masks and boxes of
-            return wrap_dataset_for_transforms_v2(dataset)
+        try:
+            with contextlib.suppress(TypeError):  # one that it knows no masks and boxes of
+                return wrap_dataset_for_transforms_v2(dataset)
+        except (RuntimeError, ValueError) as error:
+            name, clips = type(dataset).__name__, getattr(dataset, "video_clips", None)
+            remedy = "data.output_format=TCHW" if clips else "other arguments, or call it in a class of your own"
+            raise ConfigError(
+                [
+                    f"data._target_: torchvision does not support {name} as it is called: {first_line(error)}; "
+                    f"use {remedy}"
+                ]
+            ) from error
     return dataset
 
 
 def applied(transform: Transform, sample: Any) -> Any:
-    """What a transform makes of a sample. Those of torchvision.transforms.v2 take all of it, and change images, masks
-    and boxes together; any other takes the input of an (input, target), or all of a sample of another structure."""
+    """What a transform makes of a sample. Those of torchvision.transforms.v2, what derives from them or consists of
+    them, take all of it, and change images, masks and boxes together; any other takes the input of an (input, target),
+    or all of a sample of another structure.
+
+    Raises ConfigError if such a target has masks or boxes, which would stay where they are.
+    """
     is_pair = isinstance(sample, tuple | list) and len(sample) == 2
-    if is_pair and not type(transform).__module__.startswith("torchvision.transforms.v2"):
-        return transform(sample[0]), sample[1]
-    return transform(sample)
+    if not is_pair or takes_targets(transform):
+        return transform(sample)
+    found = next((kind for one in tensors(sample[1]) for kind in PLACED if _is(TENSORS, kind, one)), None)
+    if found:
+        name = type(transform).__name__
+        raise ConfigError(
+            [
+                f"data.transform: {name} takes the image alone, and the target has a {found}, which would not change "
+                f"with it; use torchvision.transforms.v2, and classes that derive from its Transform, inside {name} too"
+            ]
+        )
+    return transform(sample[0]), sample[1]
+
+
+def takes_targets(transform: Any) -> bool:
+    """Whether a transform changes the masks and boxes of a target together with the image."""
+    if any(f"{one.__module__}.".startswith("torchvision.transforms.v2.") for one in type(transform).__mro__):
+        return True
+    is_v1 = type(transform).__module__ == "torchvision.transforms.transforms"
+    inner = transform if isinstance(transform, nn.Sequential) else is_v1 and getattr(transform, "transforms", None)
+    return bool(inner) and all(map(takes_targets, inner))
 
 
 def collated(samples: list[Any]) -> Any:
@@ -174,7 +211,7 @@ def as_tensors(sample: Any) -> Any:
     Images, those of PIL and uint8 ones of torchvision, become float32 [channels, height, width] from 0 to 1. A mask
     that is the target becomes the classes of pixels, int64 [height, width]. Lists of numbers within it become tensors.
     """
-    if isinstance(sample, tuple | list) and len(sample) == 2 and _is("torchvision.tv_tensors", "Mask", sample[1]):
+    if isinstance(sample, tuple | list) and len(sample) == 2 and _is(TENSORS, "Mask", sample[1]):
         return as_tensors(sample[0]), sample[1].as_subclass(Tensor).squeeze(0).long()
     if isinstance(sample, dict):
         return {name: _member(value) for name, value in sample.items()}
@@ -185,14 +222,14 @@ def as_tensors(sample: Any) -> Any:
     if _is("PIL.Image", "Image", sample):
         return _pixels(sample)
     if isinstance(sample, Tensor):
-        is_image = _is("torchvision.tv_tensors", "Image", sample) and sample.dtype == torch.uint8
+        is_image = _is(TENSORS, "Image", sample) and sample.dtype == torch.uint8
         return sample.as_subclass(Tensor).float().div(255) if is_image else sample.as_subclass(Tensor)
     return sample
 
 
 def _is(module: str, name: str, value: Any) -> bool:
     """Whether a value is of a class of a module, which is not imported for it."""
-    return module in sys.modules and isinstance(value, getattr(sys.modules[module], name))
+    return module in sys.modules and isinstance(value, getattr(sys.modules[module], name, ()))
 
 
 def _member(value: Any) -> Any:

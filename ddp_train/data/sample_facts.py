@@ -116,7 +116,7 @@ def _read(path: str) -> np.ndarray:
         if Path(path).suffix == ".npy":
             return np.load(path, allow_pickle=False).astype(np.float64)
         return np.array([float(line) for line in Path(path).read_text().split()])
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError) as error:  # the last: .npz by another name
         remedy = f"use {BALANCED}, a .npy file with an array of numbers, or a text with one number per line"
         _refuse(f"data.weights={path}: cannot be read: {first_line(error)}", remedy)
 

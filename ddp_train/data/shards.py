@@ -8,6 +8,7 @@ import io
 import json
 import os
 import tarfile
+import tempfile
 import zipfile
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -21,11 +22,13 @@ from ddp_train.errors import DataError
 
 IMAGES = ("jpg", "jpeg", "png", "webp")
 """Extensions that make the field `image`."""
-INDEX = ".index.npz"
-"""The index of DIR/a.tar is DIR/a.tar.index.npz."""
+MORE_BITS = ("I", "I;16", "I;16B")
+"""Modes of PIL with one number of 16 bits or more for each pixel."""
+INDEX, PART = ".index.npz", ".part"
+"""The index of DIR/a.tar is DIR/a.tar.index.npz; one that is being written ends in .part."""
 VERSION = 1
-BLOCK = 512
-"""Bytes; tar files consist of such."""
+BLOCK, CHUNK = 512, 1 << 20
+"""Bytes; tar files consist of blocks."""
 OPEN_FILES = 128
 """The most files that a process keeps open; 1,024 are often all that it may."""
 
@@ -61,7 +64,8 @@ class TarShards:
 
         Raises DataError if there is no file, or one that is damaged, compressed, or without a field.
         """
-        self.paths = sorted(glob.glob(path, recursive=True))  # noqa: PTH207  Path.glob takes no absolute pattern
+        found = glob.glob(path, recursive=True)  # noqa: PTH207  Path.glob takes no absolute pattern
+        self.paths = sorted(name for name in found if not name.endswith((INDEX, PART)))  # DIR/train-* has these too
         if not self.paths:
             raise DataError(f"TarShards: no file matches path={path}", "name .tar files, 'DIR/train-*.tar'")
         indexes = [_index_of(shard) for shard in self.paths]
@@ -82,11 +86,8 @@ class TarShards:
         shard = int(np.searchsorted(self.ends, number, side="right"))
         sample = {}
         for field, (offset, size) in zip(self.fields, self.places[number].tolist(), strict=True):
-            content = os.pread(self._file(shard).fileno(), size, offset)
             try:
-                if len(content) < size:
-                    raise ValueError(f"{len(content)} of {size} bytes")
-                sample[field] = decoded(field, content)
+                sample[field] = decoded(field, self._content(shard, offset, size))
             except (ValueError, EOFError, OSError) as error:
                 name = member_name(self.paths[shard], offset)
                 raise DataError(
@@ -99,6 +100,18 @@ class TarShards:
         """Without open files, for processes that are not forked."""
         return {**vars(self), "files": OrderedDict()}
 
+    def _content(self, shard: int, offset: int, size: int) -> bytes:
+        """What a member holds. Raises DataError if the tar file has changed since its index was read."""
+        file, parts, missing = self._file(shard), [], size
+        while missing and (part := os.pread(file.fileno(), missing, offset + size - missing)):  # 2 GiB at most at once
+            parts.append(part)
+            missing -= len(part)
+        if _stamp(file) != self.stamps[shard]:  # after the read, so that what was read is what the index knows
+            raise DataError(f"{self.paths[shard]}: changed since the run opened it", "start the run again")
+        if missing:
+            raise ValueError(f"{size - missing} of {size} bytes")
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
     def _file(self, shard: int) -> BinaryIO:
         """An open tar file; the one that was not used for longest is closed if there are many."""
         if shard not in self.files:
@@ -106,8 +119,6 @@ class TarShards:
                 file = Path(self.paths[shard]).open("rb", buffering=0)  # noqa: SIM115  it stays open
             except OSError as error:
                 raise DataError(f"{self.paths[shard]}: {error.strerror or error}", "restore the shard") from error
-            if _stamp(file) != self.stamps[shard]:
-                raise DataError(f"{self.paths[shard]}: changed since the run opened it", "start the run again")
             self.files[shard] = file
             while len(self.files) > OPEN_FILES:
                 self.files.popitem(last=False)[1].close()
@@ -126,19 +137,23 @@ def decoded(field: str, content: bytes) -> Any:
         return content.decode()
     if kind == "json":
         return json.loads(content)
-    return np.load(io.BytesIO(content), allow_pickle=False) if kind == "npy" else content
+    return np.lib.format.read_array(io.BytesIO(content), allow_pickle=False) if kind == "npy" else content
 
 
 def _image(content: bytes, may_be_mask: bool) -> Any:
-    """uint8 [3, height, width], or a mask, uint8 [1, height, width], of an image with one channel."""
+    """uint8 [3, height, width]; or a mask, [1, height, width], of an image with one channel: its numbers as they are,
+    int32 if they have more than 8 bits."""
     import torch
     from PIL import Image
     from torchvision import tv_tensors
 
     try:
         image = Image.open(io.BytesIO(content))
-        if may_be_mask and image.mode in ("L", "P"):
-            return tv_tensors.Mask(torch.from_numpy(np.array(image))[None])
+        if may_be_mask and image.mode in ("1", "L", "P", *MORE_BITS):
+            kind = np.int32 if image.mode in MORE_BITS else np.uint8
+            return tv_tensors.Mask(torch.from_numpy(np.array(image).astype(kind))[None])
+        if image.mode in MORE_BITS:  # PIL would cut them off at 255
+            raise ValueError(f"an image of PIL's mode {image.mode}, whose numbers are no pixels of 0 to 255")
         pixels = np.array(image.convert("RGB"))
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:
         text = str(error)
@@ -162,14 +177,17 @@ def _index_of(path: str) -> _Index:
             if tuple(kept.stamp.tolist()) == stamp:
                 return kept
         index = _built(path, file, stamp)
-    part = beside.with_name(f"{beside.name}.{os.getpid()}.part")
+    part = ""
     try:
-        with part.open("wb") as file:
+        descriptor, part = tempfile.mkstemp(PART, f"{beside.name}.", beside.parent)  # hosts may share pids, and folders
+        with open(descriptor, "wb") as file:  # noqa: PTH123  a descriptor
+            with contextlib.suppress(PermissionError):  # who may read the shard may read its index
+                os.fchmod(descriptor, Path(path).stat().st_mode & 0o666)
             np.savez(file, stamp=index.stamp, fields=index.fields, members=index.members)
-        part.replace(beside)
+        Path(part).replace(beside)
     except OSError:  # a folder that cannot be written: the index is built at each start
-        with contextlib.suppress(OSError):
-            part.unlink()
+        if part:
+            Path(part).unlink(missing_ok=True)
     return index
 
 
@@ -231,6 +249,14 @@ def _members(path: str, file: BinaryIO) -> Iterator[tarfile.TarInfo]:
     end = file.read(BLOCK)
     if end != bytes(BLOCK):
         raise _damaged(path, at, "no header of a file, and not the end of the archive" if end else "it is cut off here")
+    at += BLOCK  # the end is two blocks of zeros, and padding: one alone may be a header that was lost
+    if len(chunk := file.read(BLOCK)) < BLOCK:
+        raise _damaged(path, at, "it is cut off here")
+    while chunk:
+        if content := chunk.lstrip(b"\0"):
+            raise _damaged(path, at + len(chunk) - len(content), "content behind the end of the archive")
+        at += len(chunk)
+        chunk = file.read(CHUNK)
 
 
 def _damaged(path: str, offset: int, what: str, remedy: str = "write the shard again, or fetch it again") -> DataError:
@@ -252,7 +278,7 @@ def _table(path: str, index: _Index, fields: list[str]) -> np.ndarray:
         names, at = ", ".join(there[field] for field in has[:, 1]), int(has[0, 2])
         raise DataError(
             f"{path} at byte {at} ({member_name(path, at)}): its sample has {names} and no {fields[place]}",
-            "add it, or name the fields that all samples have, for example data.only=[image,cls]",
+            "add it, or name the fields that all samples have, for example data.fields=[image,cls]",
         )
     return table
 

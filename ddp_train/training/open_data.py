@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 
-from ddp_train.config.options.custom import CustomDataConfig
+from ddp_train.config.options.custom import NOT_TELLING, CustomDataConfig
 from ddp_train.config.schema import Config
-from ddp_train.config.user_code import build_transforms, instantiate, named_function, parameters_of
+from ddp_train.config.user_code import build_transforms, call_of, instantiate, named_function, parameters_of
 from ddp_train.data.augment import Erasing
 from ddp_train.data.batch_plan import BatchPlan
-from ddp_train.data.datasets import ArraySource, build_datasets
+from ddp_train.data.datasets import ArraySource, BatchSource, build_datasets, digests
 from ddp_train.data.image_folder import FolderSource
 from ddp_train.data.own import UserDataset
 from ddp_train.data.sample_facts import training_weights
 from ddp_train.data.splits import Splits, parted
-from ddp_train.distributed.process_group import same_everywhere
-from ddp_train.errors import ConfigError, DataError
+from ddp_train.distributed.process_group import from_all_ranks, same_everywhere
+from ddp_train.errors import ConfigError, DataError, PeerError
 from ddp_train.text import first_line, shown
 
 LAUNCHERS_OWN = ("name", "placement", "limit", "validation", "weights", "mixup", "cutmix", "random_erasing")
 """Keys of a data set that are no arguments of its builder."""
+SHARDS = "ddp_train.data.shards.TarShards"
+SAME_FILES = "give all hosts the same files"
 SPLIT_BY_SPLIT = "data.splits.train.NAME=VALUE data.splits.test.NAME=VALUE"
 
 
@@ -31,7 +35,7 @@ def open_datasets(config: Config, downloads: bool = True) -> Splits:
     data, seed = config.data, config.seed
     is_own = isinstance(data, CustomDataConfig)
     splits, whole = _OwnData(data, seed, downloads).opened() if is_own else _built_in(data, seed)
-    if not data.weights:
+    if not data.weights or config.mode == "evaluate":  # then nothing trains
         return splits
     trains = parted(whole, data.validation, seed)[0] if data.validation else np.arange(whole)
     weights = training_weights(data.weights, splits.train, trains[: len(splits.train)], whole)
@@ -79,6 +83,7 @@ class _OwnData:
         self.data, self.seed, self.downloads = data, seed, downloads
         self.parameters = parameters_of("data", data)
         self.arguments = arguments_of_splits(data, self.parameters)
+        self.refuse_same_samples()
         self.transforms = build_transforms("data.transform", data.transform)
         self.test_transforms = self.transforms
         if data.test_transform is not None:
@@ -89,22 +94,51 @@ class _OwnData:
         """And the number of samples of the training set, before it is parted or limited."""
         data = self.data
         train = self.split("train").transformed(self.transforms)
-        test, validation, whole = self.split("test"), None, len(train)
+        test, validation, whole = self.split("test", augments=False), None, len(train)
         if data.validation:
             kept, taken = parted(len(train), data.validation, self.seed)
-            plain = self.split("train", augment=False) if "augment" in self.parameters else train
+            plain = self.split("train", augments=False) if "augment" in self.parameters else train
             train, validation = train.select(kept), plain.transformed(self.test_transforms).select(taken)
         elif data.validation is None and "validation" in self.arguments:
-            validation = self.split("validation")
+            validation = self.split("validation", augments=False)
         for scored in (test, validation):
             if scored is not None:
                 self.refuse_draws(scored)
         return Splits(train, test, validation).limited(data.limit), whole
 
-    def split(self, name: str, **more: Any) -> UserDataset:
-        """A split as it is scored. more: further arguments of the class."""
-        data = self.data
-        arguments = {**data.arguments, **self.arguments[name], **more}
+    def called_with(self, name: str, augments: bool = True) -> dict[str, Any]:
+        """The arguments of a split. augments: False for samples that are scored: an `augment` of the class is then
+        False, unless it is given for this very split."""
+        data, of_split = self.data, dict(self.arguments[name])
+        if not augments and "augment" in self.parameters and (name == "train" or "augment" not in of_split):
+            of_split["augment"] = False
+        only = {"only": data.fields} if data.target == SHARDS else {}  # others are not even read
+        return {**only, **data.arguments, **of_split}
+
+    def refuse_same_samples(self) -> None:
+        """Raises ConfigError if what trains would also test or validate, by what the class is called with: a split that
+        is not named, or not by all that tells it apart, has the defaults of the signature."""
+        data, calls = self.data, {}
+        for name in self.arguments:
+            called = call_of("data", replace(data, arguments=self.called_with(name)))
+            calls[name] = {key: value for key, value in called.items() if key not in NOT_TELLING}
+        for name, call in calls.items():
+            if name != "train" and call == calls["train"]:
+                theirs = {"train": ("true", "false"), "split": ("train", name), "root": ("PATH", "PATH")}
+                key = next((key for key in theirs if key in self.parameters), "NAME")
+                one, other = theirs.get(key, ("VALUE", "VALUE"))
+                plain = {key: value for key, value in call.items() if not callable(value) and value is not None}
+                raise ConfigError(
+                    [
+                        f"data.splits={shown(data.splits)}: training and {name} set would be the same samples, with "
+                        f"{shown(plain)}; add data.splits.train.{key}={one} data.splits.{name}.{key}={other}, or what "
+                        "else tells them apart"
+                    ]
+                )
+
+    def split(self, name: str, augments: bool = True) -> UserDataset:
+        """A split as it is scored."""
+        data, arguments = self.data, self.called_with(name, augments)
         if not self.downloads and "download" in arguments:
             arguments["download"] = False
         try:
@@ -149,11 +183,33 @@ class _OwnData:
         )
 
 
+def common_digests(sources: Splits, read: BatchSource, device: str) -> dict[str, str]:
+    """The digests of `read`, the split that trains or is scored, as `data.datasets.digests` gives them. One all-gather.
+
+    Raises PeerError if not all processes read the same one, and splits of the same sizes: each would compute its part
+    of another batch.
+    """
+    found, numbers = digests(read), {}
+    for name, source in (("training", sources.train), ("validation", sources.validation), ("test", sources.test)):
+        numbers[f"the size of the {name} set"] = 0 if source is None else len(source)
+    last = "a digest of the samples"
+    numbers[last] = int(hashlib.sha256("".join(found.values()).encode()).hexdigest()[:15], 16)
+    of_ranks = from_all_ranks(torch.tensor(list(numbers.values()), device=device)).T.tolist()
+    for what, theirs in zip(numbers, of_ranks, strict=True):
+        if len(set(theirs)) == 1:
+            continue
+        if what == last and from_all_ranks(torch.tensor(int(digests(read) != found), device=device)).any():
+            break  # drawn with a generator of its own, other samples each time: nothing can be compared
+        table = ", ".join(f"rank {rank}: {number:,}" for rank, number in enumerate(theirs))
+        raise PeerError(f"{what} is not the same for all processes ({table})", SAME_FILES)
+    return found
+
+
 def plan_digests(plan: BatchPlan, device: str) -> dict[str, str]:
     """Of the weights, or lengths, that decide which samples a batch has. Raises PeerError if the processes read
     different ones: each would compute its part of another batch."""
     found = plan.digests()
     for name, digest in found.items():
         what, number = f"a digest of the samples' {name}", int(digest[:15], 16)
-        same_everywhere(number, device, what, "give all hosts the same files")
+        same_everywhere(number, device, what, SAME_FILES)
     return found

@@ -15,7 +15,7 @@ from ddp_train.config.auto import described
 from ddp_train.config.freeze import facts_of_start, to_values
 from ddp_train.config.schema import TRACKERS, Config
 from ddp_train.config.user_code import build_hook
-from ddp_train.data.datasets import BatchSource, check_same_data, digests
+from ddp_train.data.datasets import BatchSource, check_same_data
 from ddp_train.data.loader import Batch
 from ddp_train.data.splits import Splits
 from ddp_train.distributed.process_group import Store, from_leader, local_leader_first, same_everywhere, set_buffers
@@ -39,7 +39,7 @@ from ddp_train.training.display_hooks import SAMPLE, SampleHook, tensorboard_det
 from ddp_train.training.early_stopping import SelectionHook
 from ddp_train.training.hooks import CheckpointHook, MetricsHook
 from ddp_train.training.loop import Evaluation, Job, fit
-from ddp_train.training.open_data import open_datasets, plan_digests
+from ddp_train.training.open_data import common_digests, open_datasets, plan_digests
 from ddp_train.training.phases import ReportedHook
 from ddp_train.training.plan_report import plan_rows, selects_by_test
 
@@ -120,6 +120,7 @@ class Run:
     def train(self, sources: Splits, found: Path | None, tracking: Tracking) -> dict[str, Any]:
         """From step 0, or from a checkpoint, to the end or to an agreed stop. Returns the summary."""
         config, device = self.config, self.device
+        data_digests = common_digests(sources, sources.train, device)
         first_step = checkpoint.read_manifest(found)["step"] if found else 0
         strategy = setup.build_strategy(config, self.world, device)
         module = setup.build_module(config, sources[0], strategy, device)
@@ -137,7 +138,7 @@ class Run:
         )
         metrics.check_metrics(config, module, sources, self.scored_batches, config.train.ema_decay is not None)
         select = metrics.build_selection(config, metrics.directions(module), sources, record)
-        data_digests = digests(sources[0]) | plan_digests(job.plan, device)
+        data_digests |= plan_digests(job.plan, device)
         if found:
             self.restore(found, job, record, select, data_digests)
         job.stepper.continue_from(first_step)
@@ -276,6 +277,7 @@ class Run:
 
     def evaluate(self, sources: Splits, found: Path) -> dict[str, Any]:
         """Scores the test set with a checkpoint. Returns the summary."""
+        common_digests(sources, sources.test, self.device)
         strategy = setup.build_strategy(self.config, self.world, self.device)
         module = setup.build_module(self.config, sources[0], strategy, self.device)
         if module.further:

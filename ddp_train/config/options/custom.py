@@ -11,6 +11,9 @@ from ddp_train.config.options.data import DataFacts, mixing_alpha, sample_weight
 from ddp_train.config.options.model import ModelFacts
 from ddp_train.config.options.optimizer import OptimizerFacts
 
+NOT_TELLING = ("download", "augment", "transform", "transforms", "target_transform")
+"""Arguments of data sets that do not say which samples they have."""
+
 
 @dataclass
 class CustomConfig(ModelFacts, DataFacts, OptimizerFacts):
@@ -28,6 +31,10 @@ class CustomConfig(ModelFacts, DataFacts, OptimizerFacts):
     def values(self) -> dict[str, Any]:
         """The values that this code is called with, by the first part of their keys."""
         return self.arguments
+
+    def all_values(self) -> dict[str, Any]:
+        """And those that other code of the section is called with."""
+        return self.values()
 
 
 @dataclass
@@ -74,6 +81,9 @@ class CustomDataConfig(CustomConfig):
 
     def values(self) -> dict[str, Any]:
         return {**self.arguments, "splits": self.splits}
+
+    def all_values(self) -> dict[str, Any]:
+        return {**self.values(), "transform": self.transform, "test_transform": self.test_transform}
 
 
 def named_code(value: Any, path: str) -> Iterator[tuple[str, str]]:
