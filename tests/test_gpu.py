@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._inductor.async_compile import shutdown_compile_workers
 from torchvision.models import resnet50
 
@@ -23,6 +23,7 @@ from ddp_train.distributed.world import World
 from ddp_train.errors import NonFiniteLossError
 from ddp_train.performance.activation_checkpointing import checkpoint_blocks
 from ddp_train.performance.cuda_graph import GraphedStepper
+from ddp_train.tasks.builtin import Segmentation
 from ddp_train.telemetry.hardware_monitor import hardware_monitor_for
 from ddp_train.training.loop import Job, evaluate, train
 from tests.jobs import config_of, datasets_of, job_of, largest_difference, loader_of
@@ -179,6 +180,23 @@ def test_data_on_the_device_are_those_of_the_host(name: str) -> None:
         assert np.array_equal(batch.micro_batch.indices, other.micro_batch.indices)
         assert batch.inputs.is_cuda and other.inputs.is_contiguous(memory_format=torch.channels_last)
         assert torch.equal(batch.inputs, other.inputs) and torch.equal(batch.targets, other.targets)
+
+
+def test_pixels_have_a_deterministic_loss() -> None:
+    """torch's own kernel for images is refused then."""
+    torch.use_deterministic_algorithms(True)
+    draw = torch.Generator().manual_seed(0)
+    logits, masks = torch.randn(4, 5, 32, 32, generator=draw), torch.randint(0, 5, (4, 32, 32), generator=draw)
+    found = []
+    for device in ("cpu", "cuda", "cuda"):
+        outputs = logits.to(device).requires_grad_()
+        task = Segmentation(ignore_index=4, class_weights=[1.0, 2.0, 3.0, 4.0, 5.0])
+        loss, pixels = task.loss(nn.Identity(), (outputs, masks.to(device)))
+        loss.backward()
+        assert pixels == (masks != 4).sum() and outputs.grad is not None
+        found.append((loss.detach().cpu(), outputs.grad.cpu()))
+    torch.testing.assert_close(found[1], found[0])
+    assert all(torch.equal(one, again) for one, again in zip(found[1], found[2], strict=True))
 
 
 @pytest.mark.parametrize("copy_stream", [False, True])

@@ -276,6 +276,11 @@ def test_metrics_are_those_of_scikit_learn() -> None:
     classes, true = pixels.argmax(1)[valid], masks[valid]
     assert found["mean_iou"] == pytest.approx(metrics.jaccard_score(true, classes, average="macro"))
     assert found["pixel_accuracy"] == pytest.approx(metrics.accuracy_score(true, classes))
+    torch.use_deterministic_algorithms(True)
+    try:  # another way to the same losses
+        assert scored(Segmentation(ignore_index=9), pixels, masks) == pytest.approx(found, rel=1e-6)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
     words, following = torch.randn(10, 6, WORDS, generator=draw), torch.randint(0, WORDS, (10, 6), generator=draw)
     following[:, 4:] = -100

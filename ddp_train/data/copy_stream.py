@@ -17,8 +17,9 @@ steps, would fill the GPU's memory with batches."""
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copies a small tensor without waiting. From pageable memory the host would wait for all queued work."""
-    pinned = tensor.pin_memory() if device.type == "cuda" else tensor
+    """Copies a small tensor without waiting, unless it is there already. From pageable memory the host would wait for
+    all queued work."""
+    pinned = tensor.pin_memory() if device.type == "cuda" and not tensor.is_cuda else tensor
     return pinned.to(device, non_blocking=True)
 
 

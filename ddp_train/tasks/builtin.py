@@ -211,6 +211,8 @@ class Segmentation(_Supervised):
     def sum_of_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         wide = _wide(outputs)
         weight = self.class_weights.like(wide)
+        if torch.are_deterministic_algorithms_enabled():  # on GPUs torch's kernel for images is refused then
+            wide, targets = wide.movedim(1, -1).flatten(0, 2), targets.flatten()
         return functional.cross_entropy(wide, targets, reduction="sum", ignore_index=self.ignore_index, weight=weight)
 
     def scores_of(self, outputs: Tensor, targets: Tensor) -> ScoreSums:
