@@ -26,8 +26,9 @@ bench: .venv/ready  ## start-up against torchrun and overhead against a raw loop
 	$(BIN)/python benchmarks/startup.py --ranks 4
 	$(BIN)/python benchmarks/overhead.py
 
-chaos: .venv/ready  ## 60 runs under random SIGKILLs at 2, 3 and 4 ranks; every one must end in the same bytes
+chaos: .venv/ready  ## runs under SIGKILLs at random and in every phase, 2 to 4 ranks; all must end in the same bytes
 	$(BIN)/python -m tests.chaos
+	$(BIN)/python -m tests.lost_ranks
 
 judge: .venv/ready  ## ckpt-chaos kills three ranks at every file event of a run with checkpoints; 13 minutes on two cores
 	@$(BIN)/python -c 'import ckpt_chaos' 2>/dev/null || $(BIN)/python -m pip install --quiet --constraint constraints.txt ckpt-chaos

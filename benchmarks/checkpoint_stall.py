@@ -31,7 +31,8 @@ from ddp_train.telemetry.console import Display
 from ddp_train.telemetry.hardware_monitor import HardwareMonitor
 from ddp_train.telemetry.metrics_log import MetricsFile
 from ddp_train.training.checkpoint import Writer
-from ddp_train.training.hooks import CheckpointHook, MetricsHook
+from ddp_train.training.checkpoint_hook import CheckpointHook
+from ddp_train.training.hooks import MetricsHook
 from ddp_train.training.loop import Job, fit
 from ddp_train.training.open_data import open_datasets
 from ddp_train.training.setup import build_job, build_module, build_strategy

@@ -74,7 +74,8 @@ from ddp_train.tasks.task import ModelWithTask
 from ddp_train.telemetry.console import Display
 from ddp_train.telemetry.hardware_monitor import HardwareMonitor
 from ddp_train.telemetry.metrics_log import MetricsFile
-from ddp_train.training.hooks import CheckpointHook, MetricsHook
+from ddp_train.training.checkpoint_hook import CheckpointHook
+from ddp_train.training.hooks import MetricsHook
 from ddp_train.training.loop import Evaluation, Job, fit
 from ddp_train.training.phases import ReportedBatches, ReportedHook, ReportedStepper
 

@@ -34,6 +34,7 @@ from tests.commands import Running, checkpoints, processes_of, running, wait_unt
 SAMPLES, BATCH, EPOCHS, ACCUMULATION = 210, 48, 8, 2
 WORKLOAD = '''
 import os
+import time
 from pathlib import Path
 
 import torch
@@ -53,6 +54,7 @@ class Net(nn.Module):
         self.throw_away = 2 * (int(os.environ["WORLD_SIZE"]) > 2)  # see strategy.warm_up_ddp_buckets
 
     def forward(self, inputs):
+        time.sleep(float(os.environ.get("DELAY", 0)))
         if self.training:
             passes = int(self.layers[1].num_batches_tracked)  # a buffer: a resumed run goes on with it
             if self.throw_away == 0:

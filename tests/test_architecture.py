@@ -24,8 +24,8 @@ ROOMS = """
 
 LINES = {
     "errors": 70, "text": 30, "linux": 90, "stdio": 35, "tensor_tree": 25,
-    "distributed": 570, "resilience": 750, "config": 2610, "launcher": 1030, "data": 1930, "models": 170,
-    "telemetry": 750, "tasks": 770, "optim": 635, "parallel": 280, "performance": 330, "training": 1870,
+    "distributed": 600, "resilience": 790, "config": 2610, "launcher": 1060, "data": 1930, "models": 170,
+    "telemetry": 750, "tasks": 780, "optim": 640, "parallel": 290, "performance": 330, "training": 2150,
     "study": 2450, "doctor": 1600, "launch": 90,
 }  # fmt: skip
 """The most lines of code that each room may hold: not blank, no comment, no docstring. No file is left out."""
@@ -108,7 +108,7 @@ def test_config_objects_stop_where_a_run_is_set_up() -> None:
         for path in (PACKAGE / "training").glob("*.py")
         if any(module.startswith(("config.schema", "config.options")) for module in modules_imported(path))
     }
-    assert users == {"open_data", "setup", "metrics", "run", "worker", "plan_report"}
+    assert users == {"open_data", "setup", "metrics", "run", "summary", "worker", "plan_report"}
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:

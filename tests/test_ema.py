@@ -30,7 +30,7 @@ from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.telemetry.console import Display
 from ddp_train.telemetry.score_lines import headline
 from ddp_train.training.averaging import scored
-from ddp_train.training.hooks import CheckpointHook
+from ddp_train.training.checkpoint_hook import CheckpointHook
 from ddp_train.training.loop import evaluate, fit, train
 from ddp_train.training.run import Run
 from tests.jobs import config_of, job_of, largest_difference, table

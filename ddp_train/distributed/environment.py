@@ -27,6 +27,9 @@ REPORTED = "reported"
 STATUS_FD = "DDP_TRAIN_STATUS_FD"
 """File descriptor of the status board (see `heartbeat`), inherited from our launcher."""
 
+LOST = "DDP_TRAIN_LOST"
+"""JSON: the rank that the attempt before has lost (see `just_in_time.Loss`)."""
+
 
 def world_from_environment() -> World | None:
     """The World that torchrun or our launcher started this process in; None for a process that neither started."""
@@ -43,10 +46,12 @@ def world_from_environment() -> World | None:
     )
 
 
-def worker_environment(world: World, port: int, threads: int, import_path: Path) -> dict[str, str]:
+def worker_environment(
+    world: World, port: int, threads: int, import_path: Path, lost: dict[str, float] | None = None
+) -> dict[str, str]:
     """The environment of one worker that our launcher starts on this host, without `worker_descriptors`.
 
-    port: of the store. threads: OMP_NUM_THREADS. import_path: the folder of launch.py.
+    port: of the store. threads: OMP_NUM_THREADS. import_path: the folder of launch.py. lost: see `LOST`.
     """
     env = {
         **_importing_environment(import_path, threads),
@@ -58,6 +63,7 @@ def worker_environment(world: World, port: int, threads: int, import_path: Path)
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RESTART_COUNT": str(world.attempt),
         LAUNCHER_PID: str(os.getpid()),
+        **({LOST: json.dumps(lost)} if lost else {}),
     }
     # One host needs only loopback: nothing listens on other interfaces, and an unresolvable host name does no harm.
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
@@ -204,6 +210,12 @@ def status_descriptor() -> int | None:
     process do not see it."""
     descriptor = os.environ.pop(STATUS_FD, None)
     return int(descriptor) if descriptor else None
+
+
+def lost_rank() -> dict[str, float] | None:
+    """The rank that the attempt before has lost; None if this is the first attempt, or it ended in another way."""
+    text = os.environ.get(LOST)
+    return json.loads(text) if text else None
 
 
 def store_address() -> str:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # pyright: ignore[reportPrivateImportUsage]
 
+from ddp_train.distributed.connections import noting_sockets
 from ddp_train.distributed.environment import LISTEN_SOCKET
 from ddp_train.distributed.preflight import acknowledge
 from ddp_train.distributed.world import World
@@ -79,14 +80,15 @@ def session(world: World, device: str, backend: str, store: Store, timeout_secon
     It is closed on success only: after a failure closing can wait forever for peers (torchtitan#1342). A gloo process
     whose DDP object was still alive at that time aborted or hung at exit in 5 to 28 % of runs (torch 2.13).
     """
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=world.rank,
-        world_size=world.size,
-        timeout=timedelta(seconds=timeout_seconds),
-        device_id=torch.device(device) if backend == "nccl" else None,
-    )
+    with noting_sockets():
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=world.rank,
+            world_size=world.size,
+            timeout=timedelta(seconds=timeout_seconds),
+            device_id=torch.device(device) if backend == "nccl" else None,
+        )
     _of_session["timeout"] = timedelta(seconds=timeout_seconds)
     yield
     gc.collect()  # DDP objects are in reference cycles: `del` alone does not free them
@@ -104,7 +106,8 @@ def side_group() -> Any:
     """A second process group of all ranks, for collectives whose place among those of DDP may differ between ranks. It
     is made when it is first asked for, by all ranks alike."""
     if "side_group" not in _of_session:
-        _of_session["side_group"] = dist.new_group(timeout=_of_session.get("timeout"))
+        with noting_sockets():
+            _of_session["side_group"] = dist.new_group(timeout=_of_session.get("timeout"))
     return _of_session["side_group"]
 
 

@@ -23,7 +23,8 @@ from ddp_train.launcher.fork_server import ForkedWorker, ForkServer, WorkerSpec
 from ddp_train.linux import adopting_orphans, oom_kills
 from ddp_train.resilience import failure_report
 from ddp_train.resilience.hang_detector import HangDetector, working_stack
-from ddp_train.resilience.heartbeat import END, StatusBoard
+from ddp_train.resilience.heartbeat import END, STARTING, StatusBoard
+from ddp_train.resilience.just_in_time import Loss, save_by_survivor
 from ddp_train.resilience.preemption import (
     INTERRUPTED,
     SAME_REQUEST_SECONDS,
@@ -92,10 +93,12 @@ def launch(
     """
     stop = stop or StopRequests()
     restarts = RestartPolicy(config.launch.max_restarts, Path(str(config.run_dir)))
+    lost: Loss | None = None
     with stop.listening(), adopting_orphans():
         for number in itertools.count():
-            with contextlib.closing(Attempt(config, import_path, number, stop, server)) as attempt:
+            with contextlib.closing(Attempt(config, import_path, number, stop, server, lost)) as attempt:
                 code = attempt.run()
+            lost = attempt.lost
             if code == UNSAVED:
                 _print_unsaved(Path(str(config.run_dir)), stop)
             if code in (SAVED, UNSAVED):
@@ -106,7 +109,8 @@ def launch(
                 if restarts.allowed:
                     print(f"not restarted: {refusal}", file=sys.stderr)
                 return code
-            print(f"restarting ({restarts.used} of {restarts.allowed} restarts)", file=sys.stderr)
+            whence = f", from step {attempt.saved_step}: no step is lost" if attempt.saved_step is not None else ""
+            print(f"restarting ({restarts.used} of {restarts.allowed} restarts){whence}", file=sys.stderr)
     raise AssertionError("unreachable: the loop has no end")
 
 
@@ -125,9 +129,20 @@ class Attempt:
     """One start of all workers of a run, from their start to their end. Close it to kill what is left of them."""
 
     def __init__(
-        self, config: Config, import_path: Path, number: int, stop: StopRequests, server: ForkServer | None
+        self,
+        config: Config,
+        import_path: Path,
+        number: int,
+        stop: StopRequests,
+        server: ForkServer | None,
+        lost: Loss | None = None,
     ) -> None:
-        """number: restarts before this attempt. The other parameters are those of `launch`."""
+        """number: restarts before this attempt. lost: by the one before. The other parameters are those of `launch`."""
+        self.lost_before = lost
+        self.lost: Loss | None = None
+        """The rank that this attempt has lost."""
+        self.saved_step: int | None = None
+        """The step that a survivor has saved then."""
         self.config = config
         self.import_path = import_path.absolute()
         self.number = number
@@ -158,7 +173,8 @@ class Attempt:
             specs = []
             for rank in range(size):
                 world = World(rank, size, rank, size, self.number)
-                env = worker_environment(world, port, int(launch.threads_per_process), self.import_path)
+                lost = self.lost_before and self.lost_before.as_dict()
+                env = worker_environment(world, port, int(launch.threads_per_process), self.import_path, lost)
                 descriptors = worker_descriptors(world, listener.fileno(), self.board.descriptor)
                 arguments = [str(self.run_dir.absolute()), f"rank={rank}"]  # the rank is for readers of `ps`
                 specs.append(WorkerSpec(arguments, env, descriptors))
@@ -179,8 +195,11 @@ class Attempt:
             if None in codes and (self.stop.repeated or time.monotonic() > deadline):
                 return UNSAVED
             if failed := self._failed_ranks(codes):
+                self._save_by_survivor(failed)
                 code = self._report_exit(failed)
                 self._wait_for_checkpoint(deadline)
+                if self.saved_step is not None:
+                    print(f"step {self.saved_step} is saved: a rank that went on had it", file=sys.stderr)
                 return code
             if None not in codes:
                 return SAVED if SAVED in codes else 0
@@ -196,6 +215,27 @@ class Attempt:
         """Ranks that exited with 0 before their work was done, then ranks that exited with the code of a failure."""
         early = [rank for rank, code in enumerate(codes) if code == 0 and self.board.ranks[rank].phase != END]
         return early + [rank for rank, code in enumerate(codes) if code not in (None, 0, SAVED)]
+
+    def _save_by_survivor(self, failed: list[int]) -> None:
+        """Only if a rank was killed: an exception, or an exit by the rank itself, would come again at the same step."""
+        if all((self.workers[rank].poll() or 0) >= 0 for rank in failed):
+            return
+        at = time.monotonic()
+        self.saved_step = save_by_survivor(
+            self.board,
+            lambda rank: self.workers[rank].poll() is None,
+            self.config.launch.grace_seconds,
+            lambda: self.stop.repeated,
+        )
+        statuses = self.board.ranks
+        reached = [status.step for rank, status in enumerate(statuses) if rank not in failed]
+        step, before = max(reached, default=statuses[failed[0]].step), self.lost_before
+        trained = any(status.state != STARTING for status in statuses)
+        if before and not trained:  # it had no state of its own yet
+            step, at = before.step, before.at
+        if trained and self.saved_step is None:
+            print("no other rank could save its state: see their logs", file=sys.stderr)
+        self.lost = Loss(failed[0], step, at)
 
     def _report_exit(self, failed: list[int]) -> int:
         """Reports the first failed worker that did not report by itself. Returns the exit code of the attempt."""

@@ -65,7 +65,8 @@ class Stepper:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint must hold beside the weights."""
-        return {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}
+        scaler = self.scaler.state_dict()
+        return {"optimizer": self.optimizer.state_dict(), "scaler": scaler, "gradient_norm": self.norm}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Moments come from the checkpoint; learning rates, decay and implementation are those of this run's config."""
@@ -77,6 +78,8 @@ class Stepper:
                     like = torch.empty_like(parameter, dtype=moment.dtype, device=moment.device)
                     moments[name] = like.copy_(moment)
         self.scaler.load_state_dict(state["scaler"])
+        norm = state.get("gradient_norm")  # older checkpoints have none
+        self.norm = None if norm is None else norm.to(self.device)
 
     def backward(self, loss: Tensor, units: Tensor | None, micro_batch: MicroBatch) -> None:
         """loss: the sum of the losses of a micro-batch, a scalar, or [replicas] of them. units: their number, likewise,

@@ -84,8 +84,13 @@ class OrderedReduction(Single):
         if not self.tree.leaves:
             self.before = [buffer.clone() for buffer in self.buffers]
         self.seeds[micro_batch.shard_index](micro_batch.step)  # in place of the step's, which knows the rank
-        with TrainingStep(refused=NO_GATHER):
-            yield
+        try:
+            with TrainingStep(refused=NO_GATHER):
+                yield
+        except BaseException:  # a peer is gone: what is saved then are the buffers of the last whole step
+            for buffer, before in zip(self.buffers, self.before, strict=True):
+                buffer.copy_(before)
+            raise
         self.tree.add(self._take(counts=micro_batch.num_real > 0))
         if micro_batch.is_last:
             self._finish()

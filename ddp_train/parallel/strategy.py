@@ -24,6 +24,8 @@ class Strategy(Protocol):
 
     allow_missing_grads: bool
     """Whether a parameter may be without a gradient in some steps."""
+    buffers_differ: bool
+    """Whether each process has buffers of its own, batch norm's statistics for example."""
 
     def place(self, module: ModelWithTask) -> ModelWithTask:
         """The module on its device, converted as the strategy wants it. Before the optimizer is built."""
@@ -62,6 +64,7 @@ class Single:
     """One process, one device."""
 
     allow_missing_grads = False
+    buffers_differ = False
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -100,6 +103,8 @@ class DataParallel(Single):
 
 class DistributedDataParallel:
     """One process per device; gradients are averaged while the backward pass still runs."""
+
+    buffers_differ = True
 
     def __init__(
         self,

@@ -33,6 +33,13 @@ PHASES = (
 """In the order in which they follow a completed step: of ranks at the same step, the one in the earliest phase is
 furthest behind."""
 _NUMBERS = {phase: number for number, phase in enumerate(PHASES)}
+STARTING, TRAINING, STOPPED, SAVED, NOT_SAVED = range(5)
+"""What a worker has to offer a launcher that has lost another one (resilience/just_in_time.py): nothing yet; it trains;
+it has stopped with the state of its `step` intact; that state is saved; it could not be saved."""
+NO_ORDER, STOP, SAVE = range(3)
+"""What the launcher asks of a worker."""
+ROW_BYTES = 2**30
+"""Of a rank's row behind the statuses. Only what is written takes memory."""
 
 
 class StatusSnapshot(NamedTuple):
@@ -58,7 +65,8 @@ class RankStatus(ctypes.Structure):
     """Step and phase of a worker, as a C structure in shared memory. `phase` is one of PHASES."""
 
     _fields_ = tuple(
-        (name, ctypes.c_int64) for name in ("beats", "step", "batches", "resident_bytes", "saving", "_phase")
+        (name, ctypes.c_int64)
+        for name in ("beats", "step", "batches", "resident_bytes", "saving", "_phase", "state", "order", "acted")
     )
     step: int
     batches: int
@@ -68,6 +76,14 @@ class RankStatus(ctypes.Structure):
     """Resident memory of the process at its last beat."""
     saving: int
     """1 while a checkpoint is being written, in whatever phase the worker is."""
+    state: int
+    """STARTING, TRAINING, STOPPED, SAVED or NOT_SAVED."""
+    order: int
+    """NO_ORDER, STOP or SAVE; the launcher sets it."""
+    acted: int
+    """The last step after which all hooks have acted that were due."""
+    on_stop: Callable[[], None] | None = None
+    """Is called once, by the thread that beats, when the launcher has ordered a stop. Not shared with the launcher."""
     fetching: Sequence[Any] = ()
     """The micro-batches that loader processes are preparing, the next one first. Not shared with the launcher."""
 
@@ -106,24 +122,41 @@ class RankStatus(ctypes.Structure):
             never = threading.Event()
             while not never.wait(BEAT_SECONDS):
                 self.beat()
+                self._heed_stop()
 
         self.beat()
         threading.Thread(target=run, name="heartbeat", daemon=True).start()
 
+    def _heed_stop(self) -> None:
+        if self.order and self.on_stop:
+            on_stop, self.on_stop = self.on_stop, None
+            on_stop()
+
 
 class StatusBoard:
-    """The status of all ranks of a host, in an anonymous file (memfd) that exists as long as a process has it open."""
+    """The status of all ranks of a host, and a row of bytes for each.
+
+    They are in an anonymous file (memfd), which exists as long as a process has it open.
+    """
 
     def __init__(self, descriptor: int, ranks: int) -> None:
         self.descriptor = descriptor
         self.ranks = (RankStatus * ranks).from_buffer(mmap.mmap(descriptor, ctypes.sizeof(RankStatus) * ranks))
+        statuses = ctypes.sizeof(RankStatus) * ranks
+        self.rows_begin = -(-statuses // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+
+    def row(self, rank: int, size: int) -> mmap.mmap:
+        """The first `size` bytes of a rank's row, at most ROW_BYTES: they outlive its process."""
+        return mmap.mmap(self.descriptor, size, offset=self.rows_begin + rank * ROW_BYTES)
 
     @classmethod
     def create(cls, ranks: int) -> StatusBoard:
         """A new board, whose file descriptor the workers inherit."""
         descriptor = os.memfd_create("rank_status")
         os.ftruncate(descriptor, ctypes.sizeof(RankStatus) * ranks)
-        return cls(descriptor, ranks)
+        board = cls(descriptor, ranks)
+        os.ftruncate(descriptor, board.rows_begin + ranks * ROW_BYTES)  # sparse: 4 KiB are taken when they are written
+        return board
 
     def close(self) -> None:
         os.close(self.descriptor)

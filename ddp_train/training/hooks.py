@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from ddp_train.distributed.process_group import total
 from ddp_train.tasks.mean_loss import Mean
 from ddp_train.tasks.score import Score
 from ddp_train.telemetry.console import Display, epoch_line
 from ddp_train.telemetry.hardware_monitor import HardwareMonitor
 from ddp_train.telemetry.metrics_log import MetricsFile
 from ddp_train.telemetry.rates import Rates, in_words
-from ddp_train.tensor_tree import map_tensors
 from ddp_train.text import counted
-from ddp_train.training import averaging
 from ddp_train.training.averaging import scored
-from ddp_train.training.checkpoint import Snapshot, Writer, copy_of
 from ddp_train.training.loop import Job
 
 
@@ -61,6 +53,10 @@ class MetricsHook:
         self.seconds_before = 0.0
         self.epoch_seconds_before = 0.0
         """In earlier processes of this run: altogether, and in the unfinished epoch."""
+        self.units_before = 0.0
+        """Of `interval_loss`, those of earlier processes: this one's clock knows nothing of them."""
+        self.recoveries: list[dict[str, Any]] = []
+        """For summary.json: each restart after a rank was lost."""
         self.start_clocks(step=0)
 
     def start_clocks(self, step: int) -> None:
@@ -82,9 +78,11 @@ class MetricsHook:
             "epoch_seconds": list(self.epoch_seconds),
             "this_epoch_seconds": epoch,
             "epoch_loss": [self.epoch_loss.sum, self.epoch_loss.units],
+            "interval_loss": [self.interval_loss.sum, self.interval_loss.units],
             "units": self.units,
             "last_epoch_loss": self.last_epoch_loss,
             "figures": self.hardware.state(),
+            "recoveries": self.recoveries,
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -92,12 +90,15 @@ class MetricsHook:
         self.epoch_seconds = list(state["epoch_seconds"])
         self.epoch_seconds_before = state["this_epoch_seconds"]
         self.epoch_loss = Mean(*state.get("epoch_loss", []))  # older checkpoints have none
+        self.interval_loss = Mean(*state.get("interval_loss", []))  # likewise
+        self.units_before = self.interval_loss.units
         self.units = state.get("units", 0.0)  # likewise
         self.last_epoch_loss = state.get("last_epoch_loss")
         self.hardware.load_state(state.get("figures", {}))  # older checkpoints have none
+        self.recoveries = list(state.get("recoveries", []))  # likewise
 
     def due(self, job: Job) -> int:
-        return min(_next_multiple(self.log_every_steps, job.step), job.plan.epoch_end(job.step))
+        return min(next_multiple(self.log_every_steps, job.step), job.plan.epoch_end(job.step))
 
     def act(self, job: Job) -> None:
         epoch_ends = job.plan.ends_epoch(job.step)
@@ -151,7 +152,8 @@ class MetricsHook:
         norm = job.stepper.last_gradient_norm
         now = time.perf_counter()
         samples = job.plan.samples_seen(job.step) - job.plan.samples_seen(self.interval_first_step)
-        speeds = self.rates.of(samples, loss.units, now - self.interval_began)
+        speeds = self.rates.of(samples, loss.units - self.units_before, now - self.interval_began)
+        self.units_before = 0.0
         epoch = (job.step - 1) // job.plan.steps_per_epoch + 1
         self.metrics.write(
             kind="train",
@@ -171,75 +173,5 @@ class MetricsHook:
         self.interval_first_step = job.step
 
 
-class CheckpointHook:
-    """A checkpoint every so many steps or minutes, or each epoch, and where training ends or stops."""
-
-    def __init__(
-        self,
-        writer: Writer | None,
-        record: MetricsHook,
-        manifest: dict[str, Any],
-        every_steps: int | None = None,
-        every_minutes: float | None = None,
-        best: bool = False,
-        more_state: Callable[[], dict[str, Any]] = dict,
-    ) -> None:
-        """writer: on one process; the others take part without one. manifest: entries of every checkpoint's manifest.
-        every_steps: None saves at the end of each epoch. best: save after every evaluation too. more_state: further
-        entries of what training goes on with."""
-        self.writer = writer
-        self.record = record
-        self.manifest = manifest
-        self.every_steps = every_steps
-        self.every_minutes = every_minutes
-        self.best = best
-        self.more_state = more_state
-        self.last_save = time.monotonic()
-
-    def due(self, job: Job) -> int:
-        return _next_multiple(self.every_steps, job.step) if self.every_steps else job.plan.epoch_end(job.step)
-
-    def act(self, job: Job) -> None:
-        at_this_step = job.step % self.every_steps == 0 if self.every_steps else job.plan.ends_epoch(job.step)
-        evaluated = self.best and self.record.score is not None
-        last = job.step >= min(job.plan.steps, job.stop.last_step)
-        if at_this_step or evaluated or last or self._time_is_up(job):
-            self._save(job)
-        if self.writer and last:
-            self.writer.finish()
-
-    def _time_is_up(self, job: Job) -> bool:
-        """By the clock of the process that writes: the others ask it, at every logging interval."""
-        if self.every_minutes is None:
-            return False
-        up = self.writer is not None and time.monotonic() - self.last_save >= 60 * self.every_minutes
-        return total(torch.tensor(float(up), device=job.stepper.device)).item() > 0
-
-    def _save(self, job: Job) -> None:
-        job.stepper.check()
-        self.last_save = time.monotonic()
-        self.record.catch_up(job)
-        if self.writer:
-            self.writer.wait()  # before the average is copied: else there are two snapshots at a time, and this copy
-        average, writes = job.stepper.average, self.writer is not None
-        taken = average and averaging.taken(average, job.strategy, job.module, copies=writes)
-        with job.strategy.averaged(job.module) as buffers:
-            if self.writer:
-                self.writer.submit(lambda: self._snapshot(job, buffers, taken))
-
-    def _snapshot(self, job: Job, buffers: Tensor, taken: averaging.Taken | None) -> Snapshot:
-        average, state = taken or (None, None)
-        training = job.stepper.state() | {"buffers": buffers, "record": self.record.state()} | self.more_state()
-        training |= {averaging.STATE: state} if state else {}
-        scores = {"test": None, self.record.split: self.record.score and self.record.score.as_dict()}
-        return Snapshot(
-            step=job.step,
-            model=map_tensors(copy_of, job.module.model.state_dict()),
-            training=map_tensors(copy_of, training),
-            manifest={**self.manifest, **scores},
-            average=average,
-        )
-
-
-def _next_multiple(period: int, step: int) -> int:
+def next_multiple(period: int, step: int) -> int:
     return (step // period + 1) * period

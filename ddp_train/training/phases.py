@@ -6,7 +6,7 @@ shared memory is all that a report costs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -15,7 +15,11 @@ from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.loader import Batch, Loader
 from ddp_train.optim.stepper import Stepper
 from ddp_train.resilience.heartbeat import RankStatus
+from ddp_train.tasks.mean_loss import Mean
 from ddp_train.training.loop import Hook, Job
+
+Publish = Callable[[int, Mean], None]
+"""Takes the number of the step that is being computed, and this process's mean loss since the last look, with it."""
 
 
 class ReportedBatches:
@@ -52,12 +56,21 @@ class ReportedStepper:
 
     _stepper: Stepper
     _status: RankStatus
+    _publish: Publish | None
 
     def __init__(self, stepper: Stepper, status: RankStatus) -> None:
-        vars(self).update(_stepper=stepper, _status=status)
+        vars(self).update(_stepper=stepper, _status=status, _publish=None)
+
+    def publish_to(self, publish: Publish) -> None:
+        """With each step from now on, before its gradients are exchanged. On the CPU, where looking at a loss costs
+        nothing."""
+        vars(self).update(_publish=publish)
 
     def backward(self, loss: Tensor, units: Tensor | None, micro_batch: MicroBatch) -> None:
         self._status.phase = "backward"
+        if self._publish and micro_batch.is_last:
+            seen = loss.item(), self._stepper.units_seen(units, micro_batch), micro_batch
+            self._publish(self._stepper.steps_done + 1, self._stepper.losses.known_with(*seen))
         self._stepper.backward(loss, units, micro_batch)
 
     def step(self) -> None:

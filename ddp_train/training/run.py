@@ -6,27 +6,26 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from ddp_train.config.auto import described
-from ddp_train.config.freeze import facts_of_start, to_values
+from ddp_train.config.freeze import to_values
 from ddp_train.config.schema import TRACKERS, Config
 from ddp_train.config.user_code import build_hook
 from ddp_train.data.datasets import BatchSource, check_same_data
 from ddp_train.data.loader import Batch
 from ddp_train.data.splits import Splits
-from ddp_train.distributed.process_group import Store, from_leader, local_leader_first, same_everywhere, set_buffers
+from ddp_train.distributed.environment import lost_rank
+from ddp_train.distributed.process_group import Store, local_leader_first, same_everywhere, set_buffers
 from ddp_train.distributed.world import World
 from ddp_train.models.zoo import parameter_counts
 from ddp_train.performance.switches import set_garbage_collection, set_process_flags
 from ddp_train.resilience.failure_report import SUMMARY, write_json
-from ddp_train.resilience.heartbeat import RankStatus
+from ddp_train.resilience.heartbeat import RankStatus, StatusBoard
 from ddp_train.resilience.preemption import StopController
-from ddp_train.tasks.score import Score
-from ddp_train.tasks.task import ModelWithTask
 from ddp_train.telemetry.console import Display
 from ddp_train.telemetry.hardware_monitor import hardware_monitor_for
 from ddp_train.telemetry.metrics_log import MetricsFile
@@ -35,16 +34,16 @@ from ddp_train.telemetry.tracker_queue import Tracking, flat, open_trackers
 from ddp_train.telemetry.trackers import Run as TrackedRun
 from ddp_train.text import counted
 from ddp_train.training import averaging, checkpoint, metrics, setup
+from ddp_train.training.checkpoint_hook import CheckpointHook
 from ddp_train.training.display_hooks import SAMPLE, SampleHook, tensorboard_details
 from ddp_train.training.early_stopping import SelectionHook
-from ddp_train.training.hooks import CheckpointHook, MetricsHook
+from ddp_train.training.hooks import MetricsHook
+from ddp_train.training.just_in_time import JustInTime, RecoveryHook
 from ddp_train.training.loop import Evaluation, Job, fit
 from ddp_train.training.open_data import common_digests, open_datasets, plan_digests
-from ddp_train.training.phases import ReportedHook
+from ddp_train.training.phases import ReportedHook, ReportedStepper
 from ddp_train.training.plan_report import plan_rows, selects_by_test
-
-Scores = dict[str, Score]
-"""By the name of the split."""
+from ddp_train.training.summary import Scores, Summary
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,10 +61,16 @@ class Run:
     leave: Callable[[int], Any]
     """Ends the process with an exit code, for a stop on which the ranks cannot agree."""
     display: Display
+    board: StatusBoard | None = None
+    """Of our own launcher; None under torchrun."""
 
     @property
     def run_dir(self) -> Path:
         return Path(str(self.config.run_dir))
+
+    @property
+    def summaries(self) -> Summary:
+        return Summary(self.config, self.run_dir, self.device)
 
     def execute(self) -> bool:
         """Trains or evaluates. Returns whether the run is completed; if not, it was stopped and saved."""
@@ -121,11 +126,12 @@ class Run:
         """From step 0, or from a checkpoint, to the end or to an agreed stop. Returns the summary."""
         config, device = self.config, self.device
         data_digests = common_digests(sources, sources.train, device)
-        first_step = checkpoint.read_manifest(found)["step"] if found else 0
+        origin = checkpoint.read_manifest(found) if found else {}
+        first_step, hooks_owed = origin.get("step", 0), bool(origin.get("hooks_owed"))
         strategy = setup.build_strategy(config, self.world, device)
         module = setup.build_module(config, sources[0], strategy, device)
         job = setup.build_job(config, self.world, device, module, strategy, sources, self.status, first_step)
-        log = MetricsFile(self.run_dir, self.world.is_leader, first_step)
+        log = MetricsFile(self.run_dir, self.world.is_leader, first_step - hooks_owed)
         record = MetricsHook(
             self.display,
             log,
@@ -159,14 +165,18 @@ class Run:
         if write and self.world.is_leader:
             sample = SampleHook(write, self.display, self.run_dir / SAMPLE)
             job.hooks = [*job.hooks, ReportedHook(sample, self.status, "sample")]
+        just_in_time = self.just_in_time(job, save)
+        if lost := lost_rank():
+            job.hooks = [*job.hooks, RecoveryHook(record, lost, first_step)]
         job.stop = job.evaluation.stop = StopController()
         test = job.evaluation
         if sources.validation is not None:
             test = setup.build_evaluation(config, self.world, device, module, strategy, sources.test, self.status)
             test.stop = job.stop
         self.announce(job, sources, select, record.rates)
-        scores = self.fit(job, record, select, test)
-        summary = self.training_summary(job, record, select, scores, test)
+        offer = just_in_time.offered(job, hooks_owed) if just_in_time else contextlib.nullcontext()
+        scores = self.fit(job, record, select, test, offer, hooks_owed)
+        summary = self.summaries.of_training(job, record, select, scores, test)
         for one in (job.evaluation, test):
             one.close()
         return summary
@@ -240,9 +250,28 @@ class Run:
             self.display.line(f"nothing is left to train: {done} done, {job.plan.steps:,} were asked for")
         self.display.start(job.plan.steps, lambda: job.step)
 
-    def fit(self, job: Job, record: MetricsHook, select: SelectionHook, test: Evaluation) -> Scores | None:
+    def just_in_time(self, job: Job, save: CheckpointHook) -> JustInTime | None:
+        """What saves the state of a survivor; None where there is none, or nobody asks for it: on one process, on GPUs,
+        whose collectives end a process without an error to hold on to, and under torchrun."""
+        if self.board is None or self.world.size == 1 or self.config.device != "cpu":
+            return None
+        made = JustInTime(self.board, self.world.rank, self.run_dir, save)
+        before, after = made.hooks()
+        job.hooks = [before, *job.hooks, after]
+        cast(ReportedStepper, job.stepper).publish_to(made.publish)
+        return made
+
+    def fit(
+        self,
+        job: Job,
+        record: MetricsHook,
+        select: SelectionHook,
+        test: Evaluation,
+        offer: AbstractContextManager[None],
+        hooks_owed: bool,
+    ) -> Scores | None:
         """Trains; a signal stops all ranks after one and the same step. Returns the scores of the weights that the run
-        ends with, None if stopped."""
+        ends with, None if stopped. offer: to save if a peer dies. hooks_owed: those of `job.step` have not acted."""
         record.start_clocks(job.step)
         connection = self.store.clone() if self.store else None
         patience = self.config.launch.grace_seconds / 2
@@ -251,6 +280,10 @@ class Run:
                 stack.enter_context(job.stop.listening(self.status, self.world, connection, patience, self.leave))
                 for path in self.config.hooks:
                     stack.enter_context(build_hook(path, job, self.run_dir, self.world))
+                stack.enter_context(offer)
+                if hooks_owed:
+                    for hook in job.hooks:
+                        hook.act(job)
                 fit(job)
                 if job.step < job.plan.steps:
                     return None
@@ -291,60 +324,7 @@ class Run:
         score = averaging.scored_checkpoint(found, evaluation)
         evaluation.close()
         facts = {"steps": evaluated["step"], "seconds": time.perf_counter() - began, "evaluated": evaluated}
-        return self.summary(score and {"test": score}, module, **facts)
-
-    def training_summary(
-        self, job: Job, record: MetricsHook, select: SelectionHook, scores: Scores | None, test: Evaluation
-    ) -> dict[str, Any]:
-        samples_seen, seconds = job.plan.samples_seen(job.step), record.seconds
-        trained = sum(record.epoch_seconds) if scores else seconds
-        return self.summary(
-            scores,
-            job.module,
-            steps=job.step,
-            stopped_early=select.stopped_early,
-            train={"loss": record.last_epoch_loss},
-            best=scores and self.best_of(job, select, scores, test),
-            checkpoint=checkpoint.existing(self.run_dir, job.step),
-            seconds=seconds,
-            samples_seen=samples_seen,
-            epoch_seconds=record.epoch_seconds,
-            **(record.rates.of(samples_seen, record.units, trained) or {"samples_per_second": None}),
-            samples_per_second_with_evaluation=samples_seen / seconds if seconds else None,
-            figures=record.hardware.summary(),
-        )
-
-    def best_of(self, job: Job, select: SelectionHook, scores: Scores, test: Evaluation) -> dict[str, Any] | None:
-        """The best evaluation, and its checkpoint if that is kept: with the score of the test set, if the best was
-        found by another one."""
-        best = select.best.as_dict()
-        if best is None:
-            return None
-        # From rank 0: a file server may show it to the others later.
-        place = from_leader(checkpoint.existing(self.run_dir, best["step"]), self.device)
-        found: dict[str, Any] = {**best, "checkpoint": place}
-        if "validation" in scores and self.config.checkpoint.best:
-            if best["step"] == job.step:
-                found["test"] = scores["test"].as_dict()
-            elif place:
-                found["test"] = (tested := averaging.scored_checkpoint(Path(place), test)) and tested.as_dict()
-        return found
-
-    def summary(self, scores: Scores | None, module: ModelWithTask, **numbers: Any) -> dict[str, Any]:
-        """The content of summary.json."""
-        on_gpu, better = self.config.device == "cuda", metrics.directions(module)
-        return {
-            "status": "completed" if scores else "preempted",
-            **described(self.config),
-            **facts_of_start(self.run_dir),
-            "parameters": parameter_counts(module.model),
-            "device_name": torch.cuda.get_device_name(self.device) if on_gpu else "cpu",
-            "torch": torch.__version__,
-            **numbers,
-            "better": {name: better.get(name, "min") for name in (scores["test"].metrics if scores else ())},
-            "validation": scores["validation"].as_dict() if scores and "validation" in scores else None,
-            "test": scores["test"].as_dict() if scores else None,
-        }
+        return self.summaries.of(score and {"test": score}, module, **facts)
 
     def publish(self, summary: dict[str, Any]) -> None:
         if self.world.is_leader:

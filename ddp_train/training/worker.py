@@ -101,7 +101,8 @@ def run(config: Config, world: World, get_store: Callable[[], Store]) -> int:
         timeout = _watched_timeout(config.launch.timeout_seconds) if board else config.launch.timeout_seconds
         backend = config.launch.backend
         with session(world, device, backend, store, timeout) if store else contextlib.nullcontext():
-            completed = Run(config, world, device, status, store, leave, Display(world.is_leader)).execute()
+            display = Display(world.is_leader)
+            completed = Run(config, world, device, status, store, leave, display, board).execute()
             status.phase = heartbeat.END  # the launcher asks for it: exit code 0 alone is not the end of a run
         heartbeat.remove_empty_stacks(run_dir, world.rank)
         return 0 if completed else SAVED

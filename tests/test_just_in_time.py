@@ -1,0 +1,159 @@
+"""A rank is killed and no step is lost: what is published, who saves, and whole runs that end in the same bytes."""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from ddp_train.resilience.heartbeat import NOT_SAVED, SAVE, SAVED, STOP, STOPPED, TRAINING, RankStatus, StatusBoard
+from ddp_train.resilience.just_in_time import save_by_survivor
+from ddp_train.tasks.mean_loss import Mean
+from ddp_train.training.just_in_time import Row
+from tests.commands import checkpoints, read, run, running
+from tests.lost_ranks import Kill, Outcome, differences, kill, outcome
+
+
+def test_a_row_keeps_the_last_three_steps() -> None:
+    tensors = [torch.zeros(3), torch.zeros((), dtype=torch.int64), torch.zeros(2, 2, dtype=torch.float64)]
+    with closing(StatusBoard.create(2)) as board:
+        row = Row(board.row(1, Row.size(tensors)), tensors)
+        assert row.read(0) is None, "nothing was written yet"
+        for step in range(5):
+            for number, tensor in enumerate(tensors):
+                tensor.fill_(10 * step + number)
+            row.write(step, Mean(step / 3, step), tensors)
+        seen_by_another = Row(board.row(1, Row.size(tensors)), tensors)
+        assert seen_by_another.read(1) is None and seen_by_another.read(5) is None
+        for step in (2, 3, 4):
+            loss, found = seen_by_another.read(step) or pytest.fail("it is there")
+            assert loss == Mean(step / 3, step)
+            assert [tensor.unique().item() for tensor in found] == [10 * step, 10 * step + 1, 10 * step + 2]
+            assert [(tensor.shape, tensor.dtype) for tensor in found] == [(one.shape, one.dtype) for one in tensors]
+        Row.head.pack_into(row.memory, row.begins[5 % 3], 0, 1.0, 1.0)  # killed while it wrote step 5
+        assert row.read(2) is None and row.read(5) is None and row.read(4)
+
+
+@contextmanager
+def survivors(*steps: int | None, answer: Callable[[int], int] = lambda _: SAVED) -> Iterator[tuple[StatusBoard, set]]:
+    """Ranks that have completed so many steps, stop when they are told and answer an order to save; None: dead. Yields
+    the board and the ranks that are alive."""
+    over = threading.Event()
+    with closing(StatusBoard.create(len(steps))) as board:
+        alive = {rank for rank, step in enumerate(steps) if step is not None}
+
+        def live(rank: int, status: RankStatus) -> None:
+            while not over.wait(0.001):
+                if status.order == STOP and status.state == TRAINING:
+                    status.state = STOPPED
+                if status.order == SAVE and status.state == STOPPED:
+                    status.state = answer(rank)
+
+        threads = []
+        for rank, step in enumerate(steps):
+            board.ranks[rank].state = TRAINING
+            board.ranks[rank].step = step or 0
+            if rank in alive:
+                threads.append(threading.Thread(target=live, args=(rank, board.ranks[rank])))
+                threads[-1].start()
+        try:
+            yield board, alive
+        finally:
+            over.set()
+            for thread in threads:
+                thread.join()
+
+
+def test_the_survivor_that_is_furthest_saves() -> None:
+    with survivors(7, None, 8, 8) as (board, alive):
+        assert save_by_survivor(board, alive.__contains__, 5.0, lambda: False) == 8
+        assert [status.state for status in board.ranks] == [STOPPED, TRAINING, SAVED, STOPPED]
+
+
+def test_the_next_best_saves_if_the_first_cannot() -> None:
+    with survivors(7, None, 8, 8, answer=lambda rank: NOT_SAVED if rank == 2 else SAVED) as (board, alive):
+        assert save_by_survivor(board, alive.__contains__, 5.0, lambda: False) == 8
+        assert board.ranks[3].state == SAVED
+    with survivors(7, 8, None, answer=lambda _: NOT_SAVED) as (board, alive):
+        assert save_by_survivor(board, alive.__contains__, 5.0, lambda: False) is None
+
+
+def test_nobody_is_waited_for_in_vain() -> None:
+    """For ranks that have not begun to train, for dead ones, and after a second request to stop."""
+    began = time.monotonic()
+    with closing(StatusBoard.create(3)) as board:
+        assert save_by_survivor(board, lambda _: True, 60.0, lambda: False) is None
+    with survivors(5, 5) as (board, alive):
+        alive.clear()
+        board.ranks[0].state = board.ranks[1].state = TRAINING
+        assert save_by_survivor(board, alive.__contains__, 60.0, lambda: True) is None
+    assert time.monotonic() - began < 3
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    return outcome(tmp_path_factory.mktemp("undisturbed"), 3, [])
+
+
+@pytest.mark.slow
+def test_no_step_is_lost_in_whatever_phase_a_rank_is_killed(undisturbed: Outcome, tmp_path: Path) -> None:
+    """Batch norm, dropout, accumulation, clipping; the only checkpoint is that of the end. Rank 0 serves the store."""
+    kills = [Kill(0, 3, "forward"), Kill(1, 5, "evaluation forward"), Kill(2, 12, "backward"), Kill(0, 18, "record"),
+             Kill(1, 26, "optimizer step")]  # fmt: skip
+    found = outcome(tmp_path, 3, kills)
+    assert len(found.killed) >= 4, found.killed
+    assert differences(found, undisturbed) == []
+    assert found.summary["steps_redone"] == 0 and len(found.summary["recoveries"]) >= len(found.killed) - 1
+    assert {one["rank"] for one in found.summary["recoveries"]} == {0, 1, 2}
+    assert all(0 < one["seconds"] < 30 for one in found.summary["recoveries"] if one["seconds"])
+    assert len(checkpoints(tmp_path / "run")) <= 2, "those that survivors have saved are replaced"
+
+
+@pytest.mark.slow
+def test_a_second_rank_may_die_meanwhile(undisturbed: Outcome, tmp_path: Path) -> None:
+    draw = random.Random(3)
+    found = outcome(tmp_path, 3, [Kill(1, 8, "backward", draw), Kill(0, 20, "forward", draw)])
+    assert len(found.killed) == 2 and all(" + rank" in one for one in found.killed), found.killed
+    assert differences(found, undisturbed) == [] and found.summary["steps_redone"] == 0
+
+
+MLP = ("model=mlp", "data.limit=200", "train.epochs=12", "train.ema_decay=0.9", "checkpoint.every_steps=1000000",
+       "train.log_every_steps=2")  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_run_without_restarts_is_gone_on_with_by_the_same_command(tmp_path: Path) -> None:
+    """The state is saved all the same, with the average of the weights."""
+    whole = run(*MLP, "launch.nproc_per_node=3", f"run_dir={tmp_path}/whole")
+    assert whole.returncode == 0, whole.stderr
+    with running(tmp_path / "run", *MLP, "launch.nproc_per_node=3") as job:
+        assert kill(job, 3, Kill(1, 10, "backward"))
+        assert job.end() == 70
+        said = job.said()
+    (saved,) = checkpoints(tmp_path / "run")
+    step = int(saved.removeprefix("step_"))
+    assert 10 <= step < 36 and f"step {step} is saved: a rank that went on had it" in said
+    assert read(tmp_path / "run", "failure.json")["detail"].endswith(signal.SIGKILL.name)
+    again = run(*MLP, "launch.nproc_per_node=3", f"run_dir={tmp_path}/run")
+    assert again.returncode == 0 and f"from step {step}" in again.stdout
+    for name in ("model.safetensors", "ema.safetensors"):
+        place = f"checkpoints/{checkpoints(tmp_path / 'whole')[-1]}/{name}"
+        assert (tmp_path / "run" / place).read_bytes() == (tmp_path / "whole" / place).read_bytes()
+    ours, theirs = (read(tmp_path / name, "summary.json") for name in ("run", "whole"))
+    assert ours["test"] == theirs["test"] and ours["train"]["loss"] == pytest.approx(theirs["train"]["loss"], rel=1e-14)
+
+
+@pytest.mark.slow
+def test_ordered_ranks_have_nothing_of_their_own(tmp_path: Path) -> None:
+    words = ("strategy=ordered", "strategy.virtual_shards=4", "train.accumulation_steps=1")
+    expected = outcome(tmp_path / "whole", 2, [], *words)
+    found = outcome(tmp_path / "lost", 2, [Kill(0, 4, "forward"), Kill(1, 15, "backward")], *words)
+    assert len(found.killed) == 2, found.killed
+    assert differences(found, expected) == [] and found.summary["steps_redone"] == 0
