@@ -35,6 +35,7 @@ def some_reviews(count: int = 60) -> list[tuple[str, int]]:
     return [*made, made[0]]
 
 
+@pytest.mark.slow
 def test_a_canvas_has_the_same_digits_in_its_picture_its_mask_and_its_labels() -> None:
     from examples.canvases import INK, Canvases  # imports scikit-learn, in two seconds
 
