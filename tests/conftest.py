@@ -66,9 +66,7 @@ def _parameters(item: pytest.Item) -> list[tuple[str, Any]]:
 
 
 def _rank(item: pytest.Item) -> int:
-    if item.get_closest_marker("slow"):
-        return 0 if item.get_closest_marker("xdist_group") else 1
-    return 2
+    return 2 * (item.get_closest_marker("xdist_group") is None) + (item.get_closest_marker("slow") is None)
 
 
 # --- what is left behind ----------------------------------------------------------------------------------------------

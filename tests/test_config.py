@@ -119,6 +119,7 @@ def launch(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
 # --- the files ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_every_file_composes_and_keeps_the_rules(name: str) -> None:
     group, option = name.split("/")
