@@ -156,11 +156,13 @@ def test_the_loop_is_a_page() -> None:
         assert stranger not in text.split('"""', 2)[2].split("class Hook")[1].replace("collaborator", ""), stranger
 
 
+@pytest.mark.slow
 def test_workers_start_without_hydra() -> None:
     code = "import sys, ddp_train.training.worker; sys.exit('hydra' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
 
 
+@pytest.mark.slow
 def test_what_runs_before_the_config_is_valid_does_not_import_torch() -> None:
     """One process imports all of it; the first module behind which torch is there is named."""
     modules = [
@@ -177,6 +179,7 @@ def test_what_runs_before_the_config_is_valid_does_not_import_torch() -> None:
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.slow
 def test_nothing_happens_at_import() -> None:
     """No thread, no logging handler, no signal handler, no change of torch's global state."""
     code = (

@@ -136,6 +136,7 @@ def by_hand() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return before, model.state_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_same_weights_on_any_number_of_processes_as_by_hand() -> None:
     before, expected = by_hand()

@@ -74,6 +74,7 @@ class Runs:
         return leave(trial, script, lines, failure=failure)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("most", "sizes"), [(10**9, [2**power for power in range(3, 11)]), (100, [8, 16, 32, 64, 128])]
 )
@@ -90,6 +91,7 @@ def test_an_epoch_that_ends_within_a_run_does_not_end_the_search(
     assert ("search ended before memory ran out" in report.tables[0].note) == (most > 1024)
 
 
+@pytest.mark.slow
 def test_only_what_tells_of_memory_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = Runs(100)
     monkeypatch.setattr(batch_size, "run", runs)
@@ -131,6 +133,7 @@ def test_a_limit_of_memory_is_taken_back() -> None:
     assert resource.getrlimit(resource.RLIMIT_DATA) == before
 
 
+@pytest.mark.slow
 def test_without_a_gpu_a_limit_must_be_given() -> None:
     ran = run("mode=study", "study=batch_size")
     assert ran.returncode == 2 and "study.memory_gb=null" in ran.stderr

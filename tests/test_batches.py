@@ -411,6 +411,7 @@ def by_hand() -> dict[str, Tensor]:
     return weights_of(job)
 
 
+@pytest.mark.slow
 def test_a_ragged_language_model_trains_as_sentence_by_sentence_in_plain_pytorch() -> None:
     """On 1, 2, 3 and 4 processes, with 1 and 2 micro-batches a step; after stops in mid-epoch in the same bytes."""
     expected, untrained = by_hand(), weights_of(made(World(), strategy={"name": "single"}))

@@ -100,6 +100,7 @@ def problems_of(*words: str) -> list[str]:
     return caught.value.problems
 
 
+@pytest.mark.slow
 def test_what_is_composed_once_is_what_hydra_composes() -> None:
     for line in (
         "train.epochs=3 optimizer=adam optimizer.beta1=0.5",
@@ -118,6 +119,7 @@ def launch(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
 # --- the files ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_every_file_composes_and_keeps_the_rules(name: str) -> None:
     group, option = name.split("/")
@@ -149,6 +151,7 @@ def test_a_whole_run_means_what_its_file_says(name: str) -> None:
             assert own.get(field, getattr(section, field, section)) == expected, f"{key}.{field}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("section", OPTIONS)
 def test_a_chosen_option_has_the_defaults_of_its_schema(section: str) -> None:
     for option, schema in OPTIONS[section].items():
@@ -442,6 +445,7 @@ def test_contradictions_are_reported_together() -> None:
     assert sorted(named) == sorted([*words, "data.root=empty"])
 
 
+@pytest.mark.slow
 def test_torch_is_not_imported_to_find_mistakes(tmp_path: Path) -> None:
     lines = [
         "optimizer.momentun=0.1",
@@ -470,6 +474,7 @@ def test_torch_is_not_imported_to_find_mistakes(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "line",
     [
@@ -610,6 +615,7 @@ def checkpoint_of(run_dir: Path, *words: str) -> Path:
     return place
 
 
+@pytest.mark.slow
 def test_another_run_cannot_take_up_a_state_that_does_not_fit_it(tmp_path: Path) -> None:
     checkpoint_of(tmp_path / "one", "model=mlp")
     for place in ("one", "one/checkpoints/step_00000010"):
@@ -630,6 +636,7 @@ def test_another_run_cannot_take_up_a_state_that_does_not_fit_it(tmp_path: Path)
     assert "tuning.precision=fp16: the run in checkpoint.resume=one has tuning.precision=fp32" in problem
 
 
+@pytest.mark.slow
 def test_another_option_of_a_group_is_one_mistake(tmp_path: Path) -> None:
     checkpoint_of(tmp_path / "run", "model=cnn")
     (problem,) = problems_of("run_dir=run", "model=mlp")
@@ -638,6 +645,7 @@ def test_another_option_of_a_group_is_one_mistake(tmp_path: Path) -> None:
     assert problem == "model.channels=8: the run in run_dir=run has model.channels=32; use that, or another run_dir"
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_otherwise_says_so(tmp_path: Path) -> None:
     words = ["model=mlp", "optimizer.lr=0.3", "schedule=constant", f"run_dir={tmp_path}/run"]
     checkpoint_of(tmp_path / "run", *words)
@@ -651,6 +659,7 @@ def test_a_run_that_goes_on_otherwise_says_so(tmp_path: Path) -> None:
         assert change in notice
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_wherever_its_data_are_held(tmp_path: Path) -> None:
     checkpoint_of(tmp_path / "run", "model=mlp")
     machine = Hardware(cpus=2)
@@ -659,6 +668,7 @@ def test_a_run_goes_on_wherever_its_data_are_held(tmp_path: Path) -> None:
         assert check(asked, resolve(asked, machine, None), machine, None) == []
 
 
+@pytest.mark.slow
 def test_a_run_keeps_its_decoder_and_an_evaluation_has_its_own(tmp_path: Path) -> None:
     words = ["data=image_folder", "data.root=images"]
     for split in ("train", "val"):
@@ -671,6 +681,7 @@ def test_a_run_keeps_its_decoder_and_an_evaluation_has_its_own(tmp_path: Path) -
     assert evaluation.data.name == "image_folder"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["run", "run/checkpoints/step_00000010"])
 def test_an_evaluation_adopts_the_model_and_the_data_of_its_checkpoint(place: str, tmp_path: Path) -> None:
     words = ["model._target_=torch.nn.Linear", "model.in_features=64", "data=synthetic", "data.samples=100"]
@@ -682,6 +693,7 @@ def test_an_evaluation_adopts_the_model_and_the_data_of_its_checkpoint(place: st
     assert (other.model.name, other.data.samples) == ("mlp", 100)
 
 
+@pytest.mark.slow
 def test_an_evaluation_may_change_a_key_of_the_data_it_adopts(tmp_path: Path) -> None:
     checkpoint_of(tmp_path / "run", "data=synthetic", "model._target_=torch.nn.Linear", "model.in_features=64")
     words = ["mode=evaluate", "checkpoint.resume=run", "run_dir=out"]
@@ -743,6 +755,7 @@ def test_a_switch_without_effect_is_noted(line: str, notice: str) -> None:
     assert told.startswith(notice)
 
 
+@pytest.mark.slow
 def test_an_evaluation_says_that_it_enters_no_hooks(tmp_path: Path) -> None:
     checkpoint_of(tmp_path / "run")
     words = ["mode=evaluate", "checkpoint.resume=run", "run_dir=out"]
@@ -856,6 +869,7 @@ def test_what_earlier_versions_had_becomes_what_replaced_it(before: str, after: 
     assert found == value
 
 
+@pytest.mark.slow
 def test_a_run_of_an_earlier_version_resumes(tmp_path: Path) -> None:
     place = tmp_path / "run" / "checkpoints" / "step_00000006"
     place.mkdir(parents=True)
@@ -940,12 +954,14 @@ def test_cfg_job_shows_the_config_and_runs_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_flags_may_stand_in_any_order_with_their_values() -> None:
     done = launch("--cfg", "job", "--package", "train", "train.epochs=3")
     assert done.returncode == 0, done.stderr
     assert yaml.safe_load(done.stdout)["epochs"] == 3
 
 
+@pytest.mark.slow
 def test_info_defaults_shows_the_files(tmp_path: Path) -> None:
     done = launch("--info", "defaults")
     assert done.returncode == 0, done.stderr
@@ -962,6 +978,7 @@ def test_a_key_typed_as_a_flag_is_recognised(flag: str, meant: str) -> None:
     assert (f"; did you mean {meant}?" if meant else "no such flag") in "no such flag" + _meant(flag)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("typed", "offered"),
     [
@@ -987,6 +1004,7 @@ def test_completion_installs_itself() -> None:
 # --- sweeps ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_only_combinations_of_a_sweep_are_checked_not_the_defaults() -> None:
     """The default batch, 96, cannot be split over 5 processes, and nobody asked for it."""
     trials = Trials(ROOT / "launch.py", CONF, None)
@@ -999,6 +1017,7 @@ def test_only_combinations_of_a_sweep_are_checked_not_the_defaults() -> None:
     assert [problem.split(":")[0] for problem in caught.value.problems] == ["train.global_batch_size=96"]
 
 
+@pytest.mark.slow
 def test_own_arguments_can_be_swept() -> None:
     words = ["-m", "model._target_=torch.nn.Linear", "model.in_features=64", "model.out_features=10,12"]
     trials = Trials(ROOT / "launch.py", CONF, None)
@@ -1024,6 +1043,7 @@ VALUES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(value=VALUES)
 def test_a_shown_value_can_be_pasted(value: Any) -> None:
@@ -1032,6 +1052,7 @@ def test_a_shown_value_can_be_pasted(value: Any) -> None:
     assert read.given == {"some.key": value}
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(key=st.sampled_from(all_keys()), value=VALUES | st.floats(), option=st.integers(0, 10))
 def test_no_value_is_too_odd_to_be_refused(key: str, value: Any, option: int) -> None:
@@ -1058,6 +1079,7 @@ def test_no_value_is_too_odd_to_be_refused(key: str, value: Any, option: int) ->
 # --- sweeps ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_sweep_on_slurm_without_its_extra_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.util.find_spec
 

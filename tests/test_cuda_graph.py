@@ -77,6 +77,7 @@ def job(graph: bool, samples: int, optimizer: str = "sgd", source: ArraySource |
     return job_of(config, World(), sources, device="cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "lars", "lamb"])
 @pytest.mark.parametrize("samples", [40, 44])
 def test_whole_batches_are_replayed_and_others_are_not(samples: int, optimizer: str) -> None:

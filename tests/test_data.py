@@ -335,6 +335,7 @@ def test_cifar_without_files_names_the_option(tmp_path: Path) -> None:
         datasets_of(Cifar10Config(root=str(tmp_path)), 0)
 
 
+@pytest.mark.slow
 def test_an_image_folder_is_read_and_a_spoilt_file_is_named(tmp_path: Path) -> None:
     generator = np.random.default_rng(0)
     for split in ("train", "val"):

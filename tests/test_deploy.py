@@ -18,7 +18,6 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-from kubeflow_trainer_api import models
 
 from ddp_train.config.overrides import read_overrides
 from ddp_train.config.prepare import read_run, resolve_and_check
@@ -194,6 +193,8 @@ def test_the_indexed_job_knows_the_exit_codes() -> None:
 @pytest.mark.parametrize("number", [0, 1], ids=["TrainingRuntime", "TrainJob"])
 def test_what_the_trainer_is_given_is_what_it_knows(number: int) -> None:
     """The models of Kubeflow Trainer's API drop what they do not know, and refuse wrong types."""
+    from kubeflow_trainer_api import models  # takes a second
+
     document = documents(ROOT / "deploy/kubernetes/trainjob.yaml")[number]
     model = getattr(models, f"TrainerV1alpha1{document['kind']}")
     assert model.from_dict(document).to_dict() == document

@@ -151,6 +151,7 @@ def test_what_is_looked_at_aside_comes_back_or_is_given_up() -> None:
     assert other.answer(began) == other.pid, "it was there in time"
 
 
+@pytest.mark.slow
 @with_fuse
 def test_a_disk_that_gives_no_answer_is_a_finding(tmp_path: Path) -> None:
     """Nobody waits for it: neither the config nor the checks of run directory and data nor the report."""
@@ -351,6 +352,7 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder / "shim.so")
 
 
+@pytest.mark.slow
 def test_a_slow_disk_is_warned_of(shim: str, tmp_path: Path) -> None:
     code = (
         "import json, sys; from dataclasses import asdict; from pathlib import Path\n"
@@ -506,6 +508,7 @@ def test_a_gpu_that_is_lost_is_named_however_it_is_asked_for(visible: str | None
     is_failure(gpus({"lost": True}, {}, visible=visible)["gpus"], 70, "GPU 0: GPU is lost", "xid")
 
 
+@pytest.mark.slow
 def test_other_gpus_than_the_lost_one_are_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A run that would get the lost one is refused; the doctor is not, which says more."""
     words = [f"run_dir={tmp_path}/run", "launch.nproc_per_node=1"]
@@ -676,6 +679,7 @@ for stage, seconds in json.loads(sys.argv[1]):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stages_and_seconds", "ends"),
     [

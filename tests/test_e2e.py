@@ -250,6 +250,7 @@ def test_a_spoilt_checkpoint_does_not_push_out_a_good_one(by_one: Path, tmp_path
     assert "step_00000035" in checkpoints(run_dir), "all that is left is the spoilt one"
 
 
+@pytest.mark.slow
 def test_a_run_with_spoilt_checkpoints_only_does_not_start_over_silently(by_one: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     shutil.copytree(by_one, run_dir)
@@ -365,6 +366,7 @@ def test_a_sweep_over_checkpoints_evaluates_each_with_its_own_model(by_one: Path
     assert read(tmp_path / "sweep/1", "summary.json")["steps"] == 30
 
 
+@pytest.mark.slow
 def test_a_bad_value_refuses_the_whole_sweep(tmp_path: Path) -> None:
     done = run("-m", "optimizer.lr=0.01,-1", "train.global_batch_size=96,97", *SMALL, "name=bad", cwd=tmp_path)
     assert done.returncode == 2
@@ -390,6 +392,7 @@ def test_optuna_draws_the_trials_of_a_sweep(tmp_path: Path) -> None:
 # --- foreign code ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_somebody_elses_model_data_and_optimizer_on_three_ranks(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     done = run(
@@ -423,6 +426,7 @@ def test_only_one_process_per_host_downloads_and_the_others_wait_for_it(tmp_path
 # --- faults ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_exception_on_one_rank_is_told_once_by_that_rank(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     words = foreign_net(fault="raise", rank=1, call=3)

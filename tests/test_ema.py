@@ -146,6 +146,7 @@ def capture(self: Any, data: Any) -> None:
     self.graph = SimpleNamespace(replay=replay)
 
 
+@pytest.mark.slow
 def test_captured_steps_move_it_too() -> None:
     found = []
     for graph in (False, True):
@@ -235,6 +236,7 @@ def whole_and_resumed(world: World, folder: str) -> tuple[dict[str, Any], dict[s
     return whole, run(world, f"{folder}/again")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_resumed_in_the_middle_of_an_epoch_it_ends_in_the_same_bytes(tmp_path: Path) -> None:
     whole, again = on_ranks(3, whole_and_resumed, str(tmp_path), timeout_seconds=200)[0]
@@ -275,6 +277,7 @@ def begun_and_ended(world: World, folder: str) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_an_evaluation_scores_both_and_a_run_may_begin_or_end_an_average(tmp_path: Path) -> None:
     ((first, evaluated, without, anew),) = on_ranks(1, begun_and_ended, str(tmp_path), timeout_seconds=200)

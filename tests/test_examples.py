@@ -13,8 +13,6 @@ import torch
 from ddp_train.data.own import UserDataset
 from ddp_train.data.sample_facts import labels_of
 from examples import get_reviews
-from examples.canvases import INK, Canvases, UNet
-from examples.diabetes import Diabetes
 from examples.reviews import PADDING, Reader, Reviews
 from tests.commands import ROOT, read, run
 
@@ -37,7 +35,10 @@ def some_reviews(count: int = 60) -> list[tuple[str, int]]:
     return [*made, made[0]]
 
 
+@pytest.mark.slow
 def test_a_canvas_has_the_same_digits_in_its_picture_its_mask_and_its_labels() -> None:
+    from examples.canvases import INK, Canvases  # imports scikit-learn, in two seconds
+
     for number in range(20):
         images, digits = [], []
         for labels in ("mask", "digits"):
@@ -51,6 +52,8 @@ def test_a_canvas_has_the_same_digits_in_its_picture_its_mask_and_its_labels() -
 
 
 def test_training_canvases_are_new_in_each_epoch_and_the_others_never() -> None:
+    from examples.canvases import Canvases, UNet
+
     train, test = (UserDataset(Canvases(part), seed=0) for part in (True, False))
     which = np.array([3])
     assert not torch.equal(train.get_batch(which, 0)[0], train.get_batch(which, 1)[0])
@@ -62,6 +65,8 @@ def test_training_canvases_are_new_in_each_epoch_and_the_others_never() -> None:
 
 
 def test_the_table_of_diabetes_is_standardised() -> None:
+    from examples.diabetes import Diabetes
+
     train, test = Diabetes(True), Diabetes(False)
     inputs = torch.cat([train.tensors[0], test.tensors[0]])
     assert len(train) == 353 and len(test) == 89

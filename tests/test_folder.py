@@ -350,6 +350,7 @@ def test_a_run_with_loader_processes_resumes_in_mid_epoch_to_the_same_bytes(fold
     assert read(tmp_path / "run", "summary.json")["test"] == score
 
 
+@pytest.mark.slow
 def test_a_spoilt_file_of_rank_1_ends_the_run(folder: Path, tmp_path: Path) -> None:
     root = shutil.copytree(folder, tmp_path / "spoilt")
     source = source_of(root, "processes")

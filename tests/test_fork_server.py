@@ -172,6 +172,7 @@ def carrying(mark: str) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_the_server_ends_with_a_refused_config_and_with_a_killed_launcher(tmp_path: Path) -> None:
     env = {"FORK_SERVER_TEST": str(tmp_path)}
     assert run("train.epochs=0", env=env).returncode == 2
@@ -182,6 +183,7 @@ def test_the_server_ends_with_a_refused_config_and_with_a_killed_launcher(tmp_pa
     wait_until(lambda: not carrying(str(tmp_path)), "end of the fork server", seconds=10)
 
 
+@pytest.mark.slow
 def test_a_stop_is_obeyed_while_torch_is_imported(tmp_path: Path) -> None:
     with running(tmp_path / "run", *ENDLESS, THREE) as job:
         job.wait_for_file("config.yaml")
@@ -265,6 +267,7 @@ def test_workers_that_the_server_could_not_report_are_ended(tmp_path: Path) -> N
         assert set(children_of(os.getpid())) == before
 
 
+@pytest.mark.slow
 def test_a_process_with_cuda_or_threads_is_not_forked() -> None:
     code = (
         "import threading, torch\n"

@@ -122,6 +122,7 @@ def ladder(world: World) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_contrastive_losses_are_those_of_the_whole_batch_on_any_number_of_ranks() -> None:
     expected = {task: by_hand(task) for task in ("InfoNCE", "SimCLR")}
     (alone,) = on_ranks(1, ladder)

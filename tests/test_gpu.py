@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._inductor.async_compile import shutdown_compile_workers
 from torchvision.models import resnet50
 
 from ddp_train.config.hardware import Hardware
@@ -51,7 +51,8 @@ def as_it_was(leaves_nothing: None) -> Iterator[None]:
     yield
     torch.use_deterministic_algorithms(False)
     torch.backends.cudnn.deterministic = False
-    shutdown_compile_workers()
+    if inductor := sys.modules.get("torch._inductor.async_compile"):
+        inductor.shutdown_compile_workers()
 
 
 def inner(job: Job) -> Any:

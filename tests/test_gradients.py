@@ -190,6 +190,7 @@ def test_a_real_run_of_three_processes_agrees_with_one(
     assert code == 0 and row[0] == "fp64" and 0 < row[3] < 1e-9 and row[5] == "agree", row
 
 
+@pytest.mark.slow
 def test_a_study_fails_where_gradients_differ_and_says_why(
     probes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

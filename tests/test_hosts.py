@@ -221,6 +221,7 @@ def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]
         yield Cluster(lab, tmp_path)
 
 
+@pytest.mark.slow
 @on_hosts
 @pytest.mark.parametrize(
     ("endpoint", "expected"),

@@ -201,6 +201,7 @@ def vars_of(plan: Any) -> dict[str, Any]:
     return {name: getattr(plan, name) for name in plan.__dataclass_fields__}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "accumulation", "extra"), [
     ("nan", 1, {}), ("nan", 4, {}), ("inf", 1, {}), ("nan", 2, {"max_grad_norm": 1.0}),
     ("nan", 1, {"strategy": "ordered"}), ("inf", 1, {"strategy": "ordered", "max_grad_norm": 1.0}),

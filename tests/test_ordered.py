@@ -72,6 +72,7 @@ def trained_bits(world: World, *arguments: str) -> tuple[str, float, Any, float]
     return digest(state_of(job)), job.stepper.mean_loss(), evaluate(job.evaluation), moved
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "precision"), [
     ("convolutions", "fp32"),
     pytest.param("batch norm", "fp32", marks=pytest.mark.slow),
@@ -87,6 +88,7 @@ def test_1_2_4_and_8_processes_end_with_the_same_bits(model: str, precision: str
             assert result == (reference, loss, score, moved), ranks
 
 
+@pytest.mark.slow
 def test_torchs_own_reduction_does_not() -> None:
     """So that the test above can fail: without dropout, whose draws differ by rank there, rounding alone is left."""
     digests = [on_ranks(ranks, no_dropout_bits, "ddp")[0] for ranks in (1, 2)]
@@ -206,6 +208,7 @@ def odd_step(world: World, counts: list[int]) -> tuple[Any, ...]:
     return gradients, model.seen.item(), model.running.tolist(), model.constant.tolist(), draw
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("counts", "always", "sometimes", "mean"), [
     ([1, 1, 1, 1], 10.0, 2.0, 2.5),
     ([1, 1, 1, 0], 6.0, 1.0, 2.0),  # a stand-in adds nothing, neither to gradients nor to statistics

@@ -644,6 +644,7 @@ def test_a_preset_names_a_data_set_of_ones_own(preset: str, words: str, expected
     assert config.trusted_modules == ["a"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -32,6 +32,7 @@ def ladder_run(world: World, precision: str, accumulation: int, model: str = "cn
     return trained(world, config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "tolerance"),
     [("fp64", 1e-10), pytest.param("fp32", 1e-5, marks=[pytest.mark.slow, pytest.mark.nightly])],
@@ -131,6 +132,7 @@ def by_us(world: World) -> dict[str, Tensor]:
     return trained(world, config_of(world, **BY_HAND, deterministic=False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_bit_for_bit_what_hand_written_ddp_computes(ranks: int) -> None:
     assert largest_difference(on_ranks(ranks, by_us)[0], on_ranks(ranks, by_hand, STEPS)[0]) == 0

@@ -56,6 +56,7 @@ def weights_after(world: World, classes: list[str], sync_bn: bool, accumulation:
     return {name: tensor.clone() for name, tensor in job.module.model.state_dict().items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "sync_bn", "accumulation"), [(1, False, 2), (3, True, 1)])
 def test_a_run_ends_in_the_same_bits(ranks: int, sync_bn: bool, accumulation: int) -> None:
     plain, recomputed = (on_ranks(ranks, weights_after, given, sync_bn, accumulation) for given in ([], ["Block"]))
@@ -96,6 +97,7 @@ def test_two_backward_passes_through_one_graph_have_the_same_gradients() -> None
     assert counted == [1, 1, 1]
 
 
+@pytest.mark.slow
 def test_a_compiled_model_keeps_less_and_counts_a_batch_once() -> None:
     """One graph; its kernels are torch's own."""
     results, kept = [], []

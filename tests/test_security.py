@@ -40,6 +40,7 @@ def named_by_a_checkpoint(target: str, *words: str) -> list[str]:
 # --- code -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "target",
     [
@@ -55,6 +56,7 @@ def test_code_that_a_checkpoint_names_is_refused_before_it_is_imported(target: s
     assert named_by_a_checkpoint(target, f"trusted_modules=[{package}]") == []
 
 
+@pytest.mark.slow
 def test_code_that_the_command_line_names_is_trusted() -> None:
     assert problems_of("model._target_=json.JSONDecoder") == []
     assert problems_of("hooks=[json.JSONDecoder]") == []
@@ -86,6 +88,7 @@ def test_a_hook_is_a_class_of_the_module_that_is_trusted(path: str) -> None:
         build_hook(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "target",
     [
@@ -167,6 +170,7 @@ BANNED_CALLS = {
 BANNED_FUNCTIONS = {"eval", "exec", "os.system", "os.popen", "system", "popen"}
 
 
+@pytest.mark.slow
 def test_nothing_is_unpickled_evaluated_or_given_to_a_shell() -> None:
     found = []
     for path in [ROOT / "launch.py", *(ROOT / "ddp_train").rglob("*.py")]:

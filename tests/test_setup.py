@@ -69,10 +69,12 @@ def test_training_installs_no_tool_for_tests(fresh: Path) -> None:
 
 @pytest.mark.parametrize("target", ["test", "check"])
 def test_tests_bring_their_tools(fresh: Path, target: str) -> None:
-    assert installs(planned(fresh, target)) == [".", "'.[dev]'"]
+    assert installs(planned(fresh, target)) == ["'.[dev]'"], "in one go"
     (fresh / ".venv").mkdir()
     (fresh / ".venv/base").touch()
     assert installs(planned(fresh, target)) == ["'.[dev]'"], "on top of what trains"
+    (fresh / ".venv/ready").touch()
+    assert installs(planned(fresh, target)) == installs(planned(fresh, "train")) == [], "once"
 
 
 def test_make_help_names_every_target_of_its_own(fresh: Path) -> None:

@@ -73,6 +73,7 @@ def ddp_buckets(world: World) -> list[int]:
     return passes[-1]
 
 
+@pytest.mark.slow
 def test_the_buckets_are_ddps() -> None:
     (theirs,) = on_ranks(1, ddp_buckets)
     assert cost_model.buckets(61 * 2**20) == theirs
@@ -211,6 +212,7 @@ def test_a_run_of_several_processes_is_no_single_step(tmp_path: Path) -> None:
         simulate.measured_step(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_study_from_the_command_line(tmp_path: Path) -> None:
     given = ["study.step_ms=37.2", "study.deviation_ms=0.2", "study.gradient_mb=102.2", "study.gpus=[1,8,768]"]
     ran = run("mode=study", "study=simulate", "study.dry_plan=false", *given, f"run_dir={tmp_path}")

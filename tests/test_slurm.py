@@ -117,6 +117,7 @@ on_slurm = pytest.mark.skipif(bool(why_not()), reason=why_not())
 # --- mistakes, before SLURM is asked --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_launcher_per_gpu_is_refused(tmp_path: Path) -> None:
     """`srun --ntasks-per-node=8 python launch.py` would start 64 processes for 8 GPUs."""
     done = run(f"run_dir={tmp_path}/run", env={"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "8"})
@@ -125,6 +126,7 @@ def test_a_launcher_per_gpu_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_sweep_for_slurm_where_there_is_none_is_refused(tmp_path: Path) -> None:
     words = ("-m", "hydra/launcher=slurm", "optimizer.lr=0.1,0.2", f"run_dir={tmp_path}/sweep")
     done = run(*words, env={"PATH": str(Path(sys.executable).parent)})

@@ -122,6 +122,7 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     sys.setswitchinterval(interval)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_step", [True, False], ids=["with collectives", "each at its own pace"])
 def test_ranks_at_full_speed_stop_after_one_and_the_same_step(in_step: bool, hurried: None) -> None:
     for number in range(40):

@@ -206,6 +206,7 @@ def test_every_study_of_variants_can_be_made_here(name: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_whatever_a_folder_is_called_its_runs_find_it(tmp_path: Path) -> None:
     for name in ("plain", "a b", "a=1,b={2}", "it's", "$x"):
         folder = tmp_path / name
@@ -214,6 +215,7 @@ def test_whatever_a_folder_is_called_its_runs_find_it(tmp_path: Path) -> None:
     assert planned("study=runs", "data=digits", "study.grid=['seed=1,2']").variants[1].folder == "seed_2"
 
 
+@pytest.mark.slow
 def test_a_rung_has_the_tips_below_it_but_for_those_that_cannot_run_here() -> None:
     _, study = whole("tips")
     rungs = {variant.name: variant for variant in study.variants}
@@ -230,6 +232,7 @@ def test_what_the_user_asks_for_stands_above_what_the_study_chooses() -> None:
     assert study.first.data.name == "synthetic"
 
 
+@pytest.mark.slow
 def test_a_grid_is_every_combination_of_every_variant() -> None:
     study = planned("study=large_batch", "study.grid=['train.global_batch_size=96,192',seed=1]",
                     "study.baseline='sgd, global_batch_size=96, seed=1'")  # fmt: skip
@@ -283,6 +286,7 @@ def test_a_study_is_no_run(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.slow
 def test_a_variant_that_does_not_fit_this_machine_keeps_its_row() -> None:
     study = planned("study=strategies", "study.variants.many=[strategy=ddp,launch.nproc_per_node=5]", *TINY[:2],
                     "study.only=[single,ddp,many]")  # fmt: skip
@@ -342,6 +346,7 @@ def test_a_ladder_tells_the_gain_by_all_and_by_each(monkeypatch: pytest.MonkeyPa
     assert "V100 s/epoch" in by_name["Published: one epoch of MNIST"].columns
 
 
+@pytest.mark.slow
 def test_a_variant_is_compared_with_the_one_that_its_study_names() -> None:
     request, study = whole("strategies")
     seconds = {"single": 8.0, "ddp": 4.0, "single, batch norm": 12.0, "ddp, batch norm": 6.0, "ddp, SyncBN": 9.0}
@@ -359,6 +364,7 @@ def test_a_variant_is_compared_with_the_one_that_its_study_names() -> None:
     assert rows["ddp, SyncBN"]["speed-up"] == pytest.approx(6.01 / 9.01), "what the exchange of statistics costs"
 
 
+@pytest.mark.slow
 def test_the_run_table_has_the_shortest_epoch_first_and_all_that_did_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     words = ["mode=study", "study=runs", "data=digits", "study.grid=['device=cuda,cpu','tuning.num_workers=0,1']"]
@@ -375,6 +381,7 @@ def test_the_run_table_has_the_shortest_epoch_first_and_all_that_did_not_run(mon
     ]
 
 
+@pytest.mark.slow
 def test_growth_has_a_line_for_each_optimizer() -> None:
     request, study = whole("large_batch")
     found = {v.name: [outcome([1.0, 1.0], 0.9), outcome([1.0, 1.0], 0.95)] for v in study.variants}
@@ -394,6 +401,7 @@ KINDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_a_study_has_its_run_directory_alone(name: str, tmp_path: Path) -> None:
     held = run_lock.acquire(tmp_path / run_lock.FILE)

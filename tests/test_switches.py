@@ -1006,9 +1006,18 @@ def test_every_key_has_a_row() -> None:
     assert keys == {key for _, key in all_switches()}
 
 
+def takes_long(option: str, key: str) -> bool:
+    """`make test` looks at the keys outside of options, without compiling, and without whole runs."""
+    return bool(option) or ROWS[key].observe in (run, compiled, asked_of_the_compiler)
+
+
 @pytest.mark.filterwarnings("ignore:Grad strides do not match")  # of DDP, about the model
 @pytest.mark.parametrize(
-    ("option", "key"), [pytest.param(*switch, id=" ".join(switch).strip()) for switch in all_switches()]
+    ("option", "key"),
+    [
+        pytest.param(*switch, id=" ".join(switch).strip(), marks=[pytest.mark.slow] if takes_long(*switch) else [])
+        for switch in all_switches()
+    ],
 )
 def test_the_switch_is_alive(option: str, key: str, tmp_path: Path, things: Path) -> None:
     row, section = REFUSED.get((option, key), ROWS[key]), option.partition("=")[0]

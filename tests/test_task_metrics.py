@@ -211,6 +211,7 @@ def both(world: World) -> Any:
     )
 
 
+@pytest.mark.slow
 @needs_library
 def test_metrics_are_those_of_the_whole_set_to_the_bit_on_any_number_of_processes() -> None:
     alone = both(World())

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from sklearn import metrics
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import default_collate
@@ -252,6 +251,8 @@ def scored(task: Task, outputs: Tensor, targets: Tensor, size: int = 4) -> dict[
 
 
 def test_metrics_are_those_of_scikit_learn() -> None:
+    from sklearn import metrics  # takes a second
+
     draw = torch.Generator().manual_seed(5)
     logits, labels = torch.randn(50, 7, generator=draw), torch.randint(0, 7, (50,), generator=draw)
     found = scored(Classification(7), logits, labels)

@@ -288,6 +288,7 @@ def test_a_damaged_list_of_trackers_ends_nothing(tmp_path: Path, caplog: pytest.
     assert read(tmp_path, "trackers.json") == {"noted": {"id": "one", "train": 2}}
 
 
+@pytest.mark.slow
 def test_mlflow_has_one_run_whatever_fails_and_takes_long_values(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

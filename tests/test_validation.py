@@ -316,6 +316,7 @@ def sweep_words(monkeypatch: pytest.MonkeyPatch, *words: str) -> list[str]:
     return Trials(ROOT / "launch.py", CONF, None).check(["-m", "hydra/sweeper=optuna", "seed=1,2", *words], True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("objective", "direction"),
     [("test.accuracy", "maximize"), ("test.loss", "minimize"), ("auto", "minimize"), ("samples_per_second", "maximize"),
@@ -332,6 +333,7 @@ def test_optuna_is_told_the_direction_of_the_objective(
         sweep_words(monkeypatch, f"objective={objective}", f"hydra.sweeper.direction={wrong}")
 
 
+@pytest.mark.slow
 def test_where_only_the_task_knows_the_direction_the_user_must_say_it(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["task._target_=yaml.Task", "trusted_modules=[yaml]", "objective=test.dice"]
     with pytest.raises(ConfigError, match=r"add hydra\.sweeper\.direction=maximize or hydra\.sweeper\.direction=minim"):
@@ -343,6 +345,7 @@ def test_where_only_the_task_knows_the_direction_the_user_must_say_it(monkeypatc
     assert "better the higher it is with this task; use hydra.sweeper.direction=maximize" in str(contradiction)
 
 
+@pytest.mark.slow
 def test_optuna_that_is_not_installed_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep, "_has_plugin", lambda _: False)
     with pytest.raises(ConfigError, match=r"needs the package hydra-optuna-sweeper; pip install -e '\.\[optuna\]'"):

@@ -55,6 +55,7 @@ def test_what_reads_its_settings_at_import_is_started_for_real(tmp_path: Path) -
     assert zygote._main([sys.executable, "-c", "pass"])[0] is None
 
 
+@pytest.mark.slow
 def test_a_zygote_that_has_ended_is_replaced() -> None:
     assert run("modle=mlp").returncode == 2
     before = zygote.zygote_pid()
