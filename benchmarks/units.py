@@ -1,10 +1,11 @@
 """What it costs to exchange the number of tokens in each step, so that the mean over them is exact.
 
-    python benchmarks/units.py [--rounds 100] [--steps 10] [--output docs/benchmarks/units.md]
+    python benchmarks/units.py [--device cuda] [--rounds 100] [--steps 10] [--output docs/benchmarks/units.md]
 
-Two processes over gloo on the CPU, one thread each, DDP, a GPT on bytes. One job trains on and on; from block to block
-of STEPS steps the exchange is there or is patched out: `Stepper.mean_of_units` then gives the number of this process,
-which costs the same arithmetic and no message. All windows have equally many tokens here: the weights become the same.
+Two processes, over gloo on the CPU with one thread each, or over NCCL on two GPUs kernel by kernel; DDP, a GPT on
+bytes. One job trains on and on; from block to block of STEPS steps the exchange is there or is patched out:
+`Stepper.mean_of_units` then gives the number of this process, which costs the same arithmetic and no message. All
+windows have equally many tokens here: the weights become the same.
 
 A round has three blocks in an order drawn for it: with the exchange, without it, and without it once more. The cost is
 the median over the rounds of the difference within a round; its spread are the quartiles. The difference of the two
@@ -40,11 +41,24 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "train": {"global_batch_size": 2},
     },
 }
+ON_GPUS: dict[str, dict[str, Any]] = {
+    "12 layers, 768 wide, bf16, 32 windows of 1,024 tokens": {
+        "model": {"name": "gpt", "layers": 12, "heads": 12, "width": 768},
+        "data": {"name": "text", "length": 1024},
+        "train": {"global_batch_size": 32},
+        "tuning": {"precision": "bf16", "cuda_graph": False, "compile": False},
+    },
+    "2 layers, 96 wide, 8 windows of 128 tokens": {
+        **next(iter(SETTINGS.values())),
+        "tuning": {"cuda_graph": False, "compile": False},
+    },
+}
+"""A captured step has its exchange in the graph, from which it cannot be taken out."""
 Block = tuple[float, float]
 """Milliseconds of a step: wall, and CPU of all threads of the process."""
 
 
-def measure(rank: int, store: str, settings: dict[str, Any], rounds: int, steps: int, answer: Any) -> None:
+def measure(rank: int, store: str, device: str, settings: dict[str, Any], rounds: int, steps: int, answer: Any) -> None:
     """Runs on each process; sends its blocks of each arm."""
     import torch
     import torch.distributed as dist
@@ -61,14 +75,19 @@ def measure(rank: int, store: str, settings: dict[str, Any], rounds: int, steps:
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    world, device = World(rank, PROCESSES, rank, PROCESSES), "cpu"
+    world, gpus = World(rank, PROCESSES, rank, PROCESSES), PROCESSES if device == "cuda" else 0
     common = {"task": {"name": "language_model"}, "optimizer": {"name": "adamw"}, "schedule": {"name": "constant"}}
     batch = {"global_batch_size": 8, **settings.get("train", {}), "epochs": 1000}
-    config, problems = bind({**common, **settings, "train": batch, "device": "cpu"})
+    config, problems = bind({**common, **settings, "train": batch, "device": device})
     assert not problems, problems
-    config = resolve(config, Hardware(cpus=PROCESSES), world)
+    capability = torch.cuda.get_device_capability() if gpus else (0, 0)
+    config = resolve(config, Hardware(cpus=PROCESSES, gpus=gpus, compute_capability=capability), world)
+    wait = torch.cuda.synchronize if gpus else lambda: None
+    device = world.device(device)
+    if gpus:
+        torch.cuda.set_device(device)
     blocks: dict[str, list[Block]] = {arm: [] for arm in ARMS}
-    with session(world, device, "gloo", dist.FileStore(store, PROCESSES), 120.0):
+    with session(world, device, str(config.launch.backend), dist.FileStore(store, PROCESSES), 120.0):
         splits = open_datasets(config)
         strategy = build_strategy(config, world, device)
         module = build_module(config, splits.train, strategy, device)
@@ -79,22 +98,24 @@ def measure(rank: int, store: str, settings: dict[str, Any], rounds: int, steps:
             for arm in order.sample(ARMS, len(ARMS)):  # the same order on both
                 job.stepper.mean_of_units = exchange if arm == "with" else lambda scaled: scaled.sum
                 dist.barrier()
+                wait()
                 wall, cpu = time.perf_counter(), time.process_time()
                 train(job, batches, until=job.step + steps)
+                wait()
                 times = time.perf_counter() - wall, time.process_time() - cpu
                 blocks[arm].append((times[0] / steps * 1e3, times[1] / steps * 1e3))
         answer.send(blocks)
         del job, module, strategy, batches, exchange
 
 
-def of_both(settings: dict[str, Any], rounds: int, steps: int) -> dict[str, list[Block]]:
+def of_both(device: str, settings: dict[str, Any], rounds: int, steps: int) -> dict[str, list[Block]]:
     """For each arm its blocks: the wall time of the slower process, the CPU time of both."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(PROCESSES):
             ours, theirs = context.Pipe(duplex=False)
-            given = (rank, f"{folder}/store", settings, rounds, steps, theirs)
+            given = (rank, f"{folder}/store", device, settings, rounds, steps, theirs)
             processes.append(context.Process(target=measure, args=given))
             pipes.append(ours)
             processes[-1].start()
@@ -127,18 +148,22 @@ def main() -> None:
     from page import conditions, load_average, publish
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     before = load_average()
-    rows = [row(name, of_both(each, arguments.rounds, arguments.steps)) for name, each in SETTINGS.items()]
+    settings = ON_GPUS if arguments.device == "cuda" else SETTINGS
+    rows = [
+        row(name, of_both(arguments.device, each, arguments.rounds, arguments.steps)) for name, each in settings.items()
+    ]
     words = " ".join(sys.argv[1:])
     lines = [
         "# What the exchange of the number of tokens costs",
         "",
         f"Microseconds a step, median (quartiles) of {arguments.rounds} rounds with {arguments.steps} steps a block; "
-        "two processes over gloo.",
+        f"two processes over {'NCCL' if arguments.device == 'cuda' else 'gloo'}.",
         "",
         "| job | ms a step without | with - without, wall | without - without, wall | with - without, CPU | "
         "without - without, CPU |",

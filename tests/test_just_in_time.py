@@ -120,7 +120,7 @@ def test_no_step_is_lost_in_whatever_phase_a_rank_is_killed(undisturbed: Outcome
 def test_a_second_rank_may_die_meanwhile(undisturbed: Outcome, tmp_path: Path) -> None:
     draw = random.Random(3)
     found = outcome(tmp_path, 3, [Kill(1, 8, "backward", draw), Kill(0, 20, "forward", draw)])
-    assert len(found.killed) == 2 and all(" + rank" in one for one in found.killed), found.killed
+    assert len(found.killed) == 2 and all(" + " in one for one in found.killed), found.killed
     assert differences(found, undisturbed) == [] and found.summary["steps_redone"] == 0
 
 

@@ -62,6 +62,8 @@ class Stepper:
         """`step` optimizer steps are done already. Call it after `load_state`, if that is called."""
         self.steps_done = step
         self.groups_and_base_lrs = list(zip(self.optimizer.param_groups, self.base_lrs, strict=True))
+        if step:  # for a checkpoint of this very step: it has the learning rates of the step that was done last
+            self.set_lr(self.factor(step - 1))
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint must hold beside the weights."""

@@ -15,6 +15,7 @@ import logging
 import math
 import mmap
 import shutil
+import signal
 import struct
 import sys
 import time
@@ -28,7 +29,6 @@ from torch import Tensor
 
 from ddp_train.distributed.connections import break_connections
 from ddp_train.distributed.process_group import set_buffers
-from ddp_train.errors import WriteError
 from ddp_train.resilience import run_lock
 from ddp_train.resilience.failure_report import is_peer_error
 from ddp_train.resilience.heartbeat import (
@@ -44,6 +44,7 @@ from ddp_train.resilience.heartbeat import (
     StatusBoard,
 )
 from ddp_train.tasks.mean_loss import Mean
+from ddp_train.text import first_line
 from ddp_train.training import averaging, checkpoint
 from ddp_train.training.checkpoint import Snapshot
 from ddp_train.training.checkpoint_hook import CheckpointHook, with_unreported
@@ -208,15 +209,16 @@ class JustInTime:
             time.sleep(0.001)
         if self.status.order == NO_ORDER:
             return
-        log.info("a rank is lost: stopped after step %d (%s)", job.step, str(error).partition("\n")[0])
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises, anywhere, if a loader process dies now
+        log.info("a rank is lost: stopped after step %d (%s)", job.step, first_line(error))
         for parameter in job.module.parameters():
             parameter.grad = None  # partial sums
         self.status.state = STOPPED
         self._wait(STOP)
         try:
             saved = self._save(job)
-        except (WriteError, OSError) as failure:
-            log.warning("%s", failure)
+        except Exception as failure:  # noqa: BLE001  whatever it is, another survivor may be able to
+            log.warning("step %d could not be saved: %s", job.step, failure)
             saved = False
         self.status.state = SAVED if saved else NOT_SAVED
         self._wait(SAVE)
