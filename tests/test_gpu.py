@@ -190,7 +190,7 @@ def test_pixels_have_a_deterministic_loss() -> None:
     logits, masks = torch.randn(4, 5, 32, 32, generator=draw), torch.randint(0, 5, (4, 32, 32), generator=draw)
     found = []
     for device in ("cpu", "cuda", "cuda"):
-        outputs = logits.to(device).requires_grad_()
+        outputs = logits.to(device).detach().requires_grad_()
         task = Segmentation(ignore_index=4, class_weights=[1.0, 2.0, 3.0, 4.0, 5.0])
         loss, pixels = task.loss(nn.Identity(), (outputs, masks.to(device)))
         loss.backward()
