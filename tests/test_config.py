@@ -13,6 +13,7 @@ import json
 import math
 import os
 import pty
+import shutil
 import subprocess
 import sys
 import time
@@ -40,6 +41,7 @@ from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
 from ddp_train.launcher.cli import _meant, wrapped
 from ddp_train.launcher.sweep import Trials, _outcome
+from ddp_train.resilience.checkpoint_files import digest_of
 from ddp_train.study import sweep_report
 from ddp_train.text import shown
 from ddp_train.training.setup import build_plan, warmup_steps
@@ -98,6 +100,13 @@ def problems_of(*words: str) -> list[str]:
     with mock.patch("ddp_train.config.overrides.compose", composed_once), pytest.raises(ConfigError) as caught:
         prepare(CONF, list(words), None)
     return caught.value.problems
+
+
+def accepted(*words: str) -> None:
+    """Prepares a run, which may use its directory again."""
+    prepared = prepare(CONF, list(words), None)
+    assert prepared.lock
+    prepared.lock.release()
 
 
 def test_what_is_composed_once_is_what_hydra_composes() -> None:
@@ -606,8 +615,12 @@ def checkpoint_of(run_dir: Path, *words: str) -> Path:
     config = prepare(CONF, [*words, f"run_dir={run_dir}"], None).config
     place = run_dir / "checkpoints/step_00000010"
     place.mkdir(parents=True)
-    (place / "manifest.json").write_text(json.dumps({"step": 10, "config": dataclasses.asdict(config)}))
+    write_manifest(place, {"step": 10, "config": json.loads(json.dumps(dataclasses.asdict(config)))})
     return place
+
+
+def write_manifest(place: Path, manifest: Any) -> None:
+    (place / "manifest.json").write_text(json.dumps({**manifest, "sha256": digest_of(manifest)}))
 
 
 def test_another_run_cannot_take_up_a_state_that_does_not_fit_it(tmp_path: Path) -> None:
@@ -649,6 +662,51 @@ def test_a_run_that_goes_on_otherwise_says_so(tmp_path: Path) -> None:
     (notice,) = (notice for notice in other.notices if "resumes with" in notice)
     for change in ("train.epochs=3 (was 30)", "optimizer.lr=0.05 (was 0.3)", "schedule=cosine (was constant)"):
         assert change in notice
+
+
+@pytest.mark.parametrize("text", [None, "seed: 77\n", "model: {name: cnn}\n", "- 1\n"])
+def test_what_a_run_has_is_said_by_its_checkpoint_whatever_its_config_file_says(
+    text: str | None, tmp_path: Path
+) -> None:
+    words = ["model=mlp", "train.epochs=2", "data._target_=torchvision.datasets.FakeData", "+data.size={1:2}"]
+    checkpoint_of(tmp_path / "run", *words)
+    accepted(*words, "run_dir=run")  # a mapping whose keys are numbers is another one in JSON
+    (tmp_path / "run" / FILE).unlink(missing_ok=True) if text is None else (tmp_path / "run" / FILE).write_text(text)
+    accepted(*words, "run_dir=run")
+    assert problems_of(*words, "run_dir=run", "seed=5", "optimizer=adam", "train.global_batch_size=48") == [
+        f"{key}={now}: the run in run_dir=run has {key}={then}; use that, or another run_dir"
+        for key, now, then in (("seed", 5, 0), ("optimizer", "adam", "sgd"), ("train.global_batch_size", 48, 96))
+    ]
+    (problem,) = problems_of("mode=evaluate", "checkpoint.resume=run", "run_dir=run")
+    assert "holds a training run" in problem
+
+
+def test_a_checkpoint_of_another_run_that_was_copied_in_is_noticed(tmp_path: Path) -> None:
+    checkpoint_of(tmp_path / "run", "model=mlp")
+    other = checkpoint_of(tmp_path / "other", "model=mlp", "seed=3")
+    shutil.copytree(other, tmp_path / "run/checkpoints/step_00000020")
+    (problem,) = problems_of("model=mlp", "run_dir=run")
+    assert problem == "seed=0: the run in run_dir=run has seed=3; use that, or another run_dir"
+
+
+@pytest.mark.parametrize("content", [[], 5, {"step": 10}, {"step": "x", "config": {}}, {"step": 10, "config": []},
+                                     {"step": 10, "config": {"data": [], "train": 5, "seed": {}}}])  # fmt: skip
+def test_a_manifest_of_odd_content_is_no_traceback(content: Any, tmp_path: Path) -> None:
+    place = checkpoint_of(tmp_path / "run", "model=mlp")
+    if isinstance(content, dict):
+        write_manifest(place, content)
+    else:
+        (place / "manifest.json").write_text(json.dumps(content))
+    for words in (
+        ["run_dir=run"],
+        ["run_dir=two", "checkpoint.resume=run"],
+        ["mode=evaluate", "checkpoint.resume=run"],
+    ):
+        read_run(CONF, read_overrides(CONF, words))
+        with contextlib.suppress(ConfigError):
+            accepted("model=mlp", *words)
+    (place / "manifest.json").write_text("[" * 100_000 + "]" * 100_000)
+    accepted("model=mlp", "run_dir=run")
 
 
 def test_a_run_goes_on_wherever_its_data_are_held(tmp_path: Path) -> None:
@@ -860,7 +918,7 @@ def test_a_run_of_an_earlier_version_resumes(tmp_path: Path) -> None:
     place = tmp_path / "run" / "checkpoints" / "step_00000006"
     place.mkdir(parents=True)
     (tmp_path / "run" / FILE).write_text(EARLIER.read_text())
-    (place / "manifest.json").write_text(json.dumps({"step": 6, "config": yaml.safe_load(EARLIER.read_text())}))
+    write_manifest(place, {"step": 6, "config": yaml.safe_load(EARLIER.read_text())})
     words = ["model=mlp", "data.limit=200", "train.global_batch_size=48", "run_dir=run"]
     prepared = prepare(CONF, [*words, "strategy=ordered", "launch.nproc_per_node=2"], None)
     assert prepared.lock

@@ -22,6 +22,7 @@ from ddp_train.errors import ConfigError, DataError, HangError, LaunchError, Wri
 from ddp_train.launcher.fork_server import ForkedWorker, ForkServer, WorkerSpec
 from ddp_train.linux import adopting_orphans, oom_kills
 from ddp_train.resilience import failure_report
+from ddp_train.resilience.checkpoint_files import places
 from ddp_train.resilience.hang_detector import HangDetector, working_stack
 from ddp_train.resilience.heartbeat import END, StatusBoard
 from ddp_train.resilience.preemption import (
@@ -115,7 +116,7 @@ def _print_unsaved(run_dir: Path, stop: StopRequests) -> None:
     if sys.stdout.isatty():
         sys.stdout.write("\x1b[?25h")  # the cursor, which rank 0's progress bar has hidden
     by = f" by {signal.Signals(stop.received[0]).name}" if stop.received else ""
-    if any(run_dir.glob("checkpoints/step_*")):
+    if places(run_dir):
         print(f"stopped{by} before it could save; run_dir={run_dir} resumes from its last checkpoint", file=sys.stderr)
     else:
         print(f"stopped{by}; nothing was saved", file=sys.stderr)
