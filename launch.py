@@ -25,6 +25,7 @@ from ddp_train.distributed.environment import world_from_environment, write_torc
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
 from ddp_train.launcher.fork_server import ForkServer
+from ddp_train.linux import keep_exit_codes
 from ddp_train.resilience.preemption import INTERRUPTED
 
 SCRIPT = Path(__file__).resolve()
@@ -126,6 +127,7 @@ def refuse(world: World | None, error: ConfigError) -> int:
 
 if __name__ == "__main__":
     stdio.tolerate_closed_streams()
+    keep_exit_codes()
     try:
         sys.exit(main(sys.argv[1:]))
     except KeyboardInterrupt:  # before anything was started

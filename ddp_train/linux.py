@@ -65,6 +65,12 @@ def end_children(keep: set[int]) -> None:
             os.waitpid(pid, 0)
 
 
+def keep_exit_codes() -> None:
+    """Undoes an ignored SIGCHLD, which a parent hands on (`trap '' CHLD`): the kernel would forget how children end."""
+    if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
 def state_of(pid: int) -> str:
     """The state letter of a process (man 5 proc): R, S, D, T (stopped), t (traced), Z ...; empty if it is unknown."""
     fields = _fields(pid)
