@@ -24,7 +24,7 @@ ROOMS = """
 
 LINES = {
     "errors": 70, "text": 30, "linux": 90, "stdio": 45, "tensor_tree": 25,
-    "distributed": 570, "resilience": 750, "config": 2610, "launcher": 1030, "data": 1930, "models": 170,
+    "distributed": 570, "resilience": 750, "config": 2610, "launcher": 1030, "data": 1940, "models": 170,
     "telemetry": 750, "tasks": 770, "optim": 635, "parallel": 280, "performance": 330, "training": 1870,
     "study": 2450, "doctor": 1600, "launch": 90,
 }  # fmt: skip
