@@ -122,7 +122,7 @@ def set_title(argv: list[str]) -> None:
     fields = _fields(os.getpid())
     if len(fields) > 46:  # arg_start and arg_end (man 5 proc): the kernel reads the command line there
         start, end = int(fields[45]), int(fields[46])
-        title = "\0".join(argv).encode()[: end - start - 1]
+        title = os.fsencode("\0".join(argv))[: end - start - 1]
         ctypes.memmove(start, title.ljust(end - start, b"\0"), end - start)
 
 

@@ -709,6 +709,37 @@ def test_a_manifest_of_odd_content_is_no_traceback(content: Any, tmp_path: Path)
     accepted("model=mlp", "run_dir=run")
 
 
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        (f"seed={'9' * 400}", "must be below 9223372036854775808"),
+        (f"train.epochs={'9' * 400}", "must be below 9223372036854775808"),
+        (f"seed={'9' * 5000}", "not of the form key=value"),
+        ("train.epochs=glob(*)", "glob() chooses options of a group, and train.epochs is none"),
+        ("model=glob(*)", "several values; add -m"),
+        (f"train.epochs={'[' * 1000}{']' * 1000}", "(2,013 characters): not of the form key=value"),
+        (f"train.{'a' * 300}=1", "(308 characters): no such key"),
+        (f"{'a' * 300}=1", "(302 characters): no such key"),
+        (f"run_dir={'/aaaaaaaaa' * 420}", "is too long: a name may have 255 bytes, a path 4,095"),
+        (f"checkpoint.resume={'a' * 300}", "is too long"),
+        ("name=Größe,b", "not of the form key=value"),
+        ("tuning.num_workers=1000000", "would be 1,000,000 on this host, which has"),
+        ("launch.threads_per_process=100000000", "would be 100,000,000 on this host, which has"),
+    ],
+    ids=lambda text: text[:20],
+)
+def test_words_of_any_length_and_depth_are_refused_with_a_message(word: str, expected: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        prepare(CONF, ["model=mlp", "launch.nproc_per_node=1", word], None)
+    (problem,) = caught.value.problems
+    assert problem.startswith(word.partition("=")[0][:100]) and expected in problem
+
+
+def test_letters_outside_of_ascii_need_no_quotes() -> None:
+    config, problems = read_run(CONF, read_overrides(CONF, ["name=Größe", "run_dir='ünï/a b'"]))
+    assert (problems, config.name, config.run_dir) == ([], "Größe", "ünï/a b")
+
+
 def test_a_run_goes_on_wherever_its_data_are_held(tmp_path: Path) -> None:
     checkpoint_of(tmp_path / "run", "model=mlp")
     machine = Hardware(cpus=2)

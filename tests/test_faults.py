@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import shlex
 import signal
 import subprocess
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import pytest
 
 from ddp_train.resilience.failure_report import Failure, report
 from ddp_train.resilience.heartbeat import UNREPORTED, RankStatus
-from tests.commands import LAUNCH, ROOT, SMALL, environment, fatal_lines, processes_of, read, run, running
+from tests.commands import LAUNCH, ONE, ROOT, SMALL, environment, fatal_lines, processes_of, read, run, running
 from tests.test_checkpoint import small_disk
 
 pytestmark = pytest.mark.timeout(300)  # the machine may be busy
@@ -44,6 +45,47 @@ def test_a_run_does_not_mind_what_its_parent_ignores_or_closes(prepare: Callable
     assert done.returncode == 0, (tmp_path / "said").read_text()
     assert read(tmp_path / "run", "summary.json")["status"] == "completed"
     assert not (tmp_path / "run/failure.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.true_command
+def test_names_may_have_any_letters_in_any_locale(tmp_path: Path) -> None:
+    """Hydra's grammar knows them inside of quotes alone, and LC_ALL=C without Python's remedies knows none."""
+    ascii_alone = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    for locale, name in (({}, "name=Größe"), (ascii_alone, "name='Größe'")):
+        run_dir = tmp_path / "ünï"
+        words = [*SMALL, ONE, "train.max_steps=3", "checkpoint.resume=never", name, f"run_dir={run_dir}"]
+        done = subprocess.run(
+            [*LAUNCH, *words], cwd=ROOT, env=environment(locale), capture_output=True, timeout=120, encoding="utf-8"
+        )
+        assert done.returncode == 0, done.stderr
+        assert read(run_dir, "summary.json")["status"] == "completed"
+        assert "Größe" in (run_dir / "commands.jsonl").read_text(encoding="utf-8").encode().decode("unicode_escape")
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "1"}, "RANK=0 is set and MASTER_ADDR is not; start with torchrun, or `unset RANK"),
+        ({"RANK": "x", "WORLD_SIZE": "1"}, "RANK=x is no number; start with torchrun, or `unset RANK WORLD_SIZE`"),
+    ],
+)
+def test_what_torchrun_left_in_the_environment_is_named(
+    variables: dict[str, str], expected: str, tmp_path: Path
+) -> None:
+    done = run(*SMALL, ONE, f"run_dir={tmp_path}/run", env=variables)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert expected in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_working_directory_that_is_gone_is_named(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    command = f"mkdir {gone} && cd {gone} && rmdir {gone} && exec {shlex.join(LAUNCH)} model=mlp"
+    done = subprocess.run(["sh", "-c", command], env=environment(), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2, done.stderr
+    assert "the working directory has been removed; change into one that exists" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 # --- a disk that takes nothing any more -------------------------------------------------------------------------------

@@ -118,7 +118,9 @@ def _checkpoint(asked: Config, config: Config, hardware: Hardware, world: World 
 
 def _with_manifests(resume: Path) -> list[Path]:
     """A checkpoint, or all checkpoints of a run, the newest first."""
-    return [place for place in (resume, *places(resume)) if (place / MANIFEST).is_file()]
+    with contextlib.suppress(OSError):  # a name that is too long, which `check_rules` refuses later
+        return [place for place in (resume, *places(resume)) if (place / MANIFEST).is_file()]
+    return []
 
 
 def manifest_config(resume: Path) -> dict[str, Any]:
