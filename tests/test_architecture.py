@@ -24,8 +24,8 @@ ROOMS = """
 
 LINES = {
     "errors": 70, "text": 30, "linux": 90, "stdio": 45, "tensor_tree": 25,
-    "distributed": 590, "resilience": 750, "config": 2670, "launcher": 1030, "data": 1940, "models": 170,
-    "telemetry": 750, "tasks": 770, "optim": 635, "parallel": 280, "performance": 330, "training": 1870,
+    "distributed": 590, "resilience": 770, "config": 2670, "launcher": 1030, "data": 1940, "models": 170,
+    "telemetry": 750, "tasks": 770, "optim": 635, "parallel": 280, "performance": 330, "training": 1890,
     "study": 2450, "doctor": 1600, "launch": 100,
 }  # fmt: skip
 """The most lines of code that each room may hold: not blank, no comment, no docstring. No file is left out."""

@@ -241,8 +241,20 @@ def test_a_read_only_disk_is_a_write_error(tmp_path: Path) -> None:
         assert find("auto", disk) == path
 
 
-def test_a_pickle_with_code_is_not_run(tmp_path: Path) -> None:
-    path = write(tmp_path, snapshot(1))
+def test_a_folder_that_takes_no_checkpoint_is_found_before_the_first_step(tmp_path: Path) -> None:
+    Writer(tmp_path, keep=1)
+    (tmp_path / "checkpoints").touch()
+    with pytest.raises(WriteError, match=r"no checkpoint can be written to .*: Not a directory"):
+        Writer(tmp_path, keep=1)
+    with small_disk(tmp_path / "disk", "size=400k") as disk:
+        write(disk, snapshot(1))
+        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        with pytest.raises(WriteError, match=r"no checkpoint can be written to .*: Read-only file system"):
+            Writer(disk, keep=1)
+
+
+def test_a_pickle_with_code_is_not_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    older, path = write(tmp_path, snapshot(1)), write(tmp_path, snapshot(2))
 
     class Evil:
         def __reduce__(self) -> tuple[Any, ...]:
@@ -258,7 +270,11 @@ def test_a_pickle_with_code_is_not_run(tmp_path: Path) -> None:
     }
     manifest["sha256"] = digest_of(manifest)
     (path / checkpoint.MANIFEST).write_text(json.dumps(manifest))
-    assert find("auto", tmp_path) == path
+    assert find("auto", tmp_path) == older
+    assert "step_00000002 is passed over: training.pt is not plain data" in caplog.text
     with pytest.raises(DataError, match="is not plain data"):
         load_training(path)
+    shutil.rmtree(older)
+    with pytest.raises(DataError, match="holds no valid checkpoint"):
+        find("auto", tmp_path)
     assert not (tmp_path / "ran").exists()

@@ -153,7 +153,8 @@ def test_a_checkpoint_is_data_and_never_code(tmp_path: Path) -> None:
     done = run(*words, "train.max_steps=6")
     assert done.returncode == 65, done.stderr
     (fatal,) = fatal_lines(done.stderr)
-    assert "training.pt is not plain data" in fatal
+    assert "holds no valid checkpoint" in fatal
+    assert "is passed over: training.pt is not plain data" in done.stderr
     assert not marker.exists()
     torch.load(checkpoint / "training.pt", weights_only=False)
     assert marker.exists(), "the payload works where somebody lets it"

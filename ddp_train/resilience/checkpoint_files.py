@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
+
+from ddp_train.errors import WriteError
 
 MANIFEST = "manifest.json"
 
@@ -18,6 +21,18 @@ def place_of(run_dir: Path, step: int) -> Path:
 def places(run_dir: Path) -> list[Path]:
     """The checkpoints of a run, the newest first. Whatever else lies beside them is not looked at."""
     return sorted((run_dir / "checkpoints").glob("step_" + "[0-9]" * 8), reverse=True)
+
+
+def check_writable(folder: Path) -> None:
+    """Raises WriteError if a folder that is there takes no file: better before the first step than after the last."""
+    probe = folder / f"best.part-{os.getpid()}"
+    try:
+        if folder.exists():
+            probe.touch()
+            probe.unlink()
+    except OSError as error:
+        remedy = "make it writable, or continue in another run_dir with checkpoint.resume=PATH"
+        raise WriteError(f"no checkpoint can be written to {folder}: {error.strerror}", remedy) from error
 
 
 def read_manifest(path: Path) -> dict[str, Any]:

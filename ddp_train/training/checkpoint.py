@@ -30,8 +30,9 @@ from torch import Tensor, nn
 
 from ddp_train.errors import DataError, OwnershipLostError, WriteError
 from ddp_train.resilience import run_lock
-from ddp_train.resilience.checkpoint_files import MANIFEST, digest_of, place_of, places, read_manifest
+from ddp_train.resilience.checkpoint_files import MANIFEST, check_writable, digest_of, place_of, places, read_manifest
 from ddp_train.tensor_tree import map_tensors, tensors
+from ddp_train.text import first_line
 from ddp_train.training.selection import Selection
 
 MODEL, AVERAGE, TRAINING = "model.safetensors", "ema.safetensors", "training.pt"
@@ -84,6 +85,7 @@ class Writer:
         self.told: set[Path] = set()
         """What could not be removed, and was warned of."""
         self._remove_leftovers()
+        check_writable(run_dir / "checkpoints")
 
     def submit(self, take: Callable[[], Snapshot]) -> None:
         """Waits until the one before is written, takes a snapshot and begins to write it."""
@@ -317,6 +319,10 @@ def _defect(path: Path) -> str | None:
                 return f"{name} does not match its sha256"
         except (OSError, ValueError) as error:
             return f"{name} cannot be read: {error}"
+    try:
+        torch.load(path / TRAINING, weights_only=True, map_location="meta", mmap=True)  # reads no tensor
+    except (UnpicklingError, RuntimeError) as error:
+        return f"{TRAINING} is not plain data: {first_line(error)}"
     return None
 
 
