@@ -21,10 +21,11 @@ if __name__ == "__main__":  # before an import that would fail
     require_packages(Path(__file__).resolve().parent)
 
 from ddp_train import stdio
-from ddp_train.distributed.environment import world_from_environment, write_torchrun_error_file
+from ddp_train.distributed.environment import restart_in_utf8, world_from_environment, write_torchrun_error_file
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
 from ddp_train.launcher.fork_server import ForkServer
+from ddp_train.linux import keep_exit_codes
 from ddp_train.resilience.preemption import INTERRUPTED
 
 SCRIPT = Path(__file__).resolve()
@@ -34,7 +35,13 @@ STUDY = "mode=study"
 
 def main(argv: list[str]) -> int:
     """Does what the words ask. Returns the exit code."""
-    world = world_from_environment()
+    try:
+        Path.cwd()
+        world = world_from_environment()
+    except FileNotFoundError:
+        return refuse(None, ConfigError(["the working directory has been removed; change into one that exists"]))
+    except ConfigError as error:
+        return refuse(None, error)
     if world and not world.is_leader:  # rank 0 composes, prints and refuses for all
         return 0 if any(word.startswith("-") for word in argv) else under_torchrun(world, argv, None)
     server = None if world or not starts_workers(argv) else ForkServer(SCRIPT.parent)
@@ -125,7 +132,9 @@ def refuse(world: World | None, error: ConfigError) -> int:
 
 
 if __name__ == "__main__":
+    restart_in_utf8()
     stdio.tolerate_closed_streams()
+    keep_exit_codes()
     try:
         sys.exit(main(sys.argv[1:]))
     except KeyboardInterrupt:  # before anything was started

@@ -65,6 +65,12 @@ def end_children(keep: set[int]) -> None:
             os.waitpid(pid, 0)
 
 
+def keep_exit_codes() -> None:
+    """Undoes an ignored SIGCHLD, which a parent hands on (`trap '' CHLD`): the kernel would forget how children end."""
+    if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
 def state_of(pid: int) -> str:
     """The state letter of a process (man 5 proc): R, S, D, T (stopped), t (traced), Z ...; empty if it is unknown."""
     fields = _fields(pid)
@@ -116,7 +122,7 @@ def set_title(argv: list[str]) -> None:
     fields = _fields(os.getpid())
     if len(fields) > 46:  # arg_start and arg_end (man 5 proc): the kernel reads the command line there
         start, end = int(fields[45]), int(fields[46])
-        title = "\0".join(argv).encode()[: end - start - 1]
+        title = os.fsencode("\0".join(argv))[: end - start - 1]
         ctypes.memmove(start, title.ljust(end - start, b"\0"), end - start)
 
 

@@ -41,7 +41,23 @@ class TolerantStream:
         return getattr(self.stream, name)
 
 
+def open_closed_streams() -> None:
+    """Opens /dev/null for each standard stream that was closed before the start (`>&-`).
+
+    Otherwise the next file or socket would get its number, and all that is printed.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
+            os.set_inheritable(number, True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
+
+
 def tolerate_closed_streams() -> None:
     """Wraps standard output and standard error in `TolerantStream`, for the rest of this process."""
+    open_closed_streams()
     sys.stdout = TolerantStream(sys.stdout)  # pyright: ignore[reportAttributeAccessIssue]
     sys.stderr = TolerantStream(sys.stderr)  # pyright: ignore[reportAttributeAccessIssue]

@@ -19,6 +19,8 @@ import torch
 from torch import nn
 
 from ddp_train.errors import DataError, WriteError
+from ddp_train.resilience.checkpoint_files import digest_of
+from ddp_train.resilience.restart_policy import RestartPolicy
 from ddp_train.tensor_tree import map_tensors
 from ddp_train.training import checkpoint
 from ddp_train.training.checkpoint import Snapshot, Writer, copy_of, find, load_model, load_training, write
@@ -67,7 +69,9 @@ def test_every_flipped_bit_is_caught(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "training.pt", "manifest.json"])
-def test_truncated_and_missing_files_are_passed_over(file: str, tmp_path: Path) -> None:
+def test_truncated_and_missing_files_are_passed_over(
+    file: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     good = write(tmp_path, snapshot(1))
     path = write(tmp_path, snapshot(2))
     content = (path / file).read_bytes()
@@ -75,6 +79,7 @@ def test_truncated_and_missing_files_are_passed_over(file: str, tmp_path: Path) 
     assert find("auto", tmp_path) == good
     (path / file).unlink()
     assert find("auto", tmp_path) == good
+    assert f"is passed over: {file} cannot be " in caplog.messages[-1]
     shutil.rmtree(good)
     with pytest.raises(DataError, match="holds no valid checkpoint"):
         find("auto", tmp_path)
@@ -101,6 +106,54 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
         regression.submit(partial(snapshot, step, test={"loss": loss, "accuracy": None}))
     regression.finish()
     assert names(tmp_path / "other") == ["best", "step_00000002", "step_00000003"]
+
+
+def test_what_cannot_be_removed_is_warned_of_once_and_goes_as_soon_as_it_can(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An immutable file stands for what else cannot go: NFS's .nfs files, those of another user."""
+    writer = Writer(tmp_path, keep=1)
+    save(writer, 1)
+    held = tmp_path / "checkpoints/step_00000001/model.safetensors"
+    if subprocess.run(["chattr", "+i", held], capture_output=True).returncode:
+        pytest.skip("chattr needs root and a file system that knows it")
+    aside = held.parent.with_name("step_00000001.part-old") / held.name
+    try:
+        save(writer, 2)
+        save(writer, 3)
+        assert names(tmp_path) == ["step_00000001.part-old", "step_00000003"]
+        again = Writer(tmp_path, keep=1)
+        assert [record.getMessage().split(":")[0] for record in caplog.records] == [
+            f"{aside.parent} cannot be removed"
+        ] * 2, "once by each writer"
+    finally:
+        subprocess.run(["chattr", "-i", held if held.exists() else aside], check=True)
+    save(again, 4)
+    assert names(tmp_path) == ["step_00000004"]
+
+
+def test_a_checkpoint_behind_a_link_is_unlinked(tmp_path: Path) -> None:
+    writer = Writer(tmp_path, keep=1)
+    save(writer, 1)
+    place, elsewhere = tmp_path / "checkpoints/step_00000001", tmp_path / "elsewhere"
+    place.rename(elsewhere).joinpath("kept").touch()
+    place.symlink_to(elsewhere)
+    save(writer, 2)
+    assert names(tmp_path) == ["step_00000002"] and (elsewhere / "kept").exists()
+
+
+def save(writer: Writer, step: int) -> None:
+    writer.submit(lambda: snapshot(step))
+    writer.finish()
+
+
+def test_only_what_is_named_as_a_checkpoint_counts(tmp_path: Path) -> None:
+    good = write(tmp_path, snapshot(1))
+    for name in ("step_8_backup", "step_abcdefgh", "step_00000009x", "step_0000009"):
+        shutil.copytree(good, good.with_name(name))
+    assert find("auto", tmp_path) == good and RestartPolicy(1, tmp_path).newest_step == 1
+    save(Writer(tmp_path, keep=1), 2)
+    assert names(tmp_path)[0] == "step_00000002" and len(names(tmp_path)) == 5, "the others stay"
 
 
 def test_a_newer_one_is_verified_before_an_older_one_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,8 +241,20 @@ def test_a_read_only_disk_is_a_write_error(tmp_path: Path) -> None:
         assert find("auto", disk) == path
 
 
-def test_a_pickle_with_code_is_not_run(tmp_path: Path) -> None:
-    path = write(tmp_path, snapshot(1))
+def test_a_folder_that_takes_no_checkpoint_is_found_before_the_first_step(tmp_path: Path) -> None:
+    Writer(tmp_path, keep=1)
+    (tmp_path / "checkpoints").touch()
+    with pytest.raises(WriteError, match=r"no checkpoint can be written to .*: Not a directory"):
+        Writer(tmp_path, keep=1)
+    with small_disk(tmp_path / "disk", "size=400k") as disk:
+        write(disk, snapshot(1))
+        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        with pytest.raises(WriteError, match=r"no checkpoint can be written to .*: Read-only file system"):
+            Writer(disk, keep=1)
+
+
+def test_a_pickle_with_code_is_not_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    older, path = write(tmp_path, snapshot(1)), write(tmp_path, snapshot(2))
 
     class Evil:
         def __reduce__(self) -> tuple[Any, ...]:
@@ -203,9 +268,13 @@ def test_a_pickle_with_code_is_not_run(tmp_path: Path) -> None:
         "bytes": len(content),
         "sha256": checkpoint._digest(path / checkpoint.TRAINING),
     }
-    manifest["sha256"] = checkpoint._digest_of_values(manifest)
+    manifest["sha256"] = digest_of(manifest)
     (path / checkpoint.MANIFEST).write_text(json.dumps(manifest))
-    assert find("auto", tmp_path) == path
+    assert find("auto", tmp_path) == older
+    assert "step_00000002 is passed over: training.pt is not plain data" in caplog.text
     with pytest.raises(DataError, match="is not plain data"):
         load_training(path)
+    shutil.rmtree(older)
+    with pytest.raises(DataError, match="holds no valid checkpoint"):
+        find("auto", tmp_path)
     assert not (tmp_path / "ran").exists()

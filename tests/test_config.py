@@ -13,6 +13,7 @@ import json
 import math
 import os
 import pty
+import shutil
 import subprocess
 import sys
 import time
@@ -40,6 +41,7 @@ from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
 from ddp_train.launcher.cli import _meant, wrapped
 from ddp_train.launcher.sweep import Trials, _outcome
+from ddp_train.resilience.checkpoint_files import digest_of
 from ddp_train.study import sweep_report
 from ddp_train.text import shown
 from ddp_train.training.setup import build_plan, warmup_steps
@@ -98,6 +100,13 @@ def problems_of(*words: str) -> list[str]:
     with mock.patch("ddp_train.config.overrides.compose", composed_once), pytest.raises(ConfigError) as caught:
         prepare(CONF, list(words), None)
     return caught.value.problems
+
+
+def accepted(*words: str) -> None:
+    """Prepares a run, which may use its directory again."""
+    prepared = prepare(CONF, list(words), None)
+    assert prepared.lock
+    prepared.lock.release()
 
 
 @pytest.mark.slow
@@ -611,8 +620,12 @@ def checkpoint_of(run_dir: Path, *words: str) -> Path:
     config = prepare(CONF, [*words, f"run_dir={run_dir}"], None).config
     place = run_dir / "checkpoints/step_00000010"
     place.mkdir(parents=True)
-    (place / "manifest.json").write_text(json.dumps({"step": 10, "config": dataclasses.asdict(config)}))
+    write_manifest(place, {"step": 10, "config": json.loads(json.dumps(dataclasses.asdict(config)))})
     return place
+
+
+def write_manifest(place: Path, manifest: Any) -> None:
+    (place / "manifest.json").write_text(json.dumps({**manifest, "sha256": digest_of(manifest)}))
 
 
 @pytest.mark.slow
@@ -657,6 +670,82 @@ def test_a_run_that_goes_on_otherwise_says_so(tmp_path: Path) -> None:
     (notice,) = (notice for notice in other.notices if "resumes with" in notice)
     for change in ("train.epochs=3 (was 30)", "optimizer.lr=0.05 (was 0.3)", "schedule=cosine (was constant)"):
         assert change in notice
+
+
+@pytest.mark.parametrize("text", [None, "seed: 77\n", "model: {name: cnn}\n", "- 1\n"])
+def test_what_a_run_has_is_said_by_its_checkpoint_whatever_its_config_file_says(
+    text: str | None, tmp_path: Path
+) -> None:
+    words = ["model=mlp", "train.epochs=2", "data._target_=torchvision.datasets.FakeData", "+data.size={1:2}"]
+    checkpoint_of(tmp_path / "run", *words)
+    accepted(*words, "run_dir=run")  # a mapping whose keys are numbers is another one in JSON
+    (tmp_path / "run" / FILE).unlink(missing_ok=True) if text is None else (tmp_path / "run" / FILE).write_text(text)
+    accepted(*words, "run_dir=run")
+    assert problems_of(*words, "run_dir=run", "seed=5", "optimizer=adam", "train.global_batch_size=48") == [
+        f"{key}={now}: the run in run_dir=run has {key}={then}; use that, or another run_dir"
+        for key, now, then in (("seed", 5, 0), ("optimizer", "adam", "sgd"), ("train.global_batch_size", 48, 96))
+    ]
+    (problem,) = problems_of("mode=evaluate", "checkpoint.resume=run", "run_dir=run")
+    assert "holds a training run" in problem
+
+
+def test_a_checkpoint_of_another_run_that_was_copied_in_is_noticed(tmp_path: Path) -> None:
+    checkpoint_of(tmp_path / "run", "model=mlp")
+    other = checkpoint_of(tmp_path / "other", "model=mlp", "seed=3")
+    shutil.copytree(other, tmp_path / "run/checkpoints/step_00000020")
+    (problem,) = problems_of("model=mlp", "run_dir=run")
+    assert problem == "seed=0: the run in run_dir=run has seed=3; use that, or another run_dir"
+
+
+@pytest.mark.parametrize("content", [[], 5, {"step": 10}, {"step": "x", "config": {}}, {"step": 10, "config": []},
+                                     {"step": 10, "config": {"data": [], "train": 5, "seed": {}}}])  # fmt: skip
+def test_a_manifest_of_odd_content_is_no_traceback(content: Any, tmp_path: Path) -> None:
+    place = checkpoint_of(tmp_path / "run", "model=mlp")
+    if isinstance(content, dict):
+        write_manifest(place, content)
+    else:
+        (place / "manifest.json").write_text(json.dumps(content))
+    for words in (
+        ["run_dir=run"],
+        ["run_dir=two", "checkpoint.resume=run"],
+        ["mode=evaluate", "checkpoint.resume=run"],
+    ):
+        read_run(CONF, read_overrides(CONF, words))
+        with contextlib.suppress(ConfigError):
+            accepted("model=mlp", *words)
+    (place / "manifest.json").write_text("[" * 100_000 + "]" * 100_000)
+    accepted("model=mlp", "run_dir=run")
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        (f"seed={'9' * 400}", "must be below 9223372036854775808"),
+        (f"train.epochs={'9' * 400}", "must be below 9223372036854775808"),
+        (f"seed={'9' * 5000}", "not of the form key=value"),
+        ("train.epochs=glob(*)", "glob() chooses options of a group, and train.epochs is none"),
+        ("model=glob(*)", "several values; add -m"),
+        (f"train.epochs={'[' * 1000}{']' * 1000}", "(2,013 characters): not of the form key=value"),
+        (f"train.{'a' * 300}=1", "(308 characters): no such key"),
+        (f"{'a' * 300}=1", "(302 characters): no such key"),
+        (f"run_dir={'/aaaaaaaaa' * 420}", "is too long: a name may have 255 bytes, a path 4,095"),
+        (f"checkpoint.resume={'a' * 300}", "is too long"),
+        ("name=Größe,b", "not of the form key=value"),
+        ("tuning.num_workers=1000000", "would be 1,000,000 on this host, which has"),
+        ("launch.threads_per_process=100000000", "would be 100,000,000 on this host, which has"),
+    ],
+    ids=lambda text: text[:20],
+)
+def test_words_of_any_length_and_depth_are_refused_with_a_message(word: str, expected: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        prepare(CONF, ["model=mlp", "launch.nproc_per_node=1", word], None)
+    (problem,) = caught.value.problems
+    assert problem.startswith(word.partition("=")[0][:100]) and expected in problem
+
+
+def test_letters_outside_of_ascii_need_no_quotes() -> None:
+    config, problems = read_run(CONF, read_overrides(CONF, ["name=Größe", "run_dir='ünï/a b'"]))
+    assert (problems, config.name, config.run_dir) == ([], "Größe", "ünï/a b")
 
 
 @pytest.mark.slow
@@ -874,7 +963,7 @@ def test_a_run_of_an_earlier_version_resumes(tmp_path: Path) -> None:
     place = tmp_path / "run" / "checkpoints" / "step_00000006"
     place.mkdir(parents=True)
     (tmp_path / "run" / FILE).write_text(EARLIER.read_text())
-    (place / "manifest.json").write_text(json.dumps({"step": 6, "config": yaml.safe_load(EARLIER.read_text())}))
+    write_manifest(place, {"step": 6, "config": yaml.safe_load(EARLIER.read_text())})
     words = ["model=mlp", "data.limit=200", "train.global_batch_size=48", "run_dir=run"]
     prepared = prepare(CONF, [*words, "strategy=ordered", "launch.nproc_per_node=2"], None)
     assert prepared.lock
@@ -1069,7 +1158,9 @@ def test_no_value_is_too_odd_to_be_refused(key: str, value: Any, option: int) ->
     machine = Hardware(cpus=2, gpus=option % 2)
     problems += check_rules(config) or check(config, resolve(config, machine, None), machine, None)
     for problem in problems:
-        assert problem.split("=")[0] in {*all_keys(), *OPTIONS, *SECTIONS} | {f"{s}._target_" for s in OPTIONS}
+        named = problem.split("=")[0]
+        known = {*all_keys(), *OPTIONS, *SECTIONS} | {f"{s}._target_" for s in OPTIONS}
+        assert named in known or named.startswith("data.splits.")  # which has keys of its own
     if isinstance(value, float) and not math.isfinite(value) and problems == []:
         assert shown(value) in ("nan", "inf", "-inf")
         place = functools.reduce(getattr, [part for part in (section, *inner) if part], config)

@@ -195,9 +195,8 @@ def test_a_stop_is_obeyed_while_torch_is_imported(tmp_path: Path) -> None:
         assert processes_of(job.run_dir) == {}
 
 
-SPEC = WorkerSpec(
-    ["/no/such/run", "rank=0"], {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}, {}
-)
+JOINED = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "OMP_NUM_THREADS": "1"}
+SPEC = WorkerSpec(["/no/such/run", "rank=0"], {**os.environ, **JOINED}, {})
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import torch
 
 from ddp_train.resilience.failure_report import write_json
 from ddp_train.tasks.score import Scorer
+from ddp_train.telemetry.metrics_log import MetricsFile
 
 
 @pytest.mark.parametrize("loss", [math.inf, math.nan])
@@ -22,6 +23,21 @@ def test_a_test_loss_that_is_no_number_is_warned_of(loss: float, caplog: pytest.
     assert score and not math.isfinite(score.loss) and (score.counts["accuracy"], score.samples) == (3, 4)
     (record,) = caplog.records
     assert record.levelname == "WARNING" and f"the loss of an evaluation is {loss}" in record.getMessage()
+
+
+def test_a_damaged_line_of_metrics_is_set_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "metrics.jsonl"
+    good = [{"kind": "train", "step": step} for step in (1, 2, 3)]
+    damaged = [b"xx}\n", b"\xff\x00\n", b"[1]\n", b'{"kind": "train"}\n', b'{"kind": "train", "step": "2"}\n']
+    lines = [json.dumps(line).encode() + b"\n" for line in good]
+    path.write_bytes(b"".join([lines[0], *damaged, *lines[1:]]) + b'{"kind": "tr')  # the last one by a killed process
+    log = MetricsFile(tmp_path, True, first_step=2)
+    assert log.kept == good[:2]
+    assert path.read_bytes() == b"".join(lines[:2])
+    assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == b"".join(damaged)
+    assert caplog.messages == [f"{path}: line 2 is damaged; such lines are now in {path}.damaged"]
+    MetricsFile(tmp_path, True, first_step=2)
+    assert len(caplog.messages) == 1
 
 
 def test_files_hold_no_number_that_json_has_not(tmp_path: Path) -> None:

@@ -30,7 +30,8 @@ from ddp_train.config.options.custom import CustomDataConfig
 from ddp_train.config.overrides import read_config, read_overrides
 from ddp_train.config.schema import Config
 from ddp_train.data import shards
-from ddp_train.data.batch_plan import BatchPlan
+from ddp_train.data.batch_plan import BatchPlan, MicroBatch
+from ddp_train.data.loader import Loader, LoaderOptions
 from ddp_train.data.own import UserDataset, applied, as_tensors
 from ddp_train.data.rng import keyed_generators
 from ddp_train.data.shards import INDEX, TarShards
@@ -261,6 +262,33 @@ def test_processes_that_read_different_data_are_refused() -> None:
 
 
 # --- splits -----------------------------------------------------------------------------------------------------------
+
+
+class Ending:
+    """Its sample 7 is an iterator that is exhausted."""
+
+    classes = ("left", "right")
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, number: int) -> tuple[Tensor, int]:
+        return next(iter([torch.zeros(2)] * (number != 7))), 0
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sample_that_raises_stop_iteration_is_not_the_end_of_the_data(workers: int) -> None:
+    """The evaluation was taken for one that was stopped, and the run left with 75: come back later."""
+    shares = [MicroBatch(None, step, np.arange(4) + 4 * step, 4, 1.0, True) for step in range(3)]
+    loader = Loader(UserDataset(Ending(), 0), shares, "cpu", LoaderOptions(num_workers=workers))
+    try:
+        with pytest.raises(DataError, match="Ending raised StopIteration for sample 7"):
+            list(loader)
+    finally:
+        loader.close()
+    exhausted = UserDataset(Ending(), 0, collate=lambda samples: next(iter(())))
+    with pytest.raises(DataError, match="cannot be put into one batch: StopIteration"):
+        batch(exhausted, 1)
 
 
 def test_splits_are_told_apart_by_the_signature_or_by_the_config() -> None:

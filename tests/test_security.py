@@ -20,7 +20,7 @@ from ddp_train.config.prepare import resolve_and_check
 from ddp_train.config.user_code import build_hook, instantiate
 from ddp_train.config.values import is_secret
 from ddp_train.errors import ConfigError
-from ddp_train.training.checkpoint import _digest_of_values
+from ddp_train.resilience.checkpoint_files import digest_of
 from tests.commands import ONE, ROOT, SMALL, THREE, fatal_lines, processes_of, read, run, running, weights
 
 pytestmark = pytest.mark.timeout(300)  # several commands each, on a machine that may be busy
@@ -152,11 +152,12 @@ def test_a_checkpoint_is_data_and_never_code(tmp_path: Path) -> None:
     manifest = read(checkpoint, "manifest.json")
     manifest["files"]["training.pt"] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     del manifest["sha256"]
-    (checkpoint / "manifest.json").write_text(json.dumps({**manifest, "sha256": _digest_of_values(manifest)}))
+    (checkpoint / "manifest.json").write_text(json.dumps({**manifest, "sha256": digest_of(manifest)}))
     done = run(*words, "train.max_steps=6")
     assert done.returncode == 65, done.stderr
     (fatal,) = fatal_lines(done.stderr)
-    assert "training.pt is not plain data" in fatal
+    assert "holds no valid checkpoint" in fatal
+    assert "is passed over: training.pt is not plain data" in done.stderr
     assert not marker.exists()
     torch.load(checkpoint / "training.pt", weights_only=False)
     assert marker.exists(), "the payload works where somebody lets it"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -13,8 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ddp_train.config import metrics
 from ddp_train.config.data_checks import missing_data, wrong_own_data
 from ddp_train.config.hardware import Hardware
@@ -22,9 +21,10 @@ from ddp_train.config.migrate import bind_frozen, migrated
 from ddp_train.config.options.custom import CustomConfig, CustomDataConfig
 from ddp_train.config.options.model import GptConfig, TorchvisionConfig
 from ddp_train.config.options.strategy import OrderedConfig
-from ddp_train.config.schema import TRACKERS, Config
+from ddp_train.config.schema import OPTIONS, SECTIONS, TRACKERS, Config
 from ddp_train.config.values import is_secret, leaves
 from ddp_train.distributed.world import World
+from ddp_train.resilience.checkpoint_files import MANIFEST, places, read_manifest
 from ddp_train.text import did_you_mean, shown
 
 TRUSTED_MODULES = (
@@ -103,7 +103,7 @@ def _checkpoint(asked: Config, config: Config, hardware: Hardware, world: World 
             f"checkpoint.which=best: a run goes on from its last checkpoint, checkpoint.resume={resume}; to start from "
             "the best of another run use checkpoint.resume=RUN and another run_dir"
         ]
-    if not _manifests(Path(resume)):
+    if not _with_manifests(Path(resume)):
         return [f"checkpoint.resume={resume}: holds no checkpoint; use the path of a run or a checkpoint"]
     before = manifest_config(Path(resume))
     if config.mode == "evaluate" or not before:
@@ -116,21 +116,20 @@ def _checkpoint(asked: Config, config: Config, hardware: Hardware, world: World 
     return _differences(values, f"checkpoint.resume={resume}", "checkpoint.resume=never")
 
 
-def _manifests(resume: Path) -> list[Path]:
-    """The manifests of a checkpoint, or of all checkpoints of a run, the newest first."""
-    places = (resume, *sorted((resume / "checkpoints").glob("step_????????"), reverse=True))
-    return [place / "manifest.json" for place in places if (place / "manifest.json").is_file()]
+def _with_manifests(resume: Path) -> list[Path]:
+    """A checkpoint, or all checkpoints of a run, the newest first."""
+    with contextlib.suppress(OSError):  # a name that is too long, which `check_rules` refuses later
+        return [place for place in (resume, *places(resume)) if (place / MANIFEST).is_file()]
+    return []
 
 
 def manifest_config(resume: Path) -> dict[str, Any]:
-    """The config of a checkpoint, or of the newest in a run, as plain values; {} if no manifest can be read."""
-    for path in _manifests(resume):
-        try:
-            config = json.loads(path.read_text())["config"]
-        except (OSError, ValueError, KeyError, TypeError):
-            continue  # corrupt: the worker skips it, with a warning
-        if isinstance(config, dict):
-            return migrated(config)
+    """The config of a checkpoint, or of the newest in a run, as plain values; {} if no manifest can be trusted."""
+    for path in _with_manifests(resume):
+        with contextlib.suppress(OSError, ValueError):  # corrupt: the worker skips it, with a warning
+            if config := read_manifest(path).get("config"):
+                sections = {**OPTIONS, **SECTIONS}
+                return {k: v for k, v in migrated(config).items() if isinstance(v, dict) or k not in sections}
     return {}
 
 
@@ -153,7 +152,9 @@ def _of_the_state(before: Config, config: Config) -> dict[str, tuple[Any, Any]]:
 
 def _differences(values: dict[str, tuple[Any, Any]], where: str, instead: str) -> list[str]:
     """A line for each key whose value differs from that of the run that is resumed. values: before and now."""
-    differing = {key: pair for key, pair in values.items() if pair[0] != pair[1]}
+    differing = {  # a manifest is JSON: the keys of its mappings are texts
+        key: pair for key, pair in values.items() if pair[0] != pair[1] and json.dumps(pair[0]) != json.dumps(pair[1])
+    }
     # Another option of a group has other keys: that is one mistake, not one for each of them.
     groups = tuple(f"{key}." for key in differing if "." not in key)
     return [
@@ -168,7 +169,7 @@ def _same_run(asked: Config, config: Config, hardware: Hardware, world: World | 
     held = Path(str(config.run_dir))
     if config.mode == "doctor":  # it resumes no run, and examines the disk itself
         return []
-    if not asked.run_dir or not any((held / "checkpoints").glob("step_*")) or not (held / "config.yaml").is_file():
+    if not asked.run_dir or not places(held):
         return []
     if config.mode == "evaluate":
         return [
@@ -191,15 +192,11 @@ def _same_run(asked: Config, config: Config, hardware: Hardware, world: World | 
 
 
 def held_run(config: Config) -> Config | None:
-    """The config of the run in the run directory, if this one will resume it."""
-    held = Path(str(config.run_dir))
+    """The config of the run in the run directory, if this one will resume it: that of its newest checkpoint.
+    config.yaml is what was asked for last, and may have been changed since."""
     resumes = config.mode == "train" and config.checkpoint.resume != "never"
-    if not resumes or not any((held / "checkpoints").glob("step_*")):
-        return None
-    try:
-        return bind_frozen(yaml.safe_load((held / "config.yaml").read_text()))[0]
-    except (OSError, ValueError, AttributeError, yaml.YAMLError):
-        return None
+    before = manifest_config(Path(str(config.run_dir))) if resumes else {}
+    return bind_frozen(before)[0] if before else None
 
 
 def changed(before: Config, config: Config) -> list[str]:

@@ -8,6 +8,8 @@ needed: workers load a frozen config, and start without Hydra.
 from __future__ import annotations
 
 import dataclasses
+import os
+import re
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,6 +38,8 @@ MULTIPLE_CHOICE = ("tracker",)
 """Groups of which several options may be chosen."""
 STUDY = "study"
 """A mode and its files, which are not part of a run's config."""
+LONGEST = 200
+"""Letters of a key, and of a word in a message."""
 SCHEMA = "_schema"
 """Where Hydra finds the defaults of the schema: `_schema/optimizer/adam` before conf/optimizer/adam.yaml."""
 
@@ -63,12 +67,15 @@ def read_overrides(conf: Path, arguments: list[str], sweep: bool = False) -> Ove
     read = Overrides([], {}, {}, [])
     for argument in arguments:
         try:
-            override = OverridesParser.create().parse_override(argument)
+            override = OverridesParser.create().parse_override(quoted(argument))
             if not override.key_or_group:
                 raise HydraException
-        except HydraException:
-            problem = f"{argument}: not of the form key=value"
+        except (HydraException, RecursionError, ValueError):  # ValueError: Python reads no integers of 4,300 digits
+            problem = f"{shortened(argument)}: not of the form key=value"
             read.problems.append(problem + ("" if "=" in argument else ", '=' is missing"))
+            continue
+        if len(override.key_or_group) > LONGEST:  # Hydra would look for a file of that name
+            read.problems.append(f"{shortened(argument)}: no such key")
             continue
         _read_override(conf, override, sweep, read)
     for section, target, source in _own_classes(conf, read):
@@ -80,6 +87,18 @@ def read_overrides(conf: Path, arguments: list[str], sweep: bool = False) -> Ove
         if f"{section}=custom" not in read.arguments:
             read.arguments.insert(0, f"{section}=custom")
     return read
+
+
+def quoted(argument: str) -> str:
+    """An override whose value has letters outside of ASCII, in quotes: Hydra's grammar knows them there alone."""
+    key, equals, value = argument.partition("=")
+    plain = not value.isascii() and key.isascii() and re.fullmatch(r"[^'\"\[\]{}(),\\$]*", value)
+    return f"{key}{equals}'{value}'" if plain else argument
+
+
+def shortened(text: str) -> str:
+    """For a message: a word may be as long as a file."""
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}... ({len(text):,} characters)"
 
 
 def _own_classes(conf: Path, read: Overrides) -> Iterator[tuple[str, Any, str]]:
@@ -100,8 +119,10 @@ def _own_classes(conf: Path, read: Overrides) -> Iterator[tuple[str, Any, str]]:
 
 
 def _read_override(conf: Path, override: Override, sweep: bool, read: Overrides) -> None:
+    from hydra.core.override_parser.types import Glob
+
     argument, name = override.input_line or "", override.key_or_group
-    is_group = (conf / name).is_dir()
+    is_group = os.path.isdir(conf / name)  # noqa: PTH112  Path.is_dir raises for a name that is too long
     if name.split(".")[0].split("/")[0] == "hydra":
         foreign = [text for key, text in leaves(override.value(), name) if _names_code(key) and _is_foreign(text)]
         if foreign:
@@ -114,8 +135,14 @@ def _read_override(conf: Path, override: Override, sweep: bool, read: Overrides)
         read.problems.append(f"{argument}: no key can be removed; leave it out for its default")
     elif override.is_sweep_override():
         countable = override.is_choice_sweep() or override.is_range_sweep()
-        read.swept[name] = list(override.sweep_string_iterator()) if countable else []
-        if sweep:
+        value = override.value()
+        if is_glob := isinstance(value, Glob):
+            read.swept[name] = value.filter(sorted(path.stem for path in (conf / name).glob("*.yaml")))
+        else:
+            read.swept[name] = list(override.sweep_string_iterator()) if countable else []
+        if is_glob and not is_group:
+            read.problems.append(f"{argument}: glob() chooses options of a group, and {name} is none; name the values")
+        elif sweep:
             read.arguments.append(argument if is_group else "++" + argument.lstrip("+"))
         elif name in MULTIPLE_CHOICE:
             several = ",".join(read.swept[name])

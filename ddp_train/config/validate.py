@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
 from typing import Any
 
@@ -15,11 +16,18 @@ from ddp_train.distributed.environment import hosts_requested, srun_tasks
 from ddp_train.distributed.world import World
 from ddp_train.text import counted, did_you_mean, shown
 
+LONGEST_NAME, LONGEST_PATH = 255, 4095
+"""In bytes (linux/limits.h)."""
+MOST_BESIDE = 256
+"""Loader processes, or threads, of a host of whatever size."""
+LARGEST = 2**63
+"""Of what libraries take for a whole number; nothing that a key counts comes near it."""
+
 
 def check(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
     """The problems of a config whose values obey `check_rules`. asked: what the user wrote; config: after `resolve`."""
     checks = (
-        *(_mode, _devices, _backend, _under_torchrun, _under_srun, _hosts, _process_count),
+        *(_mode, _devices, _too_many, _backend, _under_torchrun, _under_srun, _hosts, _process_count),
         *conflicts.CHECKS,
         *external_checks.CHECKS,
     )
@@ -57,9 +65,11 @@ def _broken_rule(value: Any, rules: Any) -> str:
         if "literals" in rules and value not in rules["literals"]:
             kind = "a whole number" if "at_least" in rules else "true, false"
             return f"must be {kind} or {' or '.join(rules['literals'])}"
+        if len(os.fsencode(value)) > LONGEST_PATH or any(len(os.fsencode(p)) > LONGEST_NAME for p in value.split("/")):
+            return f"is too long: a name may have {LONGEST_NAME} bytes, a path {LONGEST_PATH:,}"
     if isinstance(value, bool) or not isinstance(value, int | float):
         return ""
-    if not math.isfinite(value):
+    if isinstance(value, float) and not math.isfinite(value):
         return "must be a finite number"
     bounds = (
         ("at_least", "at least", lambda bound: value >= bound),
@@ -68,6 +78,7 @@ def _broken_rule(value: Any, rules: Any) -> str:
         ("below", "below", lambda bound: value < bound),
     )
     broken = [f"{text} {rules[name]}" for name, text, holds in bounds if name in rules and not holds(rules[name])]
+    broken = broken or [f"below {LARGEST}"] * (isinstance(value, int) and value >= LARGEST)
     return f"must be {' and '.join(broken)}" if broken else ""
 
 
@@ -99,6 +110,21 @@ def _devices(asked: Config, config: Config, hardware: Hardware, world: World | N
             "or device=cpu"
         ]
     return []
+
+
+def _too_many(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
+    """Loader processes and threads of all ranks of this host: each has a cost, whether it has work or not."""
+    ranks, most = int(config.launch.nproc_per_node), max(MOST_BESIDE, 8 * hardware.cpus)
+    wanted = {
+        "tuning.num_workers": int(config.tuning.num_workers),
+        "launch.threads_per_process": int(config.launch.threads_per_process),
+    }
+    return [
+        f"{key}={number}: would be {number * ranks:,} on this host, which has {counted(hardware.cpus, 'core')}; use at "
+        f"most {most // ranks}"
+        for key, number in wanted.items()
+        if number * ranks > max(most, ranks)
+    ]
 
 
 def _backend(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:

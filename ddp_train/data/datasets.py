@@ -183,7 +183,7 @@ def check_same_data(name: str, root: str | None, then: dict[str, str], now: dict
     changed = next(key for key in {**then, **now} if then.get(key) != now.get(key))
     what = f"sample {changed} differs" if changed.isdigit() else f"the {changed} of its samples differ"
     if changed == "count":
-        what = f"{now['count']} samples, not {then['count']}"
+        what = f"{now['count']} samples, not {then.get('count', 'known how many')}"
     raise DataError(
         f"data={name}{where} changed since the checkpoint: {what}",
         "restore the old data, or start a new run with checkpoint.resume=never",

@@ -103,9 +103,10 @@ class UserDataset:
             seed(self._key(epoch, numbers[0], "collate"))
             try:
                 return self.collate(samples)
-            except (TypeError, RuntimeError) as error:
+            except (TypeError, RuntimeError, StopIteration) as error:
+                why = first_line(error) or type(error).__name__
                 raise DataError(
-                    f"data._target_: samples of {self.name} cannot be put into one batch: {first_line(error)}",
+                    f"data._target_: samples of {self.name} cannot be put into one batch: {why}",
                     "return tensors, arrays, images or numbers of one shape, for images with data.transform="
                     "[{_target_:torchvision.transforms.v2.Resize,size:[224,224]}], or give the data set a method "
                     "collate_fn(samples), or data.collate_fn=package.function",
@@ -128,9 +129,15 @@ class UserDataset:
         return hash_key(self.seed, "augment", -1 if epoch is None else epoch, number, *purpose)
 
     def _sample(self, number: int, epoch: int | None, seed: Callable[[int], None]) -> Any:
-        sample = self._untransformed(number, epoch, seed)
-        for transform in self.transforms:
-            sample = applied(transform, sample)
+        try:
+            sample = self._untransformed(number, epoch, seed)
+            for transform in self.transforms:
+                sample = applied(transform, sample)
+        except StopIteration as error:  # whoever reads the batches would take it for their end
+            raise DataError(
+                f"data._target_: {self.name} raised StopIteration for sample {number}",
+                "give every sample below its len(); call next(iterator, default) in __getitem__ and transforms",
+            ) from error
         return sample
 
     def _untransformed(self, number: int, epoch: int | None, seed: Callable[[int], None]) -> Any:

@@ -10,10 +10,12 @@ import json
 import os
 import re
 import socket
+import sys
 import time
 from pathlib import Path
 
 from ddp_train.distributed.world import World
+from ddp_train.errors import ConfigError
 from ddp_train.linux import start_time
 
 LISTEN_SOCKET = "DDP_TRAIN_LISTEN_FD"
@@ -22,6 +24,7 @@ LAUNCHER_PID = "DDP_TRAIN_LAUNCHER_PID"
 """Process id of our launcher; not set under torchrun."""
 EXIT_CODE_FILE = "DDP_TRAIN_EXIT_CODE_FILE"
 """File to which workers append their exit codes; set only if our launcher started the torchrun agent."""
+_NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
 REPORTED = "reported"
 """Line of that file for a worker that has reported its failure to the user."""
 STATUS_FD = "DDP_TRAIN_STATUS_FD"
@@ -36,6 +39,14 @@ def world_from_environment() -> World | None:
     env = os.environ
     if "RANK" not in env or "WORLD_SIZE" not in env:
         return None
+    numbers = {name: env[name] for name in _NUMBERS if name in env}
+    wrong = [f"{name}={number}" for name, number in numbers.items() if not re.fullmatch(r"\d{1,9}", number)]
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
+    if wrong or missing:
+        what = f"{wrong[0]} is no number" if wrong else f"RANK={env['RANK']} is set and {missing[0]} is not"
+        raise ConfigError(
+            [f"environment: {what}; start with torchrun, or `unset {' '.join(numbers)}` before the start"]
+        )
     return World(
         rank=int(env["RANK"]),
         size=int(env["WORLD_SIZE"]),
@@ -44,6 +55,14 @@ def world_from_environment() -> World | None:
         attempt=int(env.get("TORCHELASTIC_RESTART_COUNT", 0)),
         run_id=env.get("TORCHELASTIC_RUN_ID", ""),
     )
+
+
+def restart_in_utf8() -> None:
+    """Starts this program anew, in the same process, if its locale cannot write every name: LC_ALL=C without Python's
+    own remedies. Children inherit what that takes."""
+    if sys.getfilesystemencoding().lower() != "utf-8":
+        command = [sys.executable, "-X", "utf8", *sys.orig_argv[1:]]
+        os.execve(sys.executable, command, {**os.environ, "PYTHONUTF8": "1"})
 
 
 def worker_environment(

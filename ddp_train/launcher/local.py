@@ -22,8 +22,9 @@ from ddp_train.errors import ConfigError, DataError, HangError, LaunchError, Wri
 from ddp_train.launcher.fork_server import ForkedWorker, ForkServer, WorkerSpec
 from ddp_train.linux import adopting_orphans, oom_kills
 from ddp_train.resilience import failure_report
+from ddp_train.resilience.checkpoint_files import places
 from ddp_train.resilience.hang_detector import HangDetector, working_stack
-from ddp_train.resilience.heartbeat import END, STARTING, StatusBoard
+from ddp_train.resilience.heartbeat import STARTING, StatusBoard
 from ddp_train.resilience.just_in_time import Loss, save_by_survivor
 from ddp_train.resilience.preemption import (
     INTERRUPTED,
@@ -119,7 +120,7 @@ def _print_unsaved(run_dir: Path, stop: StopRequests) -> None:
     if sys.stdout.isatty():
         sys.stdout.write("\x1b[?25h")  # the cursor, which rank 0's progress bar has hidden
     by = f" by {signal.Signals(stop.received[0]).name}" if stop.received else ""
-    if any(run_dir.glob("checkpoints/step_*")):
+    if places(run_dir):
         print(f"stopped{by} before it could save; run_dir={run_dir} resumes from its last checkpoint", file=sys.stderr)
     else:
         print(f"stopped{by}; nothing was saved", file=sys.stderr)
@@ -189,14 +190,14 @@ class Attempt:
         detector = HangDetector(self.board, [worker.pid for worker in self.workers], self.config.launch.timeout_seconds)
         deadline = math.inf  # set by a stop
         while True:
-            codes = [worker.poll() for worker in self.workers]
+            codes = [self.board.ranks[rank].believed(worker.poll()) for rank, worker in enumerate(self.workers)]
             if any(code in STOPPED for code in codes):
                 return UNSAVED  # with one rank gone the others cannot agree on a step
             if None in codes and (self.stop.repeated or time.monotonic() > deadline):
                 return UNSAVED
             if failed := self._failed_ranks(codes):
                 self._save_by_survivor(failed)
-                code = self._report_exit(failed)
+                code = self._report_exit(failed, codes)
                 self._wait_for_checkpoint(deadline)
                 if self.saved_step is not None:
                     print(f"step {self.saved_step} is saved: a rank that went on had it", file=sys.stderr)
@@ -212,9 +213,8 @@ class Attempt:
             time.sleep(POLL_SECONDS)
 
     def _failed_ranks(self, codes: list[int | None]) -> list[int]:
-        """Ranks that exited with 0 before their work was done, then ranks that exited with the code of a failure."""
-        early = [rank for rank, code in enumerate(codes) if code == 0 and self.board.ranks[rank].phase != END]
-        return early + [rank for rank, code in enumerate(codes) if code not in (None, 0, SAVED)]
+        """Ranks that exited with the code of a failure, or with one that they did not announce."""
+        return [rank for rank, code in enumerate(codes) if code not in (None, 0, SAVED)]
 
     def _save_by_survivor(self, failed: list[int]) -> None:
         """Only if a rank was killed: an exception, or an exit by the rank itself, would come again at the same step."""
@@ -237,9 +237,9 @@ class Attempt:
             print("no other rank could save its state: see their logs", file=sys.stderr)
         self.lost = Loss(failed[0], step, at)
 
-    def _report_exit(self, failed: list[int]) -> int:
+    def _report_exit(self, failed: list[int], codes: list[int | None]) -> int:
         """Reports the first failed worker that did not report by itself. Returns the exit code of the attempt."""
-        unreported = [rank for rank in failed if self.workers[rank].returncode not in SELF_REPORTED]
+        unreported = [rank for rank in failed if codes[rank] not in SELF_REPORTED]
         if unreported:
             rank = unreported[0]
             failure = failure_report.failure_from_exit(
@@ -254,8 +254,7 @@ class Attempt:
             stack = failure_report.stack_of(rank, working_stack(self.run_dir, rank))
             failure_report.report(self.run_dir, failure, described(self.config), stack)
         else:
-            failure_report.wait_for_report(self.run_dir, REPORT_SECONDS)
-        codes = [worker.returncode for worker in self.workers if worker.returncode and worker.returncode > 0]
+            failure_report.wait_for_report(self.run_dir, REPORT_SECONDS, self.board.has_told)
         return next(
             (code for code in codes if code in SELF_REPORTED and code != LaunchError.exit_code), LaunchError.exit_code
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -11,7 +12,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -127,7 +128,9 @@ def failure_from_exit(
     """
     kind, remedy = "died", f"see {log_file}"
     if returncode < 0:
-        detail = f"the process was killed by {signal.Signals(-returncode).name}"
+        known = -returncode in {*signal.Signals}  # most real-time signals have a number only
+        name = signal.Signals(-returncode).name if known else f"signal {-returncode}"
+        detail = f"the process was killed by {name}"
         if returncode == -signal.SIGKILL and oom_killed:
             kind, remedy = "oom", _LESS_MEMORY
             detail = f"killed by the kernel's OOM killer; memory before: {sizes}"
@@ -135,7 +138,7 @@ def failure_from_exit(
             remedy = "find out who sent it: a person, a batch system, or a container at its memory limit"
     else:
         detail = f"the process exited with code {returncode} before the run was done"
-        if not returncode:
+        if returncode != 1:  # 1: a traceback before the worker could report
             remedy = "a worker must not exit by itself: look for os._exit() and similar calls"
     step, phase = status.step, status.phase
     return Failure(kind, rank, socket.gethostname(), step, phase, detail, remedy, str(log_file), 70)
@@ -173,7 +176,8 @@ def report(
     except OSError as write_error:  # the disk is full or the directory gone: print the failure all the same
         log.error("%s cannot be written: %s", run_dir / FILE, write_error)
     finally:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
     out = stream or sys.stderr
     out.write(trace + headline(failure) + "\n")
     out.flush()
@@ -214,14 +218,14 @@ def headline(failure: Failure) -> str:
     )
 
 
-def wait_for_report(run_dir: Path, seconds: float) -> bool:
+def wait_for_report(run_dir: Path, seconds: float, told: Callable[[], bool] = bool) -> bool:
     """Waits up to `seconds` for failure.json, so that a worker with a peer error lets the failing rank report first.
 
-    Returns whether the file is there.
+    told: whether a failure was reported that could not be written. Returns whether one was reported.
     """
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        if (run_dir / FILE).exists():
+        if (run_dir / FILE).exists() or told():
             return True
         time.sleep(0.05)
     return False

@@ -6,6 +6,7 @@ worker counts beats, five a second: if the count stops, the process is stopped o
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import mmap
@@ -24,6 +25,8 @@ SAVED_POLL_SECONDS = 0.02
 START_SECONDS = 120.0
 """The least hang timeout until a rank has done its first batch: torch is imported from a cold disk, processes connect,
 models are compiled."""
+UNREPORTED = 256
+"""No exit code: that of a worker which did not announce its own."""
 END = "end"
 """The phase of a worker that has completed its work."""
 PHASES = (
@@ -66,7 +69,10 @@ class RankStatus(ctypes.Structure):
 
     _fields_ = tuple(
         (name, ctypes.c_int64)
-        for name in ("beats", "step", "batches", "resident_bytes", "saving", "_phase", "state", "order", "acted")
+        for name in (
+            *("beats", "step", "batches", "resident_bytes", "saving", "_phase", "_leaves_with", "has_told"),
+            *("state", "order", "acted"),
+        )
     )
     step: int
     batches: int
@@ -76,6 +82,8 @@ class RankStatus(ctypes.Structure):
     """Resident memory of the process at its last beat."""
     saving: int
     """1 while a checkpoint is being written, in whatever phase the worker is."""
+    has_told: int
+    """1 once the worker has told the user of its failure, whether that could be written to a file or not."""
     state: int
     """STARTING, TRAINING, STOPPED, SAVED or NOT_SAVED."""
     order: int
@@ -97,6 +105,17 @@ class RankStatus(ctypes.Structure):
 
     def snapshot(self) -> StatusSnapshot:
         return StatusSnapshot(self.beats, self.step, self.batches, self.phase)
+
+    def leaving(self, code: int) -> int:
+        """Says with which exit code the worker is about to end by itself. Returns it."""
+        self._leaves_with = code + 1
+        return code
+
+    def believed(self, returncode: int | None) -> int | None:
+        """How a worker ended: `returncode`, as subprocess gives it, or UNREPORTED if that is an exit code that the
+        worker did not announce by `leaving`. Some code in it has called os._exit()."""
+        announced = returncode is None or returncode < 0 or returncode + 1 == self._leaves_with
+        return returncode if announced else UNREPORTED
 
     def set_saving(self, saving: bool) -> None:
         """Says whether a checkpoint is being written."""
@@ -161,6 +180,10 @@ class StatusBoard:
     def close(self) -> None:
         os.close(self.descriptor)
 
+    def has_told(self) -> bool:
+        """Whether a worker of this host has told the user of a failure."""
+        return any(status.has_told for status in self.ranks)
+
     def sizes(self) -> str:
         """Resident memory of each rank at its last beat: `rank 0 1.20 GiB, rank 1 3.40 GiB`."""
         return ", ".join(
@@ -184,5 +207,6 @@ def show_stacks(run_dir: Path, rank: int) -> None:
 def remove_empty_stacks(run_dir: Path, rank: int) -> None:
     """Removes a stack file to which nothing was written, at the end of a run."""
     file = stack_file(run_dir, rank)
-    if file.exists() and file.stat().st_size == 0:
-        file.unlink()
+    with contextlib.suppress(OSError):
+        if file.exists() and file.stat().st_size == 0:
+            file.unlink()

@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+from ddp_train.resilience.checkpoint_files import places
 from ddp_train.resilience.failure_report import FILE
 
 SAME_FAILURES = 3
@@ -43,8 +44,7 @@ class RestartPolicy:
         )
 
     def _newest_step(self) -> int:
-        steps = [int(path.name[5:]) for path in (self.run_dir / "checkpoints").glob("step_????????")]
-        return max(steps, default=-1)
+        return max((int(path.name.removeprefix("step_")) for path in places(self.run_dir)), default=-1)
 
     def _failure(self) -> tuple[str, ...]:
         """Kind, rank, step and detail of the reported failure, with all numbers in the detail replaced by `#`: seconds,

@@ -122,7 +122,7 @@ def largest_difference(one: dict[int, float], other: dict[int, float]) -> float 
 
 def weights(run_dir: Path) -> dict[str, Any] | None:
     """Parameters and buffers of the newest checkpoint, by name; None if there is none."""
-    newest = max((run_dir / "checkpoints").glob("step_*/model.safetensors"), default=None)
+    newest = max(run_dir.glob("checkpoints/step_*[0-9]/model.safetensors"), default=None)
     return load_file(newest) if newest else None
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 METRICS = "metrics.jsonl"
+DAMAGED = METRICS + ".damaged"
 log = logging.getLogger(__name__)
 
 
@@ -29,10 +30,26 @@ class MetricsFile:
         self.listeners: list[Callable[[dict[str, Any]], None]] = []
         """Called with each line, whether it could be written or not."""
         if active and self.path.is_file():
-            self.kept = [line for text in _whole_lines(self.path) if (line := json.loads(text))["step"] <= first_step]
-            part = self.path.with_name(METRICS + ".part")
-            part.write_text("".join(json.dumps(line) + "\n" for line in self.kept))
-            part.replace(self.path)
+            try:
+                self._take_up(first_step)
+            except OSError as error:
+                self._warn(error)
+
+    def _take_up(self, first_step: int) -> None:
+        """Keeps the lines up to `first_step`, and sets those aside that are none."""
+        lines = self.path.read_bytes().splitlines(keepends=True)
+        if lines and not lines[-1].endswith(b"\n"):  # a killed process left it half written
+            lines.pop()
+        parsed = [_parsed(line) for line in lines]
+        self.kept = [line for line in parsed if line and line["step"] <= first_step]
+        if damaged := [number for number, line in enumerate(parsed) if line is None]:
+            aside = self.path.with_name(DAMAGED)
+            with aside.open("ab") as file:
+                file.writelines(lines[number] for number in damaged)
+            log.warning("%s: line %d is damaged; such lines are now in %s", self.path, damaged[0] + 1, aside)
+        part = self.path.with_name(METRICS + ".part")
+        part.write_text("".join(json.dumps(line) + "\n" for line in self.kept))
+        part.replace(self.path)
 
     def has(self, kind: str, step: int) -> bool:
         """Whether it began with a line of this kind and step."""
@@ -52,11 +69,19 @@ class MetricsFile:
                     file.truncate(before)
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            if not self.warned:
-                self.warned = True
-                log.warning("%s cannot be written: %s; training goes on", self.path, error)
+            self._warn(error)
+
+    def _warn(self, error: OSError) -> None:
+        if not self.warned:
+            self.warned = True
+            log.warning("%s cannot be written: %s; training goes on", self.path, error)
 
 
-def _whole_lines(path: Path) -> list[str]:
-    """All but a last line that a killed process left half written."""
-    return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("}\n")]
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    """A line of the file; None if it is damaged."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    whole = isinstance(found, dict) and type(found.get("step")) is int and isinstance(found.get("kind"), str)
+    return found if whole else None

@@ -17,7 +17,7 @@ import math
 import os
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -30,10 +30,12 @@ from torch import Tensor, nn
 
 from ddp_train.errors import DataError, OwnershipLostError, WriteError
 from ddp_train.resilience import run_lock
+from ddp_train.resilience.checkpoint_files import MANIFEST, check_writable, digest_of, place_of, places, read_manifest
 from ddp_train.tensor_tree import map_tensors, tensors
+from ddp_train.text import first_line
 from ddp_train.training.selection import Selection
 
-MODEL, AVERAGE, TRAINING, MANIFEST = "model.safetensors", "ema.safetensors", "training.pt", "manifest.json"
+MODEL, AVERAGE, TRAINING = "model.safetensors", "ema.safetensors", "training.pt"
 BEST = "best"
 """The link to the best checkpoint of a run, beside it."""
 log = logging.getLogger(__name__)
@@ -80,10 +82,10 @@ class Writer:
         self.thread: threading.Thread | None = None
         self.error: Exception | None = None
         self.owner = run_lock.owner(run_dir / run_lock.FILE)
-        for part in run_dir.glob("checkpoints/step_*.part-*"):  # a process was killed while it wrote or removed it
-            shutil.rmtree(part)
-        for part in run_dir.glob(f"checkpoints/{BEST}.part-*"):
-            part.unlink()
+        self.told: set[Path] = set()
+        """What could not be removed, and was warned of."""
+        self._remove_leftovers()
+        check_writable(run_dir / "checkpoints")
 
     def submit(self, take: Callable[[], Snapshot]) -> None:
         """Waits until the one before is written, takes a snapshot and begins to write it."""
@@ -113,12 +115,32 @@ class Writer:
         try:
             self.error = None
             write(self.run_dir, snapshot, self.owner)
-            _remove_old(self.run_dir / "checkpoints", snapshot.step, self.keep, self.selection)
+            for old in _superseded(self.run_dir, snapshot.step, self.keep, self.selection):
+                with self._removing(old):
+                    old.rename(old.with_name(f"{old.name}.part-old"))  # never half a checkpoint under its name
+            self._remove_leftovers()
         except Exception as error:  # noqa: BLE001  `submit` and `finish` raise it in the training thread
             self.error = error  # a WriteError counts if it is the last word: until then training goes on
             log.warning("%s; training continues, and the next checkpoint is tried", error)
         finally:
             self.on_saving(False)
+
+    def _remove_leftovers(self) -> None:
+        """What a killed process had half written or removed, and what could not be removed before."""
+        folder = self.run_dir / "checkpoints"
+        for part in [*folder.glob("step_*.part-*"), *folder.glob(f"{BEST}.part-*")]:
+            with self._removing(part):
+                part.unlink() if part.is_symlink() else shutil.rmtree(part)
+
+    @contextlib.contextmanager
+    def _removing(self, path: Path) -> Iterator[None]:
+        """Inside, an error of the file system is a warning, one for each path."""
+        try:
+            yield
+        except OSError as error:
+            if path not in self.told:
+                log.warning("%s cannot be removed: %s; each later checkpoint tries again", path, error)
+            self.told.add(path)
 
 
 def write(run_dir: Path, snapshot: Snapshot, owner: dict[str, str] | None = None) -> Path:
@@ -140,16 +162,16 @@ def write(run_dir: Path, snapshot: Snapshot, owner: dict[str, str] | None = None
         names = sorted(path.name for path in part.iterdir())
         files = {name: {"bytes": (part / name).stat().st_size, "sha256": _digest(part / name)} for name in names}
         manifest = {"step": step, **snapshot.manifest, "files": files}
-        (part / MANIFEST).write_text(json.dumps({**manifest, "sha256": _digest_of_values(manifest)}, indent=1))
+        (part / MANIFEST).write_text(json.dumps({**manifest, "sha256": digest_of(manifest)}, indent=1))
         for path in (*(part / name for name in names), part / MANIFEST, part):
             _flush(path)
         run_lock.check_owner(run_dir, owner or {})  # just before the renames: what is written aside disturbs nobody
         if final.exists():  # the same step once more: the run resumed from an older one, for this one is corrupt
-            final.rename(final.with_name(f"{final.name}.part-corrupt"))
+            final.rename(final.with_name(f"{final.name}.part-corrupt-{os.getpid()}"))  # goes with the leftovers
         part.rename(final)
         _flush(final.parent)
     except OwnershipLostError:
-        shutil.rmtree(part)
+        shutil.rmtree(part, ignore_errors=True)
         raise
     except (OSError, RuntimeError, SafetensorError) as error:  # a full disk is an OSError, or a RuntimeError of torch's
         shutil.rmtree(part, ignore_errors=True)
@@ -160,33 +182,28 @@ def write(run_dir: Path, snapshot: Snapshot, owner: dict[str, str] | None = None
             f"({free:,} bytes free, some {needed:,} needed)",
             "free some space, or continue in another run_dir with checkpoint.resume=PATH",
         ) from error
-    shutil.rmtree(final.with_name(f"{final.name}.part-corrupt"), ignore_errors=True)
     return final
 
 
-def _remove_old(folder: Path, newest: int, keep: int, selection: Selection | None) -> None:
-    """Removes all but the newest `keep` checkpoints and the best one, once that of step `newest` is verified."""
-    final = folder / f"step_{newest:08d}"
+def _superseded(run_dir: Path, newest: int, keep: int, selection: Selection | None) -> list[Path]:
+    """All but the newest `keep` checkpoints and the best one, which is linked. Verifies that of step `newest` first."""
+    final = place_of(run_dir, newest)
     defect = _defect(final)
     if defect:
         raise WriteError(f"the checkpoint {final} is corrupt as soon as it is written: {defect}", "check the disk")
     # A later step than this one's was passed over when the run resumed: it goes before any that can be trusted.
-    others = sorted(path for path in folder.glob("step_????????") if path != final)
+    others = sorted(path for path in places(run_dir) if path != final)
     others.sort(key=lambda path: path < final)
     best = _best([*others, final], selection) if selection else None
     if best:
         _link_best(best)
-    for old in others[: max(0, len(others) - (keep - 1))]:
-        if old != best:
-            aside = old.with_name(f"{old.name}.part-old")  # never half a checkpoint under a checkpoint's name
-            old.rename(aside)
-            shutil.rmtree(aside)
+    return [old for old in others[: max(0, len(others) - (keep - 1))] if old != best]
 
 
-def _best(places: list[Path], selection: Selection) -> Path | None:
+def _best(kept: list[Path], selection: Selection) -> Path | None:
     """The checkpoint whose score is the best, the earliest of equal ones; None if none has a finite score."""
     scored = []
-    for place in sorted(places):
+    for place in sorted(kept):
         with contextlib.suppress(OSError, ValueError):  # a corrupt one is nobody's best
             score = read_manifest(place).get(selection.split)
             rank = selection.rank(score) if score else [math.inf]
@@ -227,7 +244,7 @@ def find(resume: str, run_dir: Path, which: str = "last") -> Path | None:
             )
         candidates = [link.parent / link.readlink()]
     else:
-        candidates = sorted((place / "checkpoints").glob("step_????????"), reverse=True)
+        candidates = places(place)
     for path in candidates:
         defect = _defect(path)
         if defect is None:
@@ -239,11 +256,6 @@ def find(resume: str, run_dir: Path, which: str = "last") -> Path | None:
     raise DataError(
         f"{place} holds no valid checkpoint", f"name another checkpoint.resume=PATH, or {last}checkpoint.resume=never"
     )
-
-
-def place_of(run_dir: Path, step: int) -> Path:
-    """Where the checkpoint of a step is, if there is one."""
-    return run_dir / "checkpoints" / f"step_{step:08d}"
 
 
 def existing(run_dir: Path, step: int) -> str | None:
@@ -262,7 +274,7 @@ def described(path: Path) -> dict[str, Any]:
         score = manifest[selection.split]
         metric = selection.metrics_of(score)[0]
         found |= {"which": "best", "metric": f"{selection.split}.{metric}", "value": score[metric]}
-    elif path == max(path.parent.glob("step_????????"), default=path):
+    elif path == next(iter(places(path.parent.parent)), path):
         found["which"] = "last"
     return found
 
@@ -290,29 +302,28 @@ def load_training(path: Path) -> dict[str, Any]:
         raise DataError(f"{path / TRAINING} is not plain data", "name another checkpoint.resume=PATH") from error
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint: step, files, config."""
-    return json.loads((path / MANIFEST).read_text())
-
-
 def _defect(path: Path) -> str | None:
     """Why a checkpoint cannot be trusted, or None if it can."""
     try:
-        manifest = read_manifest(path)
-        if manifest.pop("sha256") != _digest_of_values(manifest):
-            return f"{MANIFEST} does not match its sha256"
-        for name, expected in manifest["files"].items():
-            if (path / name).stat().st_size != expected["bytes"]:
+        files = read_manifest(path).get("files", {})
+    except (OSError, ValueError) as error:
+        return f"{MANIFEST} cannot be used: {error}"
+    for name in {MODEL: 0, TRAINING: 0, **files}:
+        expected = files.get(name)
+        if not isinstance(expected, dict):
+            return f"{MANIFEST} says nothing of {name}"
+        try:
+            if (path / name).stat().st_size != expected.get("bytes"):
                 return f"{name} has the wrong size"
-            if _digest(path / name) != expected["sha256"]:
+            if _digest(path / name) != expected.get("sha256"):
                 return f"{name} does not match its sha256"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{MANIFEST} cannot be read: {error!r}"
+        except (OSError, ValueError) as error:
+            return f"{name} cannot be read: {error}"
+    try:
+        torch.load(path / TRAINING, weights_only=True, map_location="meta", mmap=True)  # reads no tensor
+    except (UnpicklingError, RuntimeError) as error:
+        return f"{TRAINING} is not plain data: {first_line(error)}"
     return None
-
-
-def _digest_of_values(values: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def _digest(path: Path) -> str:

@@ -30,6 +30,7 @@ from torch import Tensor
 from ddp_train.distributed.connections import break_connections
 from ddp_train.distributed.process_group import set_buffers
 from ddp_train.resilience import run_lock
+from ddp_train.resilience.checkpoint_files import places, read_manifest
 from ddp_train.resilience.failure_report import is_peer_error
 from ddp_train.resilience.heartbeat import (
     NO_ORDER,
@@ -62,7 +63,7 @@ OTHER_SECONDS = 0.2
 END_SECONDS = 600.0
 """The longest wait for the next order, or for the end."""
 MARK = "just_in_time"
-"""The entry of the manifest, and of `training.pt`."""
+"""The entry of the manifest that tells these checkpoints from others."""
 log = logging.getLogger(__name__)
 
 
@@ -233,10 +234,11 @@ class JustInTime:
         snapshot = self.snapshot(job)
         if snapshot is None:
             return False
-        place = checkpoint.write(self.run_dir, snapshot, self.owner)
-        for older in place.parent.glob("step_????????"):  # of the deaths before, without a hook that removed them
-            if older < place and checkpoint.read_manifest(older).get(MARK):
-                shutil.rmtree(older, ignore_errors=True)
+        new = checkpoint.write(self.run_dir, snapshot, self.owner)
+        for place in places(self.run_dir):  # of the deaths before, which no hook has removed yet
+            with contextlib.suppress(OSError, ValueError):  # what cannot be read was not written here
+                if place < new and read_manifest(place).get(MARK):
+                    shutil.rmtree(place)
         return True
 
     def snapshot(self, job: Job) -> Snapshot | None:

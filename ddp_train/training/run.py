@@ -187,7 +187,7 @@ class Run:
         """Weights, buffers of every rank, optimizer and counters, from a checkpoint."""
         data = self.config.data
         if self.run_dir in found.parents:
-            then = checkpoint.read_manifest(found)["data_digests"]
+            then = checkpoint.read_manifest(found).get("data_digests", {})
             check_same_data(data.name, getattr(data, "root", None), then, data_digests)
         training = checkpoint.load_training(found)
         note = averaging.restore(found, training, job.stepper.average, job.module, self.world.rank)

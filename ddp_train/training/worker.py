@@ -88,6 +88,10 @@ def run(config: Config, world: World, get_store: Callable[[], Store]) -> int:
     status = board.ranks[world.rank] if board else RankStatus()
     reporter = FailureReporter(config, world, status, board)
     store = None
+
+    def leave_by_itself(code: int) -> NoReturn:
+        leave(status.leaving(code))
+
     try:
         start_logging(reporter.log_file, world.rank, to_terminal=world.is_leader)
         heartbeat.show_stacks(run_dir, world.rank)
@@ -102,14 +106,14 @@ def run(config: Config, world: World, get_store: Callable[[], Store]) -> int:
         backend = config.launch.backend
         with session(world, device, backend, store, timeout) if store else contextlib.nullcontext():
             display = Display(world.is_leader)
-            completed = Run(config, world, device, status, store, leave, display, board).execute()
+            completed = Run(config, world, device, status, store, leave_by_itself, display, board).execute()
             status.phase = heartbeat.END  # the launcher asks for it: exit code 0 alone is not the end of a run
         heartbeat.remove_empty_stacks(run_dir, world.rank)
-        return 0 if completed else SAVED
+        return status.leaving(0 if completed else SAVED)
     except BaseException as error:
         step = error.step if isinstance(error, NonFiniteLossError) else status.step
         log.error("failed in step %d, %s", step, status.phase, exc_info=error)
-        return reporter.report(error, store)
+        return status.leaving(reporter.report(error, store))
     finally:
         status.wait_until_saved(config.launch.grace_seconds)
 
@@ -136,7 +140,8 @@ class FailureReporter:
         if peer_error and store and not board and not peer_check.respond(store, self.world, status):
             patience = 0.0  # with the store, rank 0's host is gone: torchrun's agent here will end all this soon
         secondary = peer_error or getattr(error, "rank", None) not in (None, rank)
-        if secondary and failure_report.wait_for_report(self.run_dir, patience):
+        told = board.has_told if board else bool
+        if secondary and failure_report.wait_for_report(self.run_dir, patience, told):
             return LaunchError.exit_code
         sizes = board.sizes() if board else f"rank {rank} {status.resident_bytes / 2**30:.2f} GiB"
         failure = failure_report.failure_from(error, rank, status, self.log_file, sizes)
@@ -144,6 +149,7 @@ class FailureReporter:
             failure = peer_check.attribute_failure(failure, error, store, self.world)
         trace = "" if peer_error else failure_report.traceback_of(error)
         if failure_report.report(self.run_dir, failure, self.run_facts, trace, self.terminal):
+            status.has_told = 1
             write_reported()
             write_torchrun_error_file(failure_report.headline(failure).removeprefix("FATAL "))
         return failure.exit_code

@@ -1,0 +1,161 @@
+"""Faults that somebody once tried and no test had: of the environment, of files that were touched, of foreign code."""
+
+from __future__ import annotations
+
+import io
+import os
+import shlex
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ddp_train.resilience.failure_report import Failure, report
+from ddp_train.resilience.heartbeat import UNREPORTED, RankStatus
+from tests.commands import LAUNCH, ONE, ROOT, SMALL, environment, fatal_lines, processes_of, read, run, running
+from tests.test_checkpoint import small_disk
+
+pytestmark = pytest.mark.timeout(300)  # the machine may be busy
+
+
+# --- what a command is started with -----------------------------------------------------------------------------------
+
+
+def ignore_children() -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+
+
+def close_streams() -> None:
+    for number in (0, 1, 2):
+        os.close(number)
+
+
+@pytest.mark.slow
+@pytest.mark.true_command
+@pytest.mark.parametrize("prepare", [ignore_children, close_streams])
+def test_a_run_does_not_mind_what_its_parent_ignores_or_closes(prepare: Callable[[], None], tmp_path: Path) -> None:
+    """As by `trap '' CHLD`, and `<&- >&- 2>&-`. Two ranks: sockets must not get the numbers of the streams."""
+    words = [*SMALL, "launch.nproc_per_node=2", "train.max_steps=3", f"run_dir={tmp_path}/run"]
+    with (tmp_path / "said").open("w") as said:
+        done = subprocess.run(
+            [*LAUNCH, *words], cwd=ROOT, env=environment(), stderr=said, stdout=said, preexec_fn=prepare, timeout=120
+        )
+    assert done.returncode == 0, (tmp_path / "said").read_text()
+    assert read(tmp_path / "run", "summary.json")["status"] == "completed"
+    assert not (tmp_path / "run/failure.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.true_command
+def test_names_may_have_any_letters_in_any_locale(tmp_path: Path) -> None:
+    """Hydra's grammar knows them inside of quotes alone, and LC_ALL=C without Python's remedies knows none."""
+    ascii_alone = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    for locale, name in (({}, "name=Größe"), (ascii_alone, "name='Größe'")):
+        run_dir = tmp_path / "ünï"
+        words = [*SMALL, ONE, "train.max_steps=3", "checkpoint.resume=never", name, f"run_dir={run_dir}"]
+        done = subprocess.run(
+            [*LAUNCH, *words], cwd=ROOT, env=environment(locale), capture_output=True, timeout=120, encoding="utf-8"
+        )
+        assert done.returncode == 0, done.stderr
+        assert read(run_dir, "summary.json")["status"] == "completed"
+        assert "Größe" in (run_dir / "commands.jsonl").read_text(encoding="utf-8").encode().decode("unicode_escape")
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "1"}, "RANK=0 is set and MASTER_ADDR is not; start with torchrun, or `unset RANK"),
+        ({"RANK": "x", "WORLD_SIZE": "1"}, "RANK=x is no number; start with torchrun, or `unset RANK WORLD_SIZE`"),
+    ],
+)
+def test_what_torchrun_left_in_the_environment_is_named(
+    variables: dict[str, str], expected: str, tmp_path: Path
+) -> None:
+    done = run(*SMALL, ONE, f"run_dir={tmp_path}/run", env=variables)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert expected in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_working_directory_that_is_gone_is_named(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    command = f"mkdir {gone} && cd {gone} && rmdir {gone} && exec {shlex.join(LAUNCH)} model=mlp"
+    done = subprocess.run(["sh", "-c", command], env=environment(), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2, done.stderr
+    assert "the working directory has been removed; change into one that exists" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# --- a disk that takes nothing any more -------------------------------------------------------------------------------
+
+
+def test_a_failure_is_told_where_no_file_can_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    failure, said = Failure("write", 0, "here", 3, "checkpoint", "full", "free some", "", 73), io.StringIO()
+    with small_disk(tmp_path / "disk", "size=400k") as disk:
+        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        assert report(disk, failure, {}, stream=said)
+    assert said.getvalue().startswith("FATAL write (rank 0 on here, step 3, checkpoint): full")
+    assert "failure.json cannot be written" in caplog.text
+
+
+@pytest.mark.slow
+def test_a_failure_that_cannot_be_written_is_told_once(tmp_path: Path) -> None:
+    """Rank 1 sees that rank 0 is gone, and must not tell of it where there is no failure.json."""
+    words = [*SMALL, "train.epochs=100000", "train.evaluate_every_epochs=100000", "launch.nproc_per_node=2"]
+    with running(tmp_path / "run", *words, "checkpoint.every_steps=1000000", "train.log_every_steps=1") as job:
+        job.wait_for_step()
+        if subprocess.run(["chattr", "+i", job.run_dir], capture_output=True).returncode:
+            pytest.skip("chattr needs root and a file system that knows it")
+        try:
+            os.kill(job.process.pid, signal.SIGTERM)
+            assert job.end() == 73, job.said()
+        finally:
+            subprocess.run(["chattr", "-i", job.run_dir], check=True)
+        (fatal,) = fatal_lines(job.said())
+        assert "FATAL write (rank 0 " in fatal and "Traceback" not in job.said()
+
+
+# --- foreign code that ends its process -------------------------------------------------------------------------------
+
+LEAVER = """
+import os
+from torch import nn
+
+
+class Net(nn.Sequential):
+    def __init__(self, codes):
+        super().__init__(nn.Flatten(), nn.Linear(64, 10))
+        self.codes = codes
+
+    def forward(self, images):
+        if os.environ["RANK"] == "1" and self.training:
+            os._exit(self.codes[int(os.environ["TORCHELASTIC_RESTART_COUNT"])])
+        return super().forward(images)
+"""
+
+
+def test_an_exit_code_is_believed_only_if_it_was_announced() -> None:
+    for code in (0, 2, 65, 71, 75, 130, 143):
+        status = RankStatus()
+        assert status.believed(code) == UNREPORTED
+        assert (status.leaving(code), status.believed(code), status.believed(code + 1)) == (code, code, UNREPORTED)
+        assert (status.believed(None), status.believed(-9)) == (None, -9)
+
+
+@pytest.mark.slow
+def test_an_exit_that_a_worker_did_not_announce_is_its_crash(tmp_path: Path) -> None:
+    """2 was not restarted, 75 and 143 ended as "stopped": a scheduler would start the run again for ever."""
+    (tmp_path / "leaver.py").write_text(LEAVER)
+    done = run(
+        "model._target_=leaver.Net", "+model.codes=[2,75,143]", "data.limit=200", "deterministic=false",
+        "launch.nproc_per_node=2", "launch.max_restarts=5", f"run_dir={tmp_path}/run",
+        env={"PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 70, done.stderr
+    fatal = fatal_lines(done.stderr)
+    assert len(fatal) == 3 and all("FATAL died (rank 1 on" in line for line in fatal), done.stderr
+    assert [line.partition("exited with code ")[2].split()[0] for line in fatal] == ["2", "75", "143"]
+    assert "look for os._exit()" in read(tmp_path / "run", "failure.json")["remedy"]
+    assert processes_of(tmp_path / "run") == {}
