@@ -1,6 +1,7 @@
 """Ranks are killed in every phase of a run that saves no checkpoint before its end: no step may be computed twice.
 
-    python -m tests.lost_ranks [--ranks 2 3 4] [--runs 7] [--kills 5] [--seed 0]         (part of: make chaos)
+    python -m tests.lost_ranks [--ranks 2 3 4] [--runs 8] [--kills 5] [--seed 0]         (in: make chaos)
+    python -m tests.lost_ranks --time [--ranks 2 3] [--runs 3]              the default job, on an idle machine
 
 The workload is that of tests/chaos.py. The status board, which is read from outside, says when the victim enters the
 phase in which it is to die. In a second round each kill is followed by another one, of any process that is there then,
@@ -166,15 +167,41 @@ def drawn(seed: int, ranks: int, count: int, second: bool) -> list[Kill]:
     return [Kill(draw.randrange(ranks), step, draw.choice(PHASES), draw if second else None) for step in steps]
 
 
+def seconds_of_default_job(folder: Path, ranks: int) -> list[float]:
+    """From a death to the next step that is done, of three ranks one after the other. Nothing else runs meanwhile."""
+    words = ("train.epochs=1000", ALWAYS[0], "launch.max_restarts=9", f"launch.nproc_per_node={ranks}")
+    with running(folder / "run", *words) as job:
+        job.wait_for_step()
+        for victim in (1, 0, ranks - 1):
+            time.sleep(2)
+            os.kill(ranks_of(job)[victim], signal.SIGKILL)
+        time.sleep(2)
+        job.process.send_signal(signal.SIGTERM)
+        job.end()
+    return [one["seconds"] for one in read(folder / "run", "summary.json")["recoveries"]]
+
+
+def time_default_job(ranks: list[int], runs: int) -> None:
+    for count in ranks:
+        found: list[float] = []
+        for _ in range(runs):
+            with tempfile.TemporaryDirectory(prefix="lost_") as folder:
+                found += seconds_of_default_job(Path(folder), count)
+        times = ", ".join(f"{one:.2f}" for one in sorted(found))
+        print(f"{count} ranks: median {statistics.median(found):.2f} s of {times}", flush=True)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Ranks are killed in every phase of runs without checkpoints.")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4])
-    parser.add_argument(
-        "--runs", type=int, default=7, help="for each number of ranks; from 3 on as many with second kills"
-    )
+    parser.add_argument("--runs", type=int, default=8, help="for each number of ranks; from 3 on as many again")
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--time", action="store_true", help="how long it takes, with the default job")
     arguments = parser.parse_args()
+    if arguments.time:
+        time_default_job(arguments.ranks, arguments.runs)
+        return 0
     bad, seconds = 0, list[float]()
     for ranks in arguments.ranks:
         with tempfile.TemporaryDirectory(prefix="lost_") as folder:

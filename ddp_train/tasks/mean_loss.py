@@ -65,19 +65,21 @@ class RunningLoss:
 
     def __init__(self) -> None:
         self.seen: list[Forward] = []
-        self.known = Mean()
+        self.known_sum = self.known_units = 0.0
         """Of those that are numbers on the CPU and finite, added up as they came."""
 
     def add(self, loss: Seen, units: Seen, micro_batch: MicroBatch) -> None:
         """The sum of the losses of a forward pass, and its number of units."""
         self.seen.append(Forward(loss, units, micro_batch))
-        self.known = self.known_with(loss, units, micro_batch)
+        if isinstance(loss, float) and micro_batch.num_real and math.isfinite(loss):
+            self.known_sum += loss
+            self.known_units += float(units)
 
-    def known_with(self, loss: Seen, units: Seen, micro_batch: MicroBatch) -> Mean:
-        """`known` once this is added too."""
-        if not micro_batch.num_real or isinstance(loss, Tensor) or isinstance(units, Tensor) or not math.isfinite(loss):
-            return self.known
-        return Mean(self.known.sum + loss, self.known.units + units)
+    def known_with(self, loss: float, units: Seen, micro_batch: MicroBatch) -> Mean:
+        """What is known of the losses since the last logging interval once this one of the CPU is added too."""
+        if not (micro_batch.num_real and math.isfinite(loss)):
+            return Mean(self.known_sum, self.known_units)
+        return Mean(self.known_sum + loss, self.known_units + float(units))
 
     def of_step(self, step: int) -> list[Forward]:
         """What was added in one optimizer step since the last logging interval."""
@@ -86,7 +88,7 @@ class RunningLoss:
     def forget(self, step: int) -> None:
         """Drops the losses of a step that was skipped."""
         left = [one for one in self.seen if one.micro_batch.step != step]
-        self.seen, self.known = [], Mean()
+        self.seen, self.known_sum, self.known_units = [], 0.0, 0.0
         for one in left:
             self.add(*one)
 
@@ -108,7 +110,7 @@ class RunningLoss:
         units = _column([one.units for one in self.seen], device)
         rows = from_all_ranks(torch.cat([_column(collected, device), losses, units])).tolist()
         self.seen.clear()
-        self.known = Mean()
+        self.known_sum = self.known_units = 0.0
         first, second = len(collected), len(collected) + len(losses)
         if extra:
             extra.deliver([row[:first] for row in rows])
