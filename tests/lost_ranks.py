@@ -110,7 +110,9 @@ def _strike(job: Running, what: Kill, board: StatusBoard, workers: dict[int, int
     said = f"rank {what.rank} in {board.ranks[what.rank].snapshot().where}"
     if what.second:
         time.sleep(what.second.uniform(0, SECOND_KILL_SECONDS))
-        there = {pid: rank for pid, rank in processes_of(job.run_dir).items() if rank is not None}
+        there: dict[int, int] = {}
+        while not there and job.process.poll() is None:  # between two attempts there may be none
+            there = {pid: rank for pid, rank in processes_of(job.run_dir).items() if rank is not None}
         if there:
             pid = what.second.choice(sorted(there))
             ranks = ranks_of(job)
@@ -123,7 +125,9 @@ def _strike(job: Running, what: Kill, board: StatusBoard, workers: dict[int, int
 
 def outcome(folder: Path, ranks: int, kills: list[Kill], *more: str) -> Outcome:
     """Of a run of the workload with these kills, one after the other."""
-    command, env = chaos.words(folder, ranks, "launch.max_restarts=9", *ALWAYS, *more)
+    given = {word.partition("=")[0] for word in more}
+    always = [word for word in ALWAYS if word.partition("=")[0] not in given]
+    command, env = chaos.words(folder, ranks, "launch.max_restarts=9", *always, *more)
     with running(folder / "run", *command, env=env | {"DELAY": "0.01"}) as job:  # so that no phase is too short to hit
         killed = [kill(job, ranks, one) for one in kills]
         assert job.end() == 0, job.said()

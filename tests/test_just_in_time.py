@@ -9,20 +9,32 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from ddp_train.resilience.heartbeat import NOT_SAVED, SAVE, SAVED, STOP, STOPPED, TRAINING, RankStatus, StatusBoard
 from ddp_train.resilience.just_in_time import save_by_survivor
 from ddp_train.tasks.mean_loss import Mean
-from ddp_train.training.just_in_time import Row
+from ddp_train.training.just_in_time import Row, _is_intact, buffer_places
 from tests.commands import checkpoints, read, run, running
 from tests.lost_ranks import Kill, Outcome, differences, kill, outcome
 
 
+class Sharded(torch.optim.SGD):
+    """Somebody's own: it may exchange numbers in the middle of an update."""
+
+
 def test_a_row_keeps_the_last_three_steps() -> None:
     tensors = [torch.zeros(3), torch.zeros((), dtype=torch.int64), torch.zeros(2, 2, dtype=torch.float64)]
+    with closing(StatusBoard.create(1)) as board:
+        empty = [torch.zeros(0), torch.ones(2)]
+        row = Row(board.row(0, Row.size(empty)), empty)
+        row.write(1, Mean(), empty)
+        assert [tensor.tolist() for tensor in (row.read(1) or pytest.fail("it is there"))[1]] == [[], [1.0, 1.0]]
     with closing(StatusBoard.create(2)) as board:
         row = Row(board.row(1, Row.size(tensors)), tensors)
         assert row.read(0) is None, "nothing was written yet"
@@ -39,6 +51,38 @@ def test_a_row_keeps_the_last_three_steps() -> None:
             assert [(tensor.shape, tensor.dtype) for tensor in found] == [(one.shape, one.dtype) for one in tensors]
         Row.head.pack_into(row.memory, row.begins[5 % 3], 0, 1.0, 1.0)  # killed while it wrote step 5
         assert row.read(2) is None and row.read(5) is None and row.read(4)
+
+
+def test_buffers_are_looked_up_where_a_model_may_replace_them() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.Sequential(nn.BatchNorm1d(3)))
+    model.append(model[0])  # the same once more: it is one buffer
+    places = buffer_places(model)
+    found = [holder[name] for holder, name in places]
+    assert len(found) == 6 and all(one is other for one, other in zip(found, model.buffers(), strict=True))
+    model[1][0].running_mean = torch.full((3,), 7.0)
+    found = [holder[name] for holder, name in places]
+    assert all(one is other for one, other in zip(found, model.buffers(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("phase", "of_peer", "buffers_differ", "optimizer", "intact"),
+    [
+        ("backward", True, True, torch.optim.AdamW, True),
+        ("evaluation forward", True, False, torch.optim.AdamW, True),
+        ("optimizer step", True, True, torch.optim.AdamW, True),
+        ("optimizer step", True, True, Sharded, False),
+        ("optimizer step", True, False, torch.optim.AdamW, False),
+        ("backward", False, True, torch.optim.AdamW, True),
+        ("optimizer step", False, True, torch.optim.AdamW, False),
+        ("evaluation forward", False, True, torch.optim.AdamW, False),
+    ],
+)
+def test_a_state_in_the_middle_of_an_update_is_not_believed(
+    phase: str, of_peer: bool, buffers_differ: bool, optimizer: type[torch.optim.SGD], intact: bool
+) -> None:
+    stepper = SimpleNamespace(optimizer=optimizer([nn.Parameter(torch.zeros(1))], lr=0.1))
+    job: Any = SimpleNamespace(stepper=stepper, strategy=SimpleNamespace(buffers_differ=buffers_differ))
+    assert _is_intact(job, phase, of_peer) == intact
 
 
 @contextmanager
@@ -122,6 +166,21 @@ def test_a_second_rank_may_die_meanwhile(undisturbed: Outcome, tmp_path: Path) -
     found = outcome(tmp_path, 3, [Kill(1, 8, "backward", draw), Kill(0, 20, "forward", draw)])
     assert len(found.killed) == 2 and all(" + " in one for one in found.killed), found.killed
     assert differences(found, undisturbed) == [] and found.summary["steps_redone"] == 0
+
+
+@pytest.mark.slow
+def test_the_best_checkpoint_of_the_same_step_keeps_its_score(tmp_path: Path) -> None:
+    """A rank dies in the step after a checkpoint: that is the state, and it has been scored."""
+    words = ("checkpoint.every_steps=5", "checkpoint.best=true", "checkpoint.keep=99")
+    expected = outcome(tmp_path / "whole", 3, [], *words)
+    found = outcome(tmp_path / "lost", 3, [Kill(1, 10, "forward"), Kill(0, 15, "backward")], *words)
+    assert len(found.killed) == 2, found.killed
+    assert differences(found, expected) == [] and found.summary["steps_redone"] == 0
+    runs = tmp_path / "lost/run", tmp_path / "whole/run"
+    assert len({(run_dir / "checkpoints/best").readlink() for run_dir in runs}) == 1
+    for name in checkpoints(runs[1]):
+        ours, theirs = (read(run_dir, f"checkpoints/{name}/manifest.json") for run_dir in runs)
+        assert ours["test"] == theirs["test"] and "just_in_time" not in ours
 
 
 MLP = ("model=mlp", "data.limit=200", "train.epochs=12", "train.ema_decay=0.9", "checkpoint.every_steps=1000000",

@@ -13,7 +13,7 @@ def key(default: Any, meaning: str, **rules: Any) -> Any:
     """A field with its meaning and its rules.
 
     Rules: `at_least`, `above`, `at_most`, `below` (numbers; of a list, each item), `choices` (all values allowed),
-    `literals` (strings allowed beside numbers or booleans, "auto" for example), `may_be_empty` (strings).
+    `literals` (strings allowed beside numbers or booleans, "auto" for example), `may_be_empty` and `is_path` (strings).
     """
     metadata = {"meaning": meaning, **rules}
     if isinstance(default, list | dict):

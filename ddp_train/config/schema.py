@@ -114,7 +114,9 @@ class CheckpointConfig:
         "auto",
         "what the best is the best by, validation.NAME or test.NAME; auto: accuracy where there is one, else loss",
     )
-    resume: str = key("auto", "auto: the newest valid checkpoint in run_dir; never; or the path of a checkpoint or run")
+    resume: str = key(
+        "auto", "auto: the newest valid checkpoint in run_dir; never; or the path of a checkpoint or run", is_path=True
+    )
     which: str = key(
         "auto",
         "which checkpoint of the run that resume names; auto: for mode=evaluate the best if it has one, else the last",
@@ -195,8 +197,8 @@ class Config:
         "train, score a checkpoint, compare runs, or examine this host",
         choices=("train", "evaluate", "study", "doctor"),
     )
-    name: str = key("default", "name of the run; it is kept in runs/NAME/... unless run_dir is given")
-    run_dir: str | None = key(None, "directory of the run; given again, the run resumes")
+    name: str = key("default", "name of the run; it is kept in runs/NAME/... unless run_dir is given", is_path=True)
+    run_dir: str | None = key(None, "directory of the run; given again, the run resumes", is_path=True)
     seed: int = key(0, "seed of all random numbers", at_least=0, below=2**63)
     device: str = key("auto", "where to compute; auto: cuda if there is a GPU", choices=("auto", "cuda", "cpu"))
     deterministic: Union[bool, str] = key("auto", "repeatable bits; auto: on CPU and with strategy=ordered", **AUTO)

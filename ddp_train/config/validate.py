@@ -65,7 +65,8 @@ def _broken_rule(value: Any, rules: Any) -> str:
         if "literals" in rules and value not in rules["literals"]:
             kind = "a whole number" if "at_least" in rules else "true, false"
             return f"must be {kind} or {' or '.join(rules['literals'])}"
-        if len(os.fsencode(value)) > LONGEST_PATH or any(len(os.fsencode(p)) > LONGEST_NAME for p in value.split("/")):
+        names = os.fsencode(value).split(b"/") if rules.get("is_path") else []
+        if max(map(len, names), default=0) > LONGEST_NAME or len(b"/".join(names)) > LONGEST_PATH:
             return f"is too long: a name may have {LONGEST_NAME} bytes, a path {LONGEST_PATH:,}"
     if isinstance(value, bool) or not isinstance(value, int | float):
         return ""

@@ -40,6 +40,8 @@ from ddp_train.resilience.restart_policy import RestartPolicy
 POLL_SECONDS = 0.02
 REPORT_SECONDS = 5.0
 """How long to wait for the report of a worker whose exit code says that it reports its failure."""
+LEAST_SAVE_SECONDS = 5.0
+"""For a survivor to stop, and to save, whatever is left of launch.grace_seconds."""
 FINAL = (ConfigError.exit_code, DataError.exit_code, WriteError.exit_code)
 """Exit codes of failures that a restart would only repeat."""
 STOPPED = (UNSAVED, INTERRUPTED, *(-number for number in SIGNALS))
@@ -196,7 +198,7 @@ class Attempt:
             if None in codes and (self.stop.repeated or time.monotonic() > deadline):
                 return UNSAVED
             if failed := self._failed_ranks(codes):
-                self._save_by_survivor(failed)
+                self._save_by_survivor(failed, deadline)
                 code = self._report_exit(failed, codes)
                 self._wait_for_checkpoint(deadline)
                 if self.saved_step is not None:
@@ -216,7 +218,7 @@ class Attempt:
         """Ranks that exited with the code of a failure, or with one that they did not announce."""
         return [rank for rank, code in enumerate(codes) if code not in (None, 0, SAVED)]
 
-    def _save_by_survivor(self, failed: list[int]) -> None:
+    def _save_by_survivor(self, failed: list[int], deadline: float) -> None:
         """Only if a rank was killed: an exception, or an exit by the rank itself, would come again at the same step."""
         if all((self.workers[rank].poll() or 0) >= 0 for rank in failed):
             return
@@ -224,8 +226,9 @@ class Attempt:
         self.saved_step = save_by_survivor(
             self.board,
             lambda rank: self.workers[rank].poll() is None,
-            self.config.launch.grace_seconds,
-            lambda: self.stop.repeated,
+            seconds=max(LEAST_SAVE_SECONDS, min(self.config.launch.grace_seconds, deadline - at)),
+            given_up=lambda: self.stop.repeated,
+            before_saving=lambda: self._wait_for_checkpoint(deadline),
         )
         statuses = self.board.ranks
         reached = [status.step for rank, status in enumerate(statuses) if rank not in failed]

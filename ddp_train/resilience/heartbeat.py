@@ -41,8 +41,8 @@ STARTING, TRAINING, STOPPED, SAVED, NOT_SAVED = range(5)
 it has stopped with the state of its `step` intact; that state is saved; it could not be saved."""
 NO_ORDER, STOP, SAVE = range(3)
 """What the launcher asks of a worker."""
-ROW_BYTES = 2**30
-"""Of a rank's row behind the statuses. Only what is written takes memory."""
+ROW_BYTES = 3 * 2**24
+"""Of a rank's row behind the statuses, for three copies of 16 MiB. Only what is written takes memory."""
 
 
 class StatusSnapshot(NamedTuple):
@@ -174,8 +174,12 @@ class StatusBoard:
         descriptor = os.memfd_create("rank_status")
         os.ftruncate(descriptor, ctypes.sizeof(RankStatus) * ranks)
         board = cls(descriptor, ranks)
-        os.ftruncate(descriptor, board.rows_begin + ranks * ROW_BYTES)  # sparse: 4 KiB are taken when they are written
+        with contextlib.suppress(OSError):  # a limit on the size of files (ulimit -f): there are no rows then
+            os.ftruncate(descriptor, board.rows_begin + ranks * ROW_BYTES)  # sparse: memory is taken when it is written
         return board
+
+    def has_rows(self) -> bool:
+        return os.fstat(self.descriptor).st_size > self.rows_begin
 
     def close(self) -> None:
         os.close(self.descriptor)

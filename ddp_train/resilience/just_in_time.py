@@ -13,8 +13,6 @@ from dataclasses import asdict, dataclass
 
 from ddp_train.resilience.heartbeat import SAVE, SAVED, STOP, STOPPED, TRAINING, StatusBoard
 
-STOP_SECONDS = 5.0
-"""How long survivors may take to stop. Some 20 ms, unless one computes for long without an exchange."""
 POLL_SECONDS = 0.002
 
 
@@ -33,29 +31,37 @@ class Loss:
 
 
 def save_by_survivor(
-    board: StatusBoard, is_alive: Callable[[int], bool], save_seconds: float, given_up: Callable[[], bool]
+    board: StatusBoard,
+    is_alive: Callable[[int], bool],
+    seconds: float,
+    given_up: Callable[[], bool],
+    before_saving: Callable[[], None] = lambda: None,
 ) -> int | None:
     """Lets the survivors stop, and the one that is furthest save its state. Returns its step, None if none was saved.
 
     Survivors are at most one step apart. Who has completed a step had everybody's contribution to it, so the highest
     one is right; a step that only the dead rank had completed is computed again. If the one that saves dies, the next
-    best does it. save_seconds: how long saving may take. given_up: ends the waiting.
+    best does it. seconds: how long stopping may take (20 ms, unless a rank computes for long without an exchange), and
+    how long saving. given_up: ends the waiting. before_saving: what must be over before a survivor writes.
     """
     ranks = range(len(board.ranks))
     for rank in ranks:
         board.ranks[rank].order = STOP
 
-    def wait(seconds: float, until: Callable[[], bool]) -> None:
+    def wait(until: Callable[[], bool]) -> None:
         deadline = time.monotonic() + seconds
         while not until() and time.monotonic() < deadline and not given_up():
             time.sleep(POLL_SECONDS)
 
-    wait(STOP_SECONDS, lambda: not any(board.ranks[rank].state == TRAINING and is_alive(rank) for rank in ranks))
+    wait(lambda: not any(board.ranks[rank].state == TRAINING and is_alive(rank) for rank in ranks))
+    before_saving()
     stopped = [rank for rank in ranks if board.ranks[rank].state == STOPPED]
     for rank in sorted(stopped, key=lambda rank: -board.ranks[rank].step):
         status = board.ranks[rank]
         status.order = SAVE
-        wait(save_seconds, lambda status=status, rank=rank: status.state != STOPPED or not is_alive(rank))
+        wait(lambda status=status, rank=rank: status.state != STOPPED or not is_alive(rank))
         if status.state == SAVED:
             return status.step
+        if status.state == STOPPED and is_alive(rank):  # it takes too long: another one would write the same files
+            return None
     return None

@@ -22,15 +22,16 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddp_train.distributed.connections import break_connections
 from ddp_train.distributed.process_group import set_buffers
+from ddp_train.errors import DataError
 from ddp_train.resilience import run_lock
-from ddp_train.resilience.checkpoint_files import places, read_manifest
+from ddp_train.resilience.checkpoint_files import place_of, places, read_manifest
 from ddp_train.resilience.failure_report import is_peer_error
 from ddp_train.resilience.heartbeat import (
     NO_ORDER,
@@ -80,7 +81,9 @@ class Row:
         for begin in self.begins:
             views, place = [], begin + ALIGNMENT
             for tensor in like:
-                flat = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=place)
+                flat = torch.empty(0, dtype=tensor.dtype)
+                if tensor.numel():
+                    flat = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=place)
                 views.append(flat.view(tensor.shape))
                 place += _aligned(tensor.nbytes)
             self.slots.append(views)
@@ -102,6 +105,25 @@ class Row:
         """What was written of a step; None if it is not there."""
         mark, total, units = self.head.unpack_from(self.memory, self.begins[step % SLOTS])
         return (Mean(total, units), self.slots[step % SLOTS]) if mark == step + 1 else None
+
+
+def buffer_places(module: nn.Module) -> list[tuple[dict[str, Tensor | None], str]]:
+    """Where each buffer is kept, in the order of `module.buffers()`."""
+    names = [name.rpartition(".") for name, _ in module.named_buffers()]
+    return [(module.get_submodule(parent)._buffers, name) for parent, _, name in names]
+
+
+def _is_intact(job: Job, phase: str, of_peer: bool) -> bool:
+    """Whether weights and moments are those of `job.step` although an error was raised.
+
+    A peer's error comes out of an exchange. In the optimizer step there is one before the update, if the optimizer is
+    torch's or ours; `strategy=ordered` has set the buffers of the next step by then. Any other error, a signal
+    handler's above all, may come out of anything: it is believed where nothing changes.
+    """
+    if not of_peer:
+        return phase in ("data", "forward", "backward")
+    known = type(job.stepper.optimizer).__module__.startswith(("torch.optim.", "ddp_train."))
+    return phase != "optimizer step" or (known and job.strategy.buffers_differ)
 
 
 def _aligned(size: int) -> int:
@@ -146,15 +168,30 @@ class JustInTime:
         self.board, self.rank, self.run_dir, self.checkpoints = board, rank, run_dir, checkpoints
         self.status = board.ranks[rank]
         self.owner = run_lock.owner(run_dir / run_lock.FILE)
-        self.buffers: list[Tensor] = []
+        self.places: list[tuple[dict[str, Tensor | None], str]] = []
+        """Where the buffers are: a model may put new tensors in their place."""
         self.row: Row | None = None
         self.before_hooks: tuple[int, dict[str, Any]] = -1, {}
         """The last step after which hooks acted, and their state before they did."""
         self.reported = -1
         """The last step whose losses hooks have taken, and those of the steps before it."""
 
-    def hooks(self) -> tuple[EveryHook, EveryHook]:
-        """To be called before and after all others."""
+    @property
+    def buffers(self) -> list[Tensor]:
+        return [cast(Tensor, holder[name]) for holder, name in self.places]
+
+    def publish(self, step: int, loss: Mean) -> None:
+        """What this rank alone knows of the step that is being computed. Before its gradients are exchanged."""
+        if self.row is None:
+            return
+        try:
+            self.row.write(step, loss, self.buffers)
+        except RuntimeError as error:  # a buffer has another shape now
+            self.row, self.status.state = None, STARTING
+            log.warning("if a rank dies, the run restarts from its last checkpoint: %s", first_line(error))
+
+    def _around_hooks(self, job: Job) -> None:
+        """Notes where the hooks are: those of users too, which have been added by now."""
 
         def before(job: Job) -> None:
             self.before_hooks = job.step, self.checkpoints.state()
@@ -164,18 +201,14 @@ class JustInTime:
                 self.reported = job.step
             self.status.acted = job.step
 
-        return EveryHook(before), EveryHook(after)
-
-    def publish(self, step: int, loss: Mean) -> None:
-        """What this rank alone knows of the step that is being computed. Before its gradients are exchanged."""
-        if self.row:
-            self.row.write(step, loss, self.buffers)
+        job.hooks = [EveryHook(before), *job.hooks, EveryHook(after)]
 
     @contextlib.contextmanager
     def offered(self, job: Job, hooks_owed: bool) -> Iterator[None]:
         """Inside, the death of a peer makes this process stop and, if the launcher asks for it, save. The error goes on
         its way if the launcher knows of no death. hooks_owed: those of `job.step` have not acted yet."""
-        self.buffers = list(job.module.buffers()) if job.strategy.buffers_differ else []
+        if job.strategy.buffers_differ:
+            self.places = buffer_places(job.module)
         if reason := self._why_not(job):
             log.info("if a rank dies, the run restarts from its last checkpoint: %s", reason)
             yield
@@ -183,6 +216,7 @@ class JustInTime:
         self.row = Row(self.board.row(self.rank, Row.size(self.buffers)), self.buffers)
         self.publish(job.step, Mean())
         self.status.acted = job.step - hooks_owed
+        self._around_hooks(job)
         self.status.on_stop = break_connections
         self.status.state = TRAINING
         try:
@@ -197,21 +231,30 @@ class JustInTime:
         """Why this run has nothing to offer; empty if it has."""
         if Row.size(self.buffers) > ROW_BYTES:
             return "its buffers are too large to be published with each step"
+        if not self.board.has_rows():
+            return "the size of files is limited (ulimit -f)"
+        if any(buffer.layout != torch.strided or buffer.is_quantized for buffer in self.buffers):
+            return "a buffer of its model is no plain tensor"
         if job.stepper.average and any(buffer.is_floating_point() for buffer in self.buffers):
             return "the average of each rank's own buffers (train.ema_decay) is known to that rank alone"
         return ""
 
     def _stop(self, job: Job, error: RuntimeError) -> None:
-        """Returns if the launcher knows of no death; else it ends with the process."""
-        if is_peer_error(error):
+        """Returns if the launcher knows of no death, or the state may be that of no step; else it ends with the
+        process."""
+        of_peer = is_peer_error(error)
+        if of_peer:
             break_connections()  # peers that wait for this rank learn of it
-        deadline = time.monotonic() + (ORDER_SECONDS if is_peer_error(error) else OTHER_SECONDS)
+        if not _is_intact(job, self.status.phase, of_peer):
+            return
+        deadline = time.monotonic() + (ORDER_SECONDS if of_peer else OTHER_SECONDS)
         while self.status.order == NO_ORDER and time.monotonic() < deadline:
             time.sleep(0.001)
         if self.status.order == NO_ORDER:
             return
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises, anywhere, if a loader process dies now
         log.info("a rank is lost: stopped after step %d (%s)", job.step, first_line(error))
+        job.stop.is_over.set()  # what a stop request would do now is the launcher's business
         for parameter in job.module.parameters():
             parameter.grad = None  # partial sums
         self.status.state = STOPPED
@@ -230,16 +273,28 @@ class JustInTime:
             time.sleep(0.001)
 
     def _save(self, job: Job) -> bool:
-        """Whether it could: not if the numbers of a rank are missing that was lost before it published any."""
+        """Whether the step is saved now. Raises NonFiniteLossError if a weight is not finite: nobody saves such."""
         snapshot = self.snapshot(job)
         if snapshot is None:
             return False
+        if not snapshot.manifest["hooks_owed"] and self._is_saved(job.step):
+            return True
+        job.stepper.check_finite.check_weights(job.step)
         new = checkpoint.write(self.run_dir, snapshot, self.owner)
         for place in places(self.run_dir):  # of the deaths before, which no hook has removed yet
             with contextlib.suppress(OSError, ValueError):  # what cannot be read was not written here
                 if place < new and read_manifest(place).get(MARK):
-                    shutil.rmtree(place)
+                    aside = place.with_name(f"{place.name}.part-old")  # never half a checkpoint under its name
+                    place.rename(aside)
+                    shutil.rmtree(aside)
         return True
+
+    def _is_saved(self, step: int) -> bool:
+        """Whether the ordinary checkpoint of this step is there, which knows its score."""
+        place = place_of(self.run_dir, step)
+        with contextlib.suppress(DataError, OSError, ValueError):
+            return place.is_dir() and not read_manifest(place).get(MARK) and bool(checkpoint.find(str(place), place))
+        return False
 
     def snapshot(self, job: Job) -> Snapshot | None:
         """The state after `job.step`, of all ranks; None if that of one is missing."""
@@ -249,6 +304,8 @@ class JustInTime:
         ]
         published = [row for row in rows if row]
         if len(published) < len(rows):
+            missing = [str(rank) for rank, row in enumerate(rows) if row is None]
+            log.warning("step %d cannot be saved: rank %s had not begun to train", job.step, ", ".join(missing))
             return None
         due = self.before_hooks[0] == job.step
         # Who died among the hooks, or before it wrote the checkpoint that they asked for, did not end them.

@@ -42,6 +42,8 @@ class ReportedBatches:
         self.status.phase = self.end
 
     def _wait(self) -> None:
+        if self.status.order:
+            raise RuntimeError("a rank is lost: remote process exited")  # at once, and not at the next exchange
         self.status.phase = self.data
         self.status.fetching = self.loader.in_flight
 
@@ -57,9 +59,10 @@ class ReportedStepper:
     _stepper: Stepper
     _status: RankStatus
     _publish: Publish | None
+    _published: Mean
 
     def __init__(self, stepper: Stepper, status: RankStatus) -> None:
-        vars(self).update(_stepper=stepper, _status=status, _publish=None)
+        vars(self).update(_stepper=stepper, _status=status, _publish=None, _published=Mean())
 
     def publish_to(self, publish: Publish) -> None:
         """With each step from now on, before its gradients are exchanged. On the CPU, where looking at a loss costs
@@ -70,12 +73,16 @@ class ReportedStepper:
         self._status.phase = "backward"
         if self._publish and micro_batch.is_last:
             seen = loss.item(), self._stepper.units_seen(units, micro_batch), micro_batch
-            self._publish(self._stepper.steps_done + 1, self._stepper.losses.known_with(*seen))
+            vars(self)["_published"] = self._stepper.losses.known_with(*seen)
+            self._publish(self._stepper.steps_done + 1, self._published)
         self._stepper.backward(loss, units, micro_batch)
 
     def step(self) -> None:
         self._status.phase = "optimizer step"
         self._stepper.step()
+        if self._publish and self._published.sum != self._stepper.losses.known_sum:  # the step was skipped
+            losses = self._stepper.losses
+            self._publish(self._stepper.steps_done, Mean(losses.known_sum, losses.known_units))
         self._status.step = self._stepper.steps_done
 
     def continue_from(self, step: int) -> None:

@@ -256,8 +256,6 @@ class Run:
         if self.board is None or self.world.size == 1 or self.config.device != "cpu":
             return None
         made = JustInTime(self.board, self.world.rank, self.run_dir, save)
-        before, after = made.hooks()
-        job.hooks = [before, *job.hooks, after]
         cast(ReportedStepper, job.stepper).publish_to(made.publish)
         return made
 

@@ -107,7 +107,7 @@ def run(config: Config, world: World, get_store: Callable[[], Store]) -> int:
         with session(world, device, backend, store, timeout) if store else contextlib.nullcontext():
             display = Display(world.is_leader)
             completed = Run(config, world, device, status, store, leave_by_itself, display, board).execute()
-            status.phase = heartbeat.END  # the launcher asks for it: exit code 0 alone is not the end of a run
+            status.phase = heartbeat.END
         heartbeat.remove_empty_stacks(run_dir, world.rank)
         return status.leaving(0 if completed else SAVED)
     except BaseException as error:

@@ -100,7 +100,7 @@ class DigitsConfig(LabelledImagesConfig):
 
 @dataclass
 class TorchvisionDataConfig(LabelledImagesConfig):
-    root: str = key("data", "folder that holds the data set")
+    root: str = key("data", "folder that holds the data set", is_path=True)
     download: bool = key(False, "download it if it is missing")
     augment: bool = key(False, "random shifts; flips too for cifar10 and fashion_mnist")
 
@@ -144,7 +144,7 @@ class ImageFolderConfig(LabelledImagesConfig):
 
     name: str = "image_folder"
     class_folders: ClassVar[tuple[str, ...]] = ("train", "val")
-    root: str = key("data/imagenet", "folder that holds train/ and val/")
+    root: str = key("data/imagenet", "folder that holds train/ and val/", is_path=True)
     image_size: int = key(224, "height and width after the crop, in pixels", at_least=1)
     augment: bool = key(True, "random resized crop and horizontal flip")
     decode: str = key(
@@ -208,7 +208,7 @@ class TextConfig(DataConfig):
     name: str = "text"
     task: ClassVar[str | None] = "language_model"
     pattern: ClassVar[str] = "*.txt"
-    path: str | None = key(None, "file or folder; null: the .py files of Python's standard library")
+    path: str | None = key(None, "file or folder; null: the .py files of Python's standard library", is_path=True)
     glob: str | None = key(None, "files of the folder, below it too; null: *.txt")
     length: int = key(256, "tokens of a window, which is a sample", at_least=2)
     test_part: float = key(0.05, "part of the text that is held out, whole files where they fit", above=0, below=1)
