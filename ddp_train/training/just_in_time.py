@@ -148,7 +148,8 @@ class RecoveryHook:
 
     def __init__(self, record: MetricsHook, lost: dict[str, float], first_step: int) -> None:
         self.at, self.first_step = lost["at"], first_step
-        facts = {"rank": int(lost["rank"]), "step": first_step, "steps_redone": int(lost["step"]) - first_step}
+        redone = max(0, int(lost["step"]) - first_step)  # 0 too where it was lost before it had resumed
+        facts = {"rank": int(lost["rank"]), "step": first_step, "steps_redone": redone}
         self.cost: dict[str, Any] = {**facts, "seconds": None}
         record.recoveries.append(self.cost)
 
@@ -259,6 +260,8 @@ class JustInTime:
             parameter.grad = None  # partial sums
         self.status.state = STOPPED
         self._wait(STOP)
+        if self.status.order != SAVE:
+            return
         try:
             saved = self._save(job)
         except Exception as failure:  # noqa: BLE001  whatever it is, another survivor may be able to
