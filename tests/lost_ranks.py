@@ -68,6 +68,7 @@ def board_of(job: Running, ranks: int) -> StatusBoard:
         return bool(found) or job.process.poll() is not None
 
     wait_until(there, "status board")
+    assert found, f"the run is over: {job.said()}"
     return found[0]
 
 

@@ -14,7 +14,6 @@ import contextlib
 import logging
 import math
 import mmap
-import shutil
 import signal
 import struct
 import sys
@@ -287,9 +286,7 @@ class JustInTime:
         for place in places(self.run_dir):  # of the deaths before, which no hook has removed yet
             with contextlib.suppress(OSError, ValueError):  # what cannot be read was not written here
                 if place < new and read_manifest(place).get(MARK):
-                    aside = place.with_name(f"{place.name}.part-old")  # never half a checkpoint under its name
-                    place.rename(aside)
-                    shutil.rmtree(aside)
+                    place.rename(place.with_name(f"{place.name}.part-old"))  # the next writer removes it
         return True
 
     def _is_saved(self, step: int) -> bool:
