@@ -54,6 +54,12 @@ class DataError(LaunchError):
     kind = "data"
 
 
+class TaskError(DataError):
+    """A method of a task of the user's own returned what it must not."""
+
+    kind = "task"
+
+
 class PeerError(LaunchError):
     """Another process, host or port cannot be reached."""
 

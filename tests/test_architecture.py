@@ -25,7 +25,7 @@ ROOMS = """
 LINES = {
     "errors": 70, "text": 30, "linux": 90, "stdio": 45, "tensor_tree": 25,
     "distributed": 615, "resilience": 815, "config": 2670, "launcher": 1060, "data": 1940, "models": 170,
-    "telemetry": 750, "tasks": 780, "optim": 640, "parallel": 290, "performance": 330, "training": 2215,
+    "telemetry": 750, "tasks": 860, "optim": 640, "parallel": 290, "performance": 330, "training": 2230,
     "study": 2450, "doctor": 1600, "launch": 100,
 }  # fmt: skip
 """The most lines of code that each room may hold: not blank, no comment, no docstring. No file is left out."""

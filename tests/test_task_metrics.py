@@ -457,6 +457,14 @@ def test_keys_name_further_metrics() -> None:
     assert best.as_dict() == {"metric": "test.multiclass_f1_score", "better": "max", "value": 0.6, "step": 2}
 
 
+def test_a_metric_of_which_nobody_says_the_direction_cannot_select() -> None:
+    config = Config()
+    config.checkpoint.best_metric = "test.acc"
+    (problem,) = metrics.unusable(config, ["loss", "acc"], {"loss": "min"})
+    assert problem.endswith('which direction of acc is better; add better = {"acc": "max"}, or "min", to its class')
+    assert metrics.unusable(config, ["loss", "acc"], {"loss": "min", "acc": "max"}) == []
+
+
 F1_OF_TEN = F1 | {"num_classes": 10}
 
 

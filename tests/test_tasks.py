@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,10 +16,11 @@ from torch.utils.data import default_collate
 from ddp_train.data.datasets import ArraySource
 from ddp_train.data.own import UserDataset
 from ddp_train.distributed.world import World
-from ddp_train.errors import ConfigError, DataError
+from ddp_train.errors import ConfigError, TaskError
 from ddp_train.tasks.builtin import Classification, LanguageModel, Multilabel, Regression, Segmentation, choose
 from ddp_train.tasks.score import Score, Scorer
 from ddp_train.tasks.task import ModelWithTask, Task, complete
+from ddp_train.tasks.try_out import check_loss
 from ddp_train.tensor_tree import map_tensors
 from ddp_train.training.loop import evaluate, fit
 from ddp_train.training.setup import build_plan
@@ -374,9 +376,118 @@ class Returns:
 )
 def test_a_loss_of_another_form_is_told(found: Any, words: str) -> None:
     module = ModelWithTask(nn.Identity(), complete(Returns(found)), "cpu", None)
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(TaskError) as caught:
         module(torch.zeros(2))
+    assert "loss() of the task Returns returned" in str(caught.value)
     assert words in str(caught.value) and caught.value.remedy.startswith("return (sum of the losses")
+
+
+class OfOutputs:
+    """A task whose loss is a function of the model's outputs."""
+
+    def __init__(self, loss: Callable[[Tensor], Any], units_are_samples: bool = False) -> None:
+        self.function, self.units_are_samples = loss, units_are_samples
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        return self.function(model(batch))
+
+
+def tried(task: Any) -> ModelWithTask:
+    """A task that was tried with 9 samples of 3 numbers each. Raises what the trial raises."""
+    samples = torch.arange(27.0).view(9, 3) / 10 + 1
+    module = ModelWithTask(nn.BatchNorm1d(3), complete(task), "cpu", None)
+    check_loss(module, lambda numbers: samples[torch.from_numpy(numbers)], len(samples), "task._target_=mine.Task")
+    assert module.training
+    return module
+
+
+def contrast(outputs: Tensor) -> tuple[Tensor, int]:
+    own = torch.arange(len(outputs))
+    return nn.functional.cross_entropy(outputs @ outputs.T, own, reduction="sum"), len(own)
+
+
+def valid(outputs: Tensor) -> tuple[Tensor, Tensor]:
+    mask = outputs > 1.2
+    return outputs[mask].sum(), mask.sum()
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda outputs: (outputs.square().sum(), len(outputs)),
+        lambda outputs: (outputs.square().sum(), outputs.numel()),
+        lambda outputs: (-outputs.mean() * len(outputs), len(outputs)),
+        lambda outputs: ((outputs * torch.rand_like(outputs)).sum(), len(outputs)),
+        lambda outputs: (outputs.std(0).sum() * len(outputs), len(outputs)),  # of one sample it is NaN
+        lambda outputs: (outputs.sum() * 0, 0),
+        contrast,
+        valid,
+    ],
+)
+def test_a_loss_that_is_a_sum_passes_the_trial(loss: Callable[[Tensor], Any]) -> None:
+    tried(OfOutputs(loss))
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        (
+            OfOutputs(lambda outputs: (outputs.square().mean(), len(outputs))),
+            r"that is a mean, not a sum; return the sum",
+        ),
+        (
+            OfOutputs(lambda outputs: (outputs.square().sum(), 1)),
+            r"gives 3\.64996 for one sample and 18\.2498 for a batch of 5 copies of it, and counts 1 unit in either",
+        ),
+        (OfOutputs(lambda outputs: (outputs.square().mean(), 1)), r"would depend on the number of processes"),
+        (
+            OfOutputs(lambda outputs: (outputs.sum(), outputs.numel()), units_are_samples=True),
+            r"mine.Task: units_are_samples is True, but loss\(\) counts 3 units in a batch of 1; leave",
+        ),
+        (
+            OfOutputs(lambda outputs: (outputs.sum(), len(outputs.unique(dim=0)) + len(outputs) - 1), True),
+            r"counts 13 units in a batch of 7",  # right for copies, wrong for samples that differ
+        ),
+    ],
+)
+def test_a_mean_and_wrong_units_are_refused_before_the_first_step(task: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tried(task)
+
+
+def test_a_trial_leaves_no_trace() -> None:
+    def enqueue(model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
+        model.running_mean.add_(1)
+        return (model(batch) * torch.rand(())).sum(), len(batch)
+
+    task = OfOutputs(lambda _: None)
+    task.loss = enqueue  # type: ignore[method-assign]
+    before = torch.get_rng_state()
+    module = tried(task)
+    assert torch.equal(before, torch.get_rng_state())
+    assert not module.model.running_mean.any() and module.model.num_batches_tracked == 0
+
+
+class Scores(Returns):
+    def score(self, model: nn.Module, batch: Any) -> Any:
+        return self.found
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (torch.zeros(()), "score() of the task Scores returned a tensor [] of torch.float32"),
+        ({"iou": torch.zeros(())}, "returned a tensor [] of torch.float32 for the metric iou"),
+        ({"iou": (torch.zeros(3), 3)}, "returned (a tensor [3] of torch.float32, int) for the metric iou"),
+        ({"iou": (torch.zeros(3, 3), torch.zeros(3, 3))}, "for the metric iou"),
+        ({"loss": (1.0, 2), "iou": (1.0, 2, 3)}, "returned (float, int, int) for the metric iou"),
+    ],
+)
+def test_scores_of_another_form_are_told(found: Any, words: str) -> None:
+    module = ModelWithTask(nn.Identity(), complete(Scores(found)), "cpu", None)
+    with pytest.raises(TaskError) as caught:
+        module.score(torch.zeros(2))
+    assert words in str(caught.value) and "(sum, weight)" in caught.value.remedy and caught.value.kind == "task"
 
 
 def test_what_is_no_task_is_refused() -> None:

@@ -585,6 +585,14 @@ def test_data_and_tasks_of_ones_own_select_by_their_own_metric(tmp_path: Path) -
     assert done.returncode == 2
     assert "checkpoint.best_metric=validation.margn: the task has no metric margn; it has loss, margin" in done.stderr
     shutil.rmtree(tmp_path / "run")
+    (tmp_path / "typo.py").write_text(OWN.replace('"margin": "max"', '"margn": "max"'))
+    done = run(*words, "task._target_=typo.Halves", env=env)
+    assert done.returncode == 2
+    problem = (
+        "task._target_=typo.Halves: better['margn']: there is no metric margn, but loss, margin; did you mean margin?"
+    )
+    assert done.stderr.count(problem) == 1 and "Traceback" not in done.stderr
+    shutil.rmtree(tmp_path / "run")
     done = run(*words, "checkpoint.best_metric=validation.margin", env=env)
     assert done.returncode == 0, done.stderr
     summary = read(tmp_path / "run", "summary.json")

@@ -114,8 +114,8 @@ def _of_task(config: Config) -> dict[str, str]:
 
 
 def unusable(config: Config, names: list[str], better: Mapping[str, str | None]) -> list[str]:
-    """What is wrong with the metrics that keys name, once all metrics are known, those of an average too. better: where
-    one is not named, the lower is the better; None: nobody knows."""
+    """What is wrong with the metrics that keys name, once all metrics are known, those of an average too. better: their
+    directions, where the task says so; None: torchmetrics does not."""
     problems = []
     for key, value in named(config):
         name = value.partition(".")[2]
@@ -126,7 +126,11 @@ def unusable(config: Config, names: list[str], better: Mapping[str, str | None])
         elif name not in names:
             close = did_you_mean(name, names)
             problems.append(f"{key}={value}: the task has no metric {name}; it has {', '.join(names)}{close}")
-        elif better.get(name, "min") is None:
+        elif name not in better:
+            plain = name.removeprefix(OF_AVERAGE)
+            ways = f'better = {{"{plain}": "max"}}, or "min", to its class'
+            problems.append(f"{key}={value}: the task does not say which direction of {plain} is better; add {ways}")
+        elif better[name] is None:
             problems.append(
                 f"{key}={value}: {LIBRARY} does not say which direction of {name} is better; add better: max, or "
                 "better: min, to its item of metrics"

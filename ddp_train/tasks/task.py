@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ddp_train.errors import ConfigError, DataError
-from ddp_train.tasks.further_metrics import PREDICTIONS, FurtherMetrics, Predictions
+from ddp_train.errors import ConfigError
+from ddp_train.tasks.further_metrics import PREDICTIONS, FurtherMetrics
+from ddp_train.tasks.returned import checked_loss, checked_predictions, checked_scores
 
 ScoreSums = Mapping[str, tuple[Tensor | float, Tensor | float]]
 """For each metric its sum and its weight over a batch: scalars, or tensors with one number per class, [k]."""
@@ -29,8 +30,8 @@ class Task:
     loss_name: str = ""
     """For the plan that a run prints."""
     better: ClassVar[Mapping[str, str]] = {}
-    """Which direction is better, `max` or `min`, for each metric. Those not named have that of the built-in metric of
-    their name (accuracy, mean_iou), others `min`, as the loss."""
+    """Which direction is better, `max` or `min`, for each metric. One that is not named has that of the built-in metric
+    of its name (accuracy, mean_iou); without any, it can neither select nor be an objective."""
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | float]:
         """The sum of the losses of all units of a batch, a scalar, and the number of units.
@@ -93,7 +94,7 @@ def complete(task: Any) -> Task:
         raise ConfigError([f"task._target_: {name}.better[{metric!r}]={way!r}: must be 'min' or 'max'"])
     if isinstance(task, Task):
         return task
-    completed = Task()
+    completed = type(name, (Task,), {})()  # of the name that its author knows
     for part in _PARTS:
         if hasattr(task, part):
             setattr(completed, part, getattr(task, part))
@@ -121,15 +122,17 @@ class ModelWithTask(nn.Module):
         """Metrics beside those of the task."""
 
     def forward(self, batch: Any) -> tuple[Tensor, Tensor | None]:
-        if self.autocast is None:
-            found = self.task.loss(self.model, batch)
-        else:
-            with torch.autocast(self.device_type, self.autocast):
-                found = self.task.loss(self.model, batch)
-        loss, units = checked(found, self.task)
+        loss, units = self.loss_of(batch)
         if self.gathered:
             loss = loss.view(1)
         return loss, None if self.task.units_are_samples else _on_device(units, loss)
+
+    def loss_of(self, batch: Any) -> tuple[Tensor, Tensor | float]:
+        """The sum of the losses of a batch, and the number of units, as the task returns them."""
+        if self.autocast is None:
+            return checked_loss(self.task.loss(self.model, batch), self.task)
+        with torch.autocast(self.device_type, self.autocast):
+            return checked_loss(self.task.loss(self.model, batch), self.task)
 
     def score(self, batch: Any) -> ScoreSums:
         """The metrics of a batch; see `Task.score`. With further metrics also its `PREDICTIONS`."""
@@ -139,19 +142,10 @@ class ModelWithTask(nn.Module):
                 scores, predictions = self.task.score_and_predict(self.model, batch)
             else:
                 scores = self.task.score(self.model, batch)
+            scores = checked_scores(scores, self.task)
             if "loss" not in scores:
-                loss, units = checked(self.task.loss(self.model, batch), self.task)
-                scores = {"loss": (loss, units), **scores}
-        return scores if predictions is None else {**scores, PREDICTIONS: predicted(predictions, self.task)}
-
-
-def predicted(found: Any, task: Task) -> Predictions:
-    """What `Task.predict` returned. Raises DataError if it is not what it must be."""
-    if isinstance(found, tuple) and len(found) == 2 and all(isinstance(part, Tensor) for part in found):
-        return Predictions(*found)
-    raise DataError(
-        f"predict() of the task {type(task).__name__} returned {_in_words(found)}", "return (outputs, targets): tensors"
-    )
+                scores = {"loss": checked_loss(self.task.loss(self.model, batch), self.task), **scores}
+        return scores if predictions is None else {**scores, PREDICTIONS: checked_predictions(predictions, self.task)}
 
 
 def _on_device(units: Tensor | float, loss: Tensor) -> Tensor:
@@ -159,22 +153,3 @@ def _on_device(units: Tensor | float, loss: Tensor) -> Tensor:
     if isinstance(units, Tensor):
         return units.detach().to(loss.device, torch.float64).view(loss.shape)
     return torch.full(loss.shape, float(units), dtype=torch.float64, device=loss.device)
-
-
-def checked(found: Any, task: Task) -> tuple[Tensor, Tensor | float]:
-    """What `Task.loss` returned. Raises DataError if it is not what it must be."""
-    if isinstance(found, tuple) and len(found) == 2:
-        loss, units = found
-        right_units = isinstance(units, int | float) or (isinstance(units, Tensor) and units.numel() == 1)
-        if right_units and isinstance(loss, Tensor) and loss.ndim == 0 and loss.is_floating_point():
-            return loss, units
-    raise DataError(
-        f"loss() of the task {type(task).__name__} returned {_in_words(found)}",
-        "return (sum of the losses of all units, number of units): a scalar tensor, and a number or a scalar tensor",
-    )
-
-
-def _in_words(found: Any) -> str:
-    if isinstance(found, tuple):
-        return f"({', '.join(map(_in_words, found))})"
-    return f"a tensor {list(found.shape)} of {found.dtype}" if isinstance(found, Tensor) else type(found).__name__

@@ -18,7 +18,7 @@ from ddp_train.data.splits import Splits
 from ddp_train.errors import ConfigError
 from ddp_train.tasks.further_metrics import PREDICTIONS, FurtherMetrics, NamedMetric, Predictions
 from ddp_train.tasks.task import ModelWithTask, Task, can_predict
-from ddp_train.text import OF_AVERAGE, first_line
+from ddp_train.text import OF_AVERAGE, did_you_mean, first_line
 from ddp_train.training.averaging import with_average
 from ddp_train.training.early_stopping import SelectionHook
 from ddp_train.training.hooks import MetricsHook
@@ -52,9 +52,10 @@ def _made(key: str, item: FurtherMetric) -> Any:
 def metric_names(module: ModelWithTask, batches: Iterable[Batch]) -> list[str]:
     """The names of all metrics, found by scoring a batch: with further metrics the first that has a unit. Raises
     ConfigError if one of those does not fit."""
-    module.eval()
     for batch in batches:
+        module.eval()
         scores = dict(module.score(batch.data))
+        module.train()
         predictions = cast(Predictions, scores.pop(PREDICTIONS, None))
         names = [*scores, *module.task.derive(dict.fromkeys(scores, 0.5))]
         if not module.further:
@@ -66,9 +67,9 @@ def metric_names(module: ModelWithTask, batches: Iterable[Batch]) -> list[str]:
 
 
 def directions(module: ModelWithTask) -> dict[str, str | None]:
-    """Which direction is better, max or min, for each metric that says so: others of a task of your own have that of
-    the built-in metric of their name, or else min. None for a further metric whose direction nobody knows. That of a
-    metric of the average of the weights is the metric's own."""
+    """Which direction is better, max or min, for each metric that says so; one of a task of your own may have that of
+    the built-in metric of its name. None for a further metric whose direction nobody knows. That of a metric of the
+    average of the weights is the metric's own."""
     better = {**DIRECTIONS, **module.task.better, **(module.further.better if module.further else {})}
     return {**{OF_AVERAGE + name: way for name, way in better.items()}, **better}
 
@@ -81,13 +82,20 @@ def check_metrics(
     averaged: bool,
 ) -> None:
     """Raises ConfigError if a key names a metric that there is not, or a set that is not scored then, or if a further
-    metric does not fit: a batch is scored to see. batches: of an evaluation, on all processes the same. averaged:
-    whether there is an average of the weights, whose metrics must not have the names of others."""
+    metric or a task of the user's own does not fit: a batch is scored to see. batches: of an evaluation, on all
+    processes the same. averaged: whether there is an average of the weights, whose metrics must not have the names of
+    others."""
     problems = metrics.problems(config, sources.validation is not None)
-    own_names = averaged and config.task.name == CustomConfig.name
-    if not problems and (module.further or own_names or any(metrics.named(config))):
-        names = with_average(metric_names(module, batches(sources.scored[1])), averaged)
-        problems = metrics.unusable(config, names, directions(module))
+    own = config.task.target if isinstance(config.task, CustomConfig) else ""
+    if not problems and (module.further or own or any(metrics.named(config))):
+        names = metric_names(module, batches(sources.scored[1]))
+        problems = [
+            f"task._target_={own}: better[{name!r}]: there is no metric {name}, but {', '.join(names)}"
+            f"{did_you_mean(name, names)}"
+            for name in module.task.better
+            if own and name not in names and name not in DIRECTIONS  # inherited, perhaps
+        ]
+        problems += metrics.unusable(config, with_average(names, averaged), directions(module))
     if problems:
         raise ConfigError(problems)
 

@@ -47,7 +47,8 @@ def _processes(config: Config) -> str:
     count, hosts = process_count(config), config.launch.nnodes
     on = f"{count} on {hosts} hosts" if hosts > 1 else str(count)
     backend = config.launch.backend if config.strategy.has_process_group else "no process group"
-    return f"{on} x {config.device}, {backend}, {config.strategy.name}"
+    threads = "" if config.device == "cuda" else f", {counted(int(config.launch.threads_per_process), 'thread')} each"
+    return f"{on} x {config.device}, {backend}, {config.strategy.name}{threads}"
 
 
 def _compute(plan: BatchPlan, rates: Rates) -> dict[str, str]:

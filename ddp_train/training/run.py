@@ -130,6 +130,8 @@ class Run:
         first_step, hooks_owed = origin.get("step", 0), bool(origin.get("hooks_owed"))
         strategy = setup.build_strategy(config, self.world, device)
         module = setup.build_module(config, sources[0], strategy, device)
+        setup.try_own_task(config, module, sources.train, device)
+        metrics.check_metrics(config, module, sources, self.scored_batches, config.train.ema_decay is not None)
         job = setup.build_job(config, self.world, device, module, strategy, sources, self.status, first_step)
         log = MetricsFile(self.run_dir, self.world.is_leader, first_step - hooks_owed)
         record = MetricsHook(
@@ -142,7 +144,6 @@ class Run:
             split=sources.scored[0],
             rates=setup.build_rates(config, self.world, device, job, sources.train),
         )
-        metrics.check_metrics(config, module, sources, self.scored_batches, config.train.ema_decay is not None)
         select = metrics.build_selection(config, metrics.directions(module), sources, record)
         data_digests |= plan_digests(job.plan, device)
         if found:

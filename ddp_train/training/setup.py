@@ -43,6 +43,7 @@ from ddp_train.tasks.builtin import TASKS, Classification, choose
 from ddp_train.tasks.sampling import write_tokens
 from ddp_train.tasks.score import Scorer
 from ddp_train.tasks.task import ModelWithTask, Task, complete
+from ddp_train.tasks.try_out import check_loss
 from ddp_train.telemetry.rates import Rates
 from ddp_train.tensor_tree import map_tensors
 from ddp_train.text import counted
@@ -107,6 +108,16 @@ def build_task(section: Any, source: BatchSource, sample: Any) -> Task:
         facts["classes"] = source.outputs
     taken = inspect.signature(task).parameters
     return task(**keys_taken_by(task, section), **{name: fact for name, fact in facts.items() if name in taken})
+
+
+def try_own_task(config: Config, module: ModelWithTask, source: BatchSource, device: str) -> None:
+    """Raises ConfigError if the loss of a task of the user's own is not what it must be."""
+
+    def batch_of(numbers: np.ndarray) -> Any:
+        return _batch(config, source, MicroBatch(None, 0, numbers, len(numbers), 1.0, True), device).data
+
+    if config.task.name == "custom":
+        check_loss(module, batch_of, len(source), f"task._target_={config.task.target}")
 
 
 def build_rates(config: Config, world: World, device: str, job: Job, source: BatchSource) -> Rates:

@@ -1,0 +1,73 @@
+"""Tries a task of the user's own before the first step: whether its loss is a sum, and what it is a sum over."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ddp_train.errors import ConfigError
+from ddp_train.tasks.task import ModelWithTask
+
+COPIES = (1, 2, 5)
+"""How often the same sample stands in a batch."""
+DIFFERENT = 7
+"""Samples of the one batch without copies."""
+SAME = 0.02
+"""Two losses that differ by less are the same: bfloat16 has 8 bits."""
+
+
+@torch.no_grad()
+def check_loss(module: ModelWithTask, batch_of: Callable[[np.ndarray], Any], samples: int, key: str) -> None:
+    """Raises ConfigError if `loss` returns a mean, or units that are not those of the batch.
+
+    A sum over five copies of a sample is five times that of one, and has five times the units. A mean stays what it
+    is; it would weight the samples of a small micro-batch more than those of a large one. batch_of: a batch of the
+    samples of these numbers, on the device. samples: of the data set. key: of the task, with its value.
+    """
+    with _undisturbed(module):
+        found = [_numbers(module, batch_of(np.zeros(copies, dtype=np.int64))) for copies in COPIES]
+        numbers = np.arange(min(samples, DIFFERENT))
+        _, of_different = _numbers(module, batch_of(numbers))
+    losses, units = zip(*found, strict=True)
+    remedy = "return the sum of the losses of all units, and their number"
+    if module.task.units_are_samples:
+        counts = [*zip(units, COPIES, strict=True), (of_different, len(numbers))]
+        wrong = next(((unit, count) for unit, count in counts if unit != count), None)
+        if wrong:
+            problem = f"units_are_samples is True, but loss() counts {wrong[0]:g} units in a batch of {wrong[1]}"
+            raise ConfigError([f"{key}: {problem}; leave units_are_samples out, or count the samples"])
+    if not all(map(math.isfinite, losses)) or not units[0]:
+        return  # a loss of one sample need not have a value, nor the first sample a unit
+    seen = f"loss() gives {losses[0]:.6g} for one sample and {losses[-1]:.6g} for a batch of {COPIES[-1]} copies of it"
+    if len(set(units)) == 1:
+        problem = f"{seen}, and counts {units[0]:g} {module.task.unit} in either"
+        whole = f"{remedy}; of a loss of the batch as a whole, that loss times the number of samples, and their number"
+        raise ConfigError([f"{key}: {problem}: the result would depend on the number of processes; {whole}"])
+    if losses[0] and all(math.isclose(loss, losses[0], rel_tol=SAME) for loss in losses):
+        problem = f"{seen}: that is a mean, not a sum"
+        raise ConfigError([f'{key}: {problem}; {remedy}, as with reduction="sum"'])
+
+
+def _numbers(module: ModelWithTask, batch: Any) -> tuple[float, float]:
+    loss, units = module.loss_of(batch)
+    return float(loss), float(units)
+
+
+@contextlib.contextmanager
+def _undisturbed(module: ModelWithTask) -> Iterator[None]:
+    """Inside, a loss may draw random numbers and write into buffers (a queue of keys): all is as before at the end."""
+    buffers: list[Tensor] = list(module.buffers())
+    before = [buffer.clone() for buffer in buffers]
+    gpus = sorted({one.device.index or 0 for one in module.parameters() if one.is_cuda})
+    module.eval()
+    with torch.random.fork_rng(gpus):
+        yield
+    module.train()
+    for buffer, value in zip(buffers, before, strict=True):
+        buffer.copy_(value)
