@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import random
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,7 @@ from ddp_train.performance.cuda_graph import GraphedStepper
 from ddp_train.tasks.builtin import Segmentation
 from ddp_train.telemetry.hardware_monitor import hardware_monitor_for
 from ddp_train.training.loop import Job, evaluate, train
+from tests import lost_gpus
 from tests.jobs import config_of, datasets_of, job_of, largest_difference, loader_of
 from tests.ranks import on_ranks
 
@@ -272,3 +275,12 @@ def test_figures_are_of_the_gpu_that_computes() -> None:
         assert line["energy_wh"] == pytest.approx(line["power_watts"] * 3 / 3600, rel=0.5)
         assert measured.summary()["gpu_memory_gib"] == line["gpu_memory_gib"]
         del held, square
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("name", ["captured steps", "kernel by kernel, clipped", "checked on the host"])
+def test_a_rank_that_dies_costs_no_step(name: str, tmp_path: Path) -> None:
+    """tests/lost_gpus.py kills more of them."""
+    expected = lost_gpus.ended(tmp_path / "reference", 2, lost_gpus.CASES[name], 0, random.Random(0))
+    found = lost_gpus.ended(tmp_path / "killed", 2, lost_gpus.CASES[name], 1, random.Random(1))
+    assert lost_gpus.compared(found, expected) == "" and found["summary"]["steps_redone"] == 0, found["said"]

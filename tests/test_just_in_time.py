@@ -12,14 +12,21 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from ddp_train.data.batch_plan import MicroBatch
+from ddp_train.distributed.connections import PeersLostError
+from ddp_train.errors import LaunchError
+from ddp_train.optim.nan_guard import DeviceNonFiniteCheck, NonFiniteCheck
+from ddp_train.resilience.failure_report import is_peer_error
 from ddp_train.resilience.heartbeat import NOT_SAVED, SAVE, SAVED, STOP, STOPPED, TRAINING, RankStatus, StatusBoard
 from ddp_train.resilience.just_in_time import save_by_survivor
-from ddp_train.tasks.mean_loss import Mean
-from ddp_train.training.just_in_time import Row, _is_intact, buffer_places
+from ddp_train.tasks.mean_loss import Mean, RunningLoss
+from ddp_train.training import own_state
+from ddp_train.training.own_state import OfRank, Published, Row, buffer_places
 from tests.commands import checkpoints, read, run, running
 from tests.lost_ranks import Kill, Outcome, differences, kill, outcome
 
@@ -82,7 +89,92 @@ def test_a_state_in_the_middle_of_an_update_is_not_believed(
 ) -> None:
     stepper = SimpleNamespace(optimizer=optimizer([nn.Parameter(torch.zeros(1))], lr=0.1))
     job: Any = SimpleNamespace(stepper=stepper, strategy=SimpleNamespace(buffers_differ=buffers_differ))
-    assert _is_intact(job, phase, of_peer) == intact
+    with closing(StatusBoard.create(1)) as board:
+        assert Published(board, 0).is_intact(job, phase, of_peer) == intact
+
+
+def test_the_thread_that_beats_obeys_what_another_object_of_the_rank_was_given() -> None:
+    """The worker and what saves its state ask the board for the same rank, each for itself."""
+    with closing(StatusBoard.create(2)) as board:
+        called: list[int] = []
+        board.ranks[1].on_stop = lambda: called.append(1)
+        board.ranks[1]._heed_stop()
+        assert not called, "no order yet"
+        board.ranks[1].order = STOP
+        board.ranks[1]._heed_stop()
+        board.ranks[1]._heed_stop()
+        assert called == [1]
+
+
+class Flag:
+    """A StopFlag whose memory is the CPU's."""
+
+    def __init__(self) -> None:
+        self.on_device = torch.zeros(())
+
+    @property
+    def is_set(self) -> bool:
+        return bool(self.on_device)
+
+
+def test_no_update_is_made_of_what_an_aborted_exchange_left() -> None:
+    weight, flag = nn.Parameter(torch.ones(3)), Flag()
+    optimizer = torch.optim.AdamW([{"params": [weight], "initial_lr": 0.1}], lr=0.1, fused=True)
+    check = DeviceNonFiniteCheck(optimizer, RunningLoss())
+    check.peers = flag  # type: ignore[assignment]
+    for step in range(5):
+        if step == 3:
+            before = weight.detach().clone(), optimizer.state[weight]["exp_avg"].clone()
+            flag.on_device.fill_(1)  # gradients are finite, and garbage
+        weight.grad = torch.full((3,), step + 1.0)
+        assert check.allows(step, None), "the host does not wait"
+        optimizer.step()
+    assert torch.equal(weight, before[0]) and torch.equal(optimizer.state[weight]["exp_avg"], before[1])
+    assert optimizer.state[weight]["step"] == check.steps_taken(5) == 3
+
+
+def test_the_host_asks_before_an_update_too() -> None:
+    weight, flag = nn.Parameter(torch.ones(3)), Flag()
+    optimizer = torch.optim.RMSprop([{"params": [weight], "initial_lr": 0.1}], lr=0.1)
+    check = NonFiniteCheck(optimizer, RunningLoss())
+    check.peers = flag  # type: ignore[assignment]
+    weight.grad = torch.ones(3)
+    assert check.allows(0, None) and check.steps_taken(7) == 7
+    flag.on_device.fill_(1)
+    weight.grad = torch.full((3,), torch.nan)  # PeersLostError all the same, and no NonFiniteLossError
+    with pytest.raises(PeersLostError, match="remote process exited") as caught:
+        check.allows(1, None)
+    assert is_peer_error(caught.value)
+
+
+def test_a_survivor_goes_back_to_the_last_completed_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host has queued 9 steps, of which the device has done 6; hooks acted after 4. All but the GPU is real."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(own_state, "break_connections", lambda: None)
+    module, losses = nn.Sequential(nn.Linear(1, 1)), RunningLoss()
+    module.register_buffer("mask", torch.tensor([1.0, 0.0]))
+    for step in range(4, 9):
+        part = MicroBatch(0, step, np.arange(2), 2, 1.0, True)
+        losses.add(torch.tensor(float(step)), 2, part)
+    losses.add(torch.tensor(100.0), 2, MicroBatch(0, 5, np.arange(2), 0, 1.0, True))  # stands in, and does not count
+    check = SimpleNamespace(steps_taken=lambda done: done - 3)
+    stepper = SimpleNamespace(losses=losses, check_finite=check, steps_done=9, norm=torch.ones(()))
+    job: Any = SimpleNamespace(module=module, stepper=stepper, step=9)
+    with closing(StatusBoard.create(3)) as board:
+        own = own_state.OnDevice(board, 1, "cuda:1")
+        own.before = [buffer.clone() for buffer in module.buffers()]
+        own.settle(job)
+        assert job.step == stepper.steps_done == board.ranks[1].step == 6 and stepper.norm is None
+        known = own.of_ranks(6)
+        assert [one and one.loss for one in known] == [Mean(), Mean(4.0 + 5.0, 4), Mean()]
+        assert all(one and torch.equal(one.buffers[0], torch.tensor([1.0, 0.0])) for one in known)
+        own.note_losses(SimpleNamespace(step=6, stepper=SimpleNamespace(losses=RunningLoss())))  # type: ignore[arg-type]
+        job.step = stepper.steps_done = 9
+        own.settle(job)
+        assert own.of_ranks(6)[1] == OfRank(Mean(), own.before), "the noted ones count: hooks had begun after step 6"
+        module.mask += 1
+        with pytest.raises(LaunchError, match="buffers of its model change in training"):
+            own.settle(job)
 
 
 @contextmanager

@@ -1,15 +1,85 @@
-"""The connections of a process to its peers, and how to break them: a collective that waits ends with an error then."""
+"""The connections of a process to its peers, and how to break them: a collective that waits ends then.
+
+gloo's ends with an error. NCCL's ends as if it had succeeded, with garbage, and so do all that are queued behind it: a
+flag that is set before says so, to kernels and to the host.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
 _of_groups: set[int] = set()
 """The sockets that process groups have opened, by number."""
+_breaking = threading.Lock()
+_stop_flag: list[StopFlag] = []
+"""That of this process, once there is one."""
+
+
+class PeersLostError(RuntimeError):
+    """The launcher has lost another process of the run."""
+
+    def __init__(self) -> None:
+        super().__init__("a rank is lost: remote process exited")
+
+
+class _InHostMemory:
+    """float32 numbers in pinned host memory, at their address there: kernels may read them (unified addressing)."""
+
+    def __init__(self, host: Tensor) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": tuple(host.shape),
+            "typestr": "<f4",
+            "data": (host.data_ptr(), False),
+            "version": 3,
+        }
+
+
+class StopFlag:
+    """Keeps what an aborted collective left out of the weights: 1 once peers are lost, and before the abort.
+
+    It lies in host memory, where a kernel reads it when it runs. A copy to the device would not get there: it waits
+    until the queue of launches has room, and that is full behind the collective that never ends (two H200, torch 2.11).
+    """
+
+    def __init__(self, device: str) -> None:
+        self.host = torch.zeros((), pin_memory=True)
+        self.on_device: Tensor = torch.as_tensor(_InHostMemory(self.host), device=device)
+
+    @property
+    def is_set(self) -> bool:
+        return bool(self.host)
+
+
+def watch_for_losses(device: str) -> StopFlag:
+    """From here on the host asks a flag after each collective of this package that it reads. Returns the flag, for the
+    kernels that update weights. One for each process."""
+    if not _stop_flag:
+        _stop_flag.append(StopFlag(device))
+    return _stop_flag[0]
+
+
+def check_peers() -> None:
+    """Raises PeersLostError once connections are broken on purpose. On a GPU without such a flag it does nothing."""
+    if _stop_flag and _stop_flag[0].is_set:
+        raise PeersLostError
+
+
+def trusted(tensor: Tensor) -> Tensor:
+    """What a collective gave. Where losses are watched for, this waits for the device, and raises PeersLostError if
+    the collective may have been aborted."""
+    if _stop_flag and tensor.is_cuda:
+        torch.cuda.current_stream().synchronize()
+        check_peers()
+    return tensor
 
 
 @contextlib.contextmanager
@@ -29,12 +99,27 @@ def _sockets() -> set[int]:
 
 
 def break_connections() -> None:
-    """Ends every collective of this process with an error, from any thread, and lets those of its peers fail too.
+    """Ends every collective of this process, from any thread, and lets those of its peers fail too.
 
     gloo fails only the pair whose socket broke: who waits for a living peer that has given up itself waits until the
     timeout. `ProcessGroup.abort` does nothing for gloo (torch 2.13 and 2.15). The listening socket must stay open:
     without it gloo's own thread ends the process by SIGABRT.
+
+    NCCL is aborted by a thread that nobody waits for: it comes to an end only when the last captured graph with a
+    collective is gone (two H200, torch 2.11). Kernels end within milliseconds each.
     """
+    if not _stop_flag:
+        _shut_sockets()
+        return
+    with _breaking:
+        if _stop_flag[0].is_set:
+            return
+        _stop_flag[0].host.fill_(1)
+    # All groups at once: one after the other they would wait for each other (pytorch#119797, nccl#1013).
+    threading.Thread(target=dist.distributed_c10d._abort_process_group, name="abort", daemon=True).start()
+
+
+def _shut_sockets() -> None:
     for number in _of_groups:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as one:  # no socket, or closed
             if one.type == socket.SOCK_STREAM and not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):

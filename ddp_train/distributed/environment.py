@@ -89,7 +89,15 @@ def worker_environment(
     if loopback:
         env.setdefault("GLOO_SOCKET_IFNAME", loopback)
         env.setdefault("NCCL_SOCKET_IFNAME", loopback)
+    # If a rank dies, its peers must end no collective by themselves: what such a collective leaves is garbage, and they
+    # are told first (distributed/connections.py). A rank that hangs is found by the launcher.
+    env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     return env
+
+
+def nccl_handles_errors() -> bool:
+    """Whether torch's watchdog of NCCL may abort collectives, or the process, when it sees an error."""
+    return os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3") != "0"
 
 
 def worker_descriptors(world: World, listen_fd: int, status_fd: int) -> dict[str, int]:

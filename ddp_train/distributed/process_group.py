@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # pyright: ignore[reportPrivateImportUsage]
 
-from ddp_train.distributed.connections import noting_sockets
+from ddp_train.distributed.connections import check_peers, noting_sockets, trusted
 from ddp_train.distributed.environment import LISTEN_SOCKET
 from ddp_train.distributed.preflight import acknowledge
 from ddp_train.distributed.world import World
@@ -99,6 +99,7 @@ def session(world: World, device: str, backend: str, store: Store, timeout_secon
 
 def ranks() -> int:
     """The number of processes; 1 without a process group."""
+    check_peers()  # there is no group any more once it was aborted
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
@@ -113,38 +114,40 @@ def side_group() -> Any:
 
 def total(tensor: torch.Tensor) -> torch.Tensor:
     """Sums `tensor` over all ranks, in place (all-reduce). Returns it; unchanged without a process group."""
-    if dist.is_initialized():
+    if ranks() > 1:
         dist.all_reduce(tensor)
+        trusted(tensor)
     return tensor
 
 
 def from_all_ranks(tensor: torch.Tensor) -> torch.Tensor:
     """All-gather: [...] -> [ranks, ...]. Without a process group [1, ...]."""
-    if not dist.is_initialized():
+    if (count := ranks()) == 1:
         return tensor[None]
-    gathered = tensor.new_empty(dist.get_world_size() * tensor.numel())  # flat: gloo supports one dimension only
+    gathered = tensor.new_empty(count * tensor.numel())  # flat: gloo supports one dimension only
     dist.all_gather_into_tensor(gathered, tensor.flatten())
-    return gathered.view(-1, *tensor.shape)
+    return trusted(gathered).view(-1, *tensor.shape)
 
 
 def send_from_leader(tensors: Iterable[torch.Tensor]) -> None:
     """Overwrites the tensors of all ranks with those of rank 0 (broadcast)."""
-    if dist.is_initialized():
+    if ranks() > 1:
         for tensor in tensors:
             dist.broadcast(tensor.detach(), 0)
+            trusted(tensor)
 
 
 def from_leader(value: Any, device: str) -> Any:
     """A value of rank 0, on all ranks (two broadcasts). It travels as JSON: tuples arrive as lists."""
-    if not dist.is_initialized():
+    if ranks() == 1:
         return value
     text = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=device)
     size = torch.tensor(len(text), device=device)
     dist.broadcast(size, 0)
     if dist.get_rank():
-        text = torch.empty(int(size), dtype=torch.uint8, device=device)
+        text = torch.empty(int(trusted(size)), dtype=torch.uint8, device=device)
     dist.broadcast(text, 0)
-    return json.loads(bytes(text.tolist()))
+    return json.loads(bytes(trusted(text).tolist()))
 
 
 def mean_later(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ddp_train.distributed.connections import PeersLostError, StopFlag
 from ddp_train.distributed.process_group import from_all_ranks
 from ddp_train.errors import NonFiniteLossError
 from ddp_train.tasks.mean_loss import RunningLoss, is_finite
@@ -42,6 +43,8 @@ class NonFiniteCheck:
         self.skip = skip
         self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.base_lr = optimizer.param_groups[0]["initial_lr"]
+        self.peers: StopFlag | None = None
+        """Says that gradients may be what an aborted exchange left."""
         self.sentinel = nn.Parameter(requires_grad=False)
         """The parameter whose gradient is looked at: the smallest."""
         self.sentinel_is_short = False
@@ -50,9 +53,17 @@ class NonFiniteCheck:
     def allows(self, step: int, norm: Tensor | None) -> bool:
         """Whether the optimizer step may be taken. norm: of all gradients, if it is known.
 
-        Raises NonFiniteLossError, on all ranks alike, if a loss is not finite and such steps are not skipped.
+        Raises NonFiniteLossError, on all ranks alike, if a loss is not finite and such steps are not skipped, and
+        PeersLostError if peers are lost.
         """
-        return math.isfinite(norm if norm is not None else self._scalar_to_check()) or self._is_overflow(step)
+        scalar = norm.item() if norm is not None else self._scalar_to_check()
+        if self.peers and self.peers.is_set:  # asked when the exchange is over, which was aborted after it was set
+            raise PeersLostError
+        return math.isfinite(scalar) or self._is_overflow(step)
+
+    def steps_taken(self, steps_done: int) -> int:
+        """Of the optimizer steps that the host has done so far, those that have changed the weights."""
+        return steps_done
 
     def check_losses(self, steps_done: int) -> None:
         """Raises NonFiniteLossError if `allows` let a non-finite loss pass in any step so far. May wait for the
@@ -135,8 +146,14 @@ class DeviceNonFiniteCheck(NonFiniteCheck):
             torch._amp_foreach_non_finite_check_and_unscale_(  # pyright: ignore[reportPrivateImportUsage]
                 [checked], self.stopped, self.one
             )
+            if self.peers:  # looked at once, after the exchange: the whole update does as it says
+                torch.maximum(self.stopped, self.peers.on_device, out=self.stopped)
             self.steps_skipped.add_(self.stopped)
         return True
+
+    def steps_taken(self, steps_done: int) -> int:
+        """Waits for the device."""
+        return steps_done - int(self.steps_skipped)
 
     def check_losses(self, steps_done: int) -> None:
         if self.scaled:

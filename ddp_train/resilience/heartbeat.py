@@ -160,7 +160,8 @@ class StatusBoard:
 
     def __init__(self, descriptor: int, ranks: int) -> None:
         self.descriptor = descriptor
-        self.ranks = (RankStatus * ranks).from_buffer(mmap.mmap(descriptor, ctypes.sizeof(RankStatus) * ranks))
+        # One object for each rank: an array makes a new one whenever it is asked, and `on_stop` belongs to an object.
+        self.ranks = list((RankStatus * ranks).from_buffer(mmap.mmap(descriptor, ctypes.sizeof(RankStatus) * ranks)))
         statuses = ctypes.sizeof(RankStatus) * ranks
         self.rows_begin = -(-statuses // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
 

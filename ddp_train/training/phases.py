@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.loader import Batch, Loader
+from ddp_train.distributed.connections import PeersLostError
 from ddp_train.optim.stepper import Stepper
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.tasks.mean_loss import Mean
@@ -43,7 +44,7 @@ class ReportedBatches:
 
     def _wait(self) -> None:
         if self.status.order:
-            raise RuntimeError("a rank is lost: remote process exited")  # at once, and not at the next exchange
+            raise PeersLostError  # at once, and not at the next exchange
         self.status.phase = self.data
         self.status.fetching = self.loader.in_flight
 

@@ -41,6 +41,7 @@ from ddp_train.training.hooks import MetricsHook
 from ddp_train.training.just_in_time import JustInTime, RecoveryHook
 from ddp_train.training.loop import Evaluation, Job, fit
 from ddp_train.training.open_data import common_digests, open_datasets, plan_digests
+from ddp_train.training.own_state import OnDevice, Published
 from ddp_train.training.phases import ReportedHook, ReportedStepper
 from ddp_train.training.plan_report import plan_rows, selects_by_test
 from ddp_train.training.summary import Scores, Summary
@@ -252,13 +253,16 @@ class Run:
         self.display.start(job.plan.steps, lambda: job.step)
 
     def just_in_time(self, job: Job, save: CheckpointHook) -> JustInTime | None:
-        """What saves the state of a survivor; None where there is none, or nobody asks for it: on one process, on GPUs,
-        whose collectives end a process without an error to hold on to, and under torchrun."""
-        if self.board is None or self.world.size == 1 or self.config.device != "cpu":
+        """What saves the state of a survivor; None where there is none, or nobody asks for it: on one process, and
+        under torchrun."""
+        if self.board is None or self.world.size == 1:
             return None
-        made = JustInTime(self.board, self.world.rank, self.run_dir, save)
-        cast(ReportedStepper, job.stepper).publish_to(made.publish)
-        return made
+        if self.config.device == "cpu":
+            own = Published(self.board, self.world.rank)
+            cast(ReportedStepper, job.stepper).publish_to(own.publish)
+        else:
+            own = OnDevice(self.board, self.world.rank, self.device)
+        return JustInTime(self.board, self.world.rank, self.run_dir, save, own)
 
     def fit(
         self,

@@ -1,0 +1,243 @@
+"""What one rank alone knows, its buffers and its running loss, kept so that it does not die with the rank.
+
+On the CPU each rank writes those that step s+1 will have into shared memory after its last forward pass of that step
+and before it contributes its gradients: whoever has completed s+1 had everybody's contribution, and so everybody's
+numbers are there.
+
+On GPUs nothing is written, since the host runs ahead of the device and would have to wait: a model must have no buffers
+that training changes, and the loss that is logged next lacks the dead rank's part.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import mmap
+import struct
+from typing import NamedTuple, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from ddp_train.distributed.connections import break_connections, watch_for_losses
+from ddp_train.distributed.environment import nccl_handles_errors
+from ddp_train.errors import LaunchError
+from ddp_train.optim.nan_guard import DeviceNonFiniteCheck
+from ddp_train.resilience.heartbeat import ROW_BYTES, STARTING, StatusBoard
+from ddp_train.tasks.mean_loss import Forward, Mean, is_finite
+from ddp_train.text import first_line
+from ddp_train.training.loop import Job
+
+SLOTS = 3
+"""Steps that a row holds in turns. Two are not enough: a rank may publish two steps beyond the one that a survivor has
+completed."""
+ALIGNMENT = 64
+log = logging.getLogger(__name__)
+
+
+class Row:
+    """A rank's row of the board: for three steps in turns the step, a mean loss, and some tensors."""
+
+    head, mark = struct.Struct("=qdd"), struct.Struct("=q")
+
+    def __init__(self, memory: mmap.mmap, like: list[Tensor]) -> None:
+        """memory: of `size(like)` bytes. like: tensors of the shapes and dtypes that are held."""
+        self.memory = memory
+        self.begins = [slot * self.size(like) // SLOTS for slot in range(SLOTS)]
+        self.slots: list[list[Tensor]] = []
+        for begin in self.begins:
+            views, place = [], begin + ALIGNMENT
+            for tensor in like:
+                flat = torch.empty(0, dtype=tensor.dtype)
+                if tensor.numel():
+                    flat = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=place)
+                views.append(flat.view(tensor.shape))
+                place += _aligned(tensor.nbytes)
+            self.slots.append(views)
+
+    @staticmethod
+    def size(like: list[Tensor]) -> int:
+        return SLOTS * (ALIGNMENT + sum(_aligned(tensor.nbytes) for tensor in like))
+
+    def write(self, step: int, loss: Mean, tensors: list[Tensor]) -> None:
+        """The step comes last: what a killed process has half written has the step of three steps ago."""
+        slot = step % SLOTS
+        if tensors:
+            torch._foreach_copy_(self.slots[slot], tensors)  # pyright: ignore[reportPrivateImportUsage]
+        begin = self.begins[slot]
+        self.head.pack_into(self.memory, begin, 0, loss.sum, loss.units)
+        self.mark.pack_into(self.memory, begin, step + 1)  # 0: nothing was ever written
+
+    def read(self, step: int) -> OfRank | None:
+        """What was written of a step; None if it is not there."""
+        mark, total, units = self.head.unpack_from(self.memory, self.begins[step % SLOTS])
+        return OfRank(Mean(total, units), self.slots[step % SLOTS]) if mark == step + 1 else None
+
+
+class OfRank(NamedTuple):
+    """Of one rank, after a step."""
+
+    loss: Mean
+    """That no hook has taken yet."""
+    buffers: list[Tensor]
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def buffer_places(module: nn.Module) -> list[tuple[dict[str, Tensor | None], str]]:
+    """Where each buffer is kept, in the order of `module.buffers()`."""
+    names = [name.rpartition(".") for name, _ in module.named_buffers()]
+    return [(module.get_submodule(parent)._buffers, name) for parent, _, name in names]
+
+
+class OwnState(Protocol):
+    """What this rank alone knows."""
+
+    def why_not(self, job: Job) -> str:
+        """Why nothing can be offered in this run; empty if it can."""
+        ...
+
+    def begin(self, job: Job) -> None:
+        """Before the first step. Raises LaunchError if it cannot."""
+        ...
+
+    def is_intact(self, job: Job, phase: str, of_peer: bool) -> bool:
+        """Whether weights and moments are those of a completed step although an error was raised."""
+        ...
+
+    def settle(self, job: Job) -> None:
+        """After such an error: `job.step` becomes the last completed step. Raises LaunchError if something of its state
+        is unknown."""
+        ...
+
+    def note_losses(self, job: Job) -> None:
+        """Before hooks act after `job.step`, which may take the losses."""
+        ...
+
+    def of_ranks(self, step: int) -> list[OfRank | None]:
+        """What is known of each rank after a step; None: nothing, so that the step cannot be saved."""
+        ...
+
+
+class Published:
+    """On the CPU: written to the board with each step."""
+
+    def __init__(self, board: StatusBoard, rank: int) -> None:
+        self.board, self.rank = board, rank
+        self.places: list[tuple[dict[str, Tensor | None], str]] = []
+        """Where the buffers are: a model may put new tensors in their place."""
+        self.row: Row | None = None
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        return [cast(Tensor, holder[name]) for holder, name in self.places]
+
+    def why_not(self, job: Job) -> str:
+        if job.strategy.buffers_differ:
+            self.places = buffer_places(job.module)
+        if Row.size(self.buffers) > ROW_BYTES:
+            return "its buffers are too large to be published with each step"
+        if not self.board.has_rows():
+            return "the size of files is limited (ulimit -f)"
+        if any(buffer.layout != torch.strided or buffer.is_quantized for buffer in self.buffers):
+            return "a buffer of its model is no plain tensor"
+        if job.stepper.average and any(buffer.is_floating_point() for buffer in self.buffers):
+            return "the average of each rank's own buffers (train.ema_decay) is known to that rank alone"
+        return ""
+
+    def begin(self, job: Job) -> None:
+        self.row = Row(self.board.row(self.rank, Row.size(self.buffers)), self.buffers)
+        self.publish(job.step, Mean())
+
+    def publish(self, step: int, loss: Mean) -> None:
+        """What this rank alone knows of the step that is being computed. Before its gradients are exchanged."""
+        if self.row is None:
+            return
+        try:
+            self.row.write(step, loss, self.buffers)
+        except RuntimeError as error:  # a buffer has another shape now
+            self.row, self.board.ranks[self.rank].state = None, STARTING
+            log.warning("if a rank dies, the run restarts from its last checkpoint: %s", first_line(error))
+
+    def is_intact(self, job: Job, phase: str, of_peer: bool) -> bool:
+        """A peer's error comes out of an exchange. In the optimizer step there is one before the update, if the
+        optimizer is torch's or ours; `strategy=ordered` has set the buffers of the next step by then. Any other error,
+        a signal handler's above all, may come out of anything: it is believed where nothing changes."""
+        if not of_peer:
+            return phase in ("data", "forward", "backward")
+        known = type(job.stepper.optimizer).__module__.startswith(("torch.optim.", "ddp_train."))
+        return phase != "optimizer step" or (known and job.strategy.buffers_differ)
+
+    def settle(self, job: Job) -> None:
+        """Weights and moments change in the optimizer step alone, which exchanges nothing: `job.step` is right. Buffers
+        have moved on when a collective fails in the next step: the row has them."""
+
+    def note_losses(self, job: Job) -> None:
+        """The row has them."""
+
+    def of_ranks(self, step: int) -> list[OfRank | None]:
+        ranks = range(len(self.board.ranks))
+        return [Row(self.board.row(rank, Row.size(self.buffers)), self.buffers).read(step) for rank in ranks]
+
+
+class OnDevice:
+    """On GPUs: an update reads a flag on the device after its exchange, and does nothing once peers are lost. Steps
+    that were queued behind the lost one change nothing then, however many they are, also in captured graphs."""
+
+    def __init__(self, board: StatusBoard, rank: int, device: str) -> None:
+        self.board, self.rank, self.device = board, rank, device
+        self.before: list[Tensor] = []
+        """The buffers as they were before the first step."""
+        self.noted: tuple[int, list[Forward]] = -1, []
+        """The losses before hooks acted last, and after which step."""
+
+    def why_not(self, job: Job) -> str:
+        check = job.stepper.check_finite
+        normalised = [one for one in job.module.modules() if getattr(one, "track_running_stats", False)]
+        if normalised:
+            return f"batch norm's statistics on a GPU ({type(normalised[0]).__name__}) die with their rank"
+        if not job.strategy.buffers_differ:
+            return "strategy=ordered has nothing to offer on GPUs"
+        if nccl_handles_errors():
+            return "TORCH_NCCL_ASYNC_ERROR_HANDLING is set: NCCL may end a collective before it is known to be lost"
+        if job.stepper.scaled:
+            return "the loss scaler of tuning.precision=fp16 moves with steps that are skipped"
+        if isinstance(check, DeviceNonFiniteCheck) and job.stepper.average:
+            return "the average of the weights (train.ema_decay) moves with steps that are skipped"
+        return ""
+
+    def begin(self, job: Job) -> None:
+        job.stepper.check_finite.peers = watch_for_losses(self.device)
+        self.before = [buffer.cpu() for buffer in job.module.buffers()]
+
+    def is_intact(self, job: Job, phase: str, of_peer: bool) -> bool:
+        """Wherever the host is: it runs ahead. Where it looks at a gradient before each update, it is right unless
+        an optimizer of the user's own fails in the middle of one."""
+        known = type(job.stepper.optimizer).__module__.startswith(("torch.optim.", "ddp_train."))
+        return known or phase != "optimizer step"
+
+    def settle(self, job: Job) -> None:
+        break_connections()  # what is queued must come to an end
+        torch.cuda.synchronize()
+        stepper, status = job.stepper, self.board.ranks[self.rank]
+        job.step = stepper.steps_done = status.step = stepper.check_finite.steps_taken(stepper.steps_done)
+        noted_at, noted = self.noted
+        losses = noted if noted_at == job.step else stepper.losses.seen
+        stepper.norm = None  # of a step that was skipped
+        buffers = [buffer.cpu() for buffer in job.module.buffers()]
+        if not all(torch.equal(one, other) for one, other in zip(buffers, self.before, strict=True)):
+            raise LaunchError("buffers of its model change in training, and those of the dead rank died with it")
+        seen = [one for one in losses if one.micro_batch.step < job.step and one.micro_batch.num_real]
+        seen = [one for one in seen if is_finite(one.loss)]
+        loss = Mean(math.fsum(float(one.loss) for one in seen), math.fsum(float(one.units) for one in seen))
+        Row(self.board.row(self.rank, Row.size([])), []).write(job.step, loss, [])
+
+    def note_losses(self, job: Job) -> None:
+        self.noted = job.step, list(job.stepper.losses.seen)
+
+    def of_ranks(self, step: int) -> list[OfRank | None]:
+        rows = [Row(self.board.row(rank, Row.size([])), []) for rank in range(len(self.board.ranks))]
+        found = [row.read(step) for row in rows]  # survivors that are a step behind have one of another step
+        return [OfRank(one.loss if one else Mean(), self.before) for one in found]
