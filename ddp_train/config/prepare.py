@@ -13,6 +13,7 @@ from ddp_train.config.external_checks import changed, held_run, manifest_config,
 from ddp_train.config.freeze import COMMANDS, freeze, record_command, to_text
 from ddp_train.config.hardware import detect_hardware
 from ddp_train.config.overrides import Overrides, read_config, read_overrides
+from ddp_train.config.program import Program
 from ddp_train.config.schema import Config
 from ddp_train.config.validate import check, check_rules
 from ddp_train.distributed.environment import visible_devices
@@ -33,23 +34,23 @@ class Prepared:
     """Held for the life of the run, so that no second run uses its directory."""
 
 
-def prepare(conf: Path, overrides: list[str], world: World | None, run_dir: str | None = None) -> Prepared:
+def prepare(program: Program, overrides: list[str], world: World | None, run_dir: str | None = None) -> Prepared:
     """Composes, checks and freezes the config. Raises ConfigError with every problem.
 
     run_dir: the directory of a sweep's trial, in place of the one among the overrides.
     """
-    config, problems = read_run(conf, read_overrides(conf, overrides))
+    config, problems = read_run(program, read_overrides(program, overrides))
     if run_dir:
         config = replace(config, run_dir=run_dir)
-    return _locked_and_frozen(config, problems, world, overrides)
+    return _locked_and_frozen(config, problems, world, program.command(overrides))
 
 
-def read_run(conf: Path, overrides: Overrides) -> tuple[Config, list[str]]:
+def read_run(program: Program, overrides: Overrides) -> tuple[Config, list[str]]:
     """The config, composed and bound, and all problems. An evaluation gets the model and data of its checkpoint."""
-    config, problems = read_config(conf, overrides)
+    config, problems = read_config(program, overrides)
     if config.mode == "evaluate" and (adopted := adopted_sections(Path(config.checkpoint.resume))):
         # With the problems of the second reading only: a key may belong to the option that is adopted.
-        return read_config(conf, overrides, adopted)
+        return read_config(program, overrides, adopted)
     if (
         config.run_dir
         and config.mode == "train"
@@ -73,7 +74,7 @@ def resolve_and_check(config: Config, world: World | None) -> tuple[Config, list
     return resolved, check(config, resolved, hardware, world)
 
 
-def _locked_and_frozen(config: Config, problems: list[str], world: World | None, overrides: list[str]) -> Prepared:
+def _locked_and_frozen(config: Config, problems: list[str], world: World | None, command: str) -> Prepared:
     """The rest of `prepare`, for a config that has been composed and bound."""
     resolved, more = resolve_and_check(config, world)
     if problems or more:
@@ -91,7 +92,7 @@ def _locked_and_frozen(config: Config, problems: list[str], world: World | None,
         notes += archive_previous_run(Path(str(resolved.run_dir)))
     text = freeze(resolved)
     try:
-        record_command(Path(str(resolved.run_dir)), overrides)
+        record_command(Path(str(resolved.run_dir)), command)
     except OSError as error:
         raise ConfigError([unwritable(resolved.run_dir, error.strerror or str(error))]) from None
     return Prepared(resolved, text, notes, held)
