@@ -16,6 +16,7 @@ from ddp_train.distributed.environment import restart_in_utf8, world_from_enviro
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
 from ddp_train.launcher.fork_server import ForkServer
+from ddp_train.launcher.new_project import INIT, create
 from ddp_train.launcher.packages import require_packages
 from ddp_train.linux import keep_exit_codes
 from ddp_train.resilience.preemption import INTERRUPTED
@@ -27,6 +28,8 @@ def main(script: Path | None, argv: list[str]) -> int:
     """Does what the words ask. script: launch.py, if that was started. Returns the exit code."""
     try:
         Path.cwd()
+        if argv[:1] == [INIT]:
+            return create(argv[1:])
         program, argv = started(script, argv)
         world = world_from_environment()
     except FileNotFoundError:

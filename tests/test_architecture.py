@@ -24,9 +24,9 @@ ROOMS = """
 
 LINES = {
     "errors": 70, "text": 30, "linux": 90, "stdio": 45, "tensor_tree": 25,
-    "distributed": 620, "resilience": 815, "config": 2790, "launcher": 1100, "data": 1940, "models": 170,
+    "distributed": 620, "resilience": 815, "config": 2800, "launcher": 1135, "data": 1940, "models": 170,
     "telemetry": 750, "tasks": 780, "optim": 640, "parallel": 290, "performance": 330, "training": 2220,
-    "study": 2450, "doctor": 1600, "__main__": 100,
+    "study": 2450, "doctor": 1600, "__main__": 105,
 }  # fmt: skip
 """The most lines of code that each room may hold: not blank, no comment, no docstring. No file is left out."""
 
@@ -47,7 +47,9 @@ WITH_TORCH = """
 
 
 def files() -> list[Path]:
-    return sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")
+    """Without the template, whose files are copied into projects, and imported there."""
+    ours = {*PACKAGE.rglob("*.py")} - {*(PACKAGE / "template").rglob("*.py")}
+    return sorted(path for path in ours if path.name != "__init__.py")
 
 
 def room_of(path: Path) -> str:

@@ -82,6 +82,11 @@ def test_the_wheel_trains_from_any_folder(bin_folder: Path, tmp_path: Path, monk
         and "mobilenet_v3_small, narrow, res" in help_text
     )
 
+    start(command, "init", "spot-finder")
+    monkeypatch.chdir(tmp_path / "spot-finder")
+    start(python, "-m", "pytest", "-q", "-p", "no:cacheprovider")  # one of them is a run
+    monkeypatch.chdir(tmp_path)
+
     start(command, "model=mlp", *SMALL)
     (run_dir,) = Path("runs/default").iterdir()
     assert read(run_dir, "summary.json")["command"] == f"ddp-train model=mlp {' '.join(SMALL)}"

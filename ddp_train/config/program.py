@@ -106,7 +106,7 @@ def started(script: Path | None, argv: list[str]) -> tuple[Program, list[str]]:
     unnamed = (path for path in beside if path.is_dir() and path.resolve() != PACKAGE / FOLDER)
     own = Path(named) if named is not None else next(unnamed, None)
     program = Program(
-        typed=_typed(Path(sys.argv[0])),
+        typed=typed(),
         script=script or PACKAGE / "__main__.py",
         import_path=None if checkout.name in ("site-packages", "dist-packages") else checkout,
         own=own,
@@ -117,7 +117,9 @@ def started(script: Path | None, argv: list[str]) -> tuple[Program, list[str]]:
     return program, words
 
 
-def _typed(argv0: Path) -> str:
+def typed() -> str:
+    """How this program was started, as one types it."""
+    argv0 = Path(sys.argv[0])
     if argv0.name == "__main__.py":
         return "python -m ddp_train"
     if argv0.suffix != ".py":
