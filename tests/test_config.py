@@ -630,6 +630,74 @@ def write_manifest(place: Path, manifest: Any) -> None:
     (place / "manifest.json").write_text(json.dumps({**manifest, "sha256": digest_of(manifest)}))
 
 
+EARLIER_RUN = ("optimizer=adamw", "optimizer.lr=0.003", "seed=3", "train.epochs=7",
+               "data.limit=200", "launch.nproc_per_node=1", "checkpoint.resume=never")  # fmt: skip
+
+
+def read_again(*words: str) -> Config:
+    """As `composed`, of a run that may go on."""
+    config, problems = read_run(PROGRAM, read_overrides(PROGRAM, list(words)))
+    assert problems == []
+    return config
+
+
+def test_a_run_directory_alone_goes_on_with_its_run_as_it_was() -> None:
+    checkpoint_of(Path("earlier"), *EARLIER_RUN, "model=mlp", "model.hidden=12")
+    before = load_frozen(Path("earlier/config.yaml").read_text())
+    again = read_again("run_dir=earlier")
+    assert again.checkpoint.resume == "auto" and again.run_dir == "earlier" and again.mode == "train"
+    assert (again.data.limit, before.data.placement, again.data.placement) == (200, "device", "auto")
+    for section in ("model", "optimizer", "schedule", "train", "seed", "launch"):
+        assert getattr(again, section) == getattr(before, section), section
+    assert before.tuning.num_workers == 0 and again.tuning.num_workers == "auto", "for the hardware of today"
+    other = read_again("run_dir=earlier", "train.epochs=9", "optimizer.lr=0.1", "seed=4")
+    assert (other.train.epochs, other.optimizer.lr, other.optimizer.name, other.seed) == (9, 0.1, "adamw", 4)
+    for words in (["optimizer=adamw"], ["experiment=gpt_tiny"], ["checkpoint.resume=never"], ["mode=doctor"]):
+        assert read_again("run_dir=earlier", *words).train.epochs != 7, "the words say all of it"
+    under_torchrun = prepare(PROGRAM, ["run_dir=earlier"], World(0, 3, 0, 3, 0)).config
+    assert under_torchrun.launch.nproc_per_node == 3 and under_torchrun.optimizer.lr == 0.003
+
+
+@pytest.mark.parametrize("form", ["custom", "_target_"])
+def test_the_config_of_a_run_is_a_command(form: str) -> None:
+    """Whether the class stands there as in a frozen config or as on a command line."""
+    checkpoint_of(Path("earlier"), *EARLIER_RUN, "model._target_=torch.nn.Linear", "model.in_features=64")
+    values = yaml.safe_load(Path("earlier/config.yaml").read_text())
+    values |= {"run_dir": "earlier", "trusted_modules": ["os"], "mode": "evaluate"}
+    if form == "_target_":
+        values["model"] = {"_target_": "torch.nn.Linear", "in_features": 64}
+    Path("earlier/config.yaml").write_text(yaml.safe_dump(values))
+    for word in ("config=earlier/config.yaml", "config=earlier"):
+        again = read_again(word, "optimizer.lr=0.1", "model.out_features=10")
+        assert again.model == CustomConfig(target="torch.nn.Linear", arguments={"in_features": 64, "out_features": 10})
+        assert (again.optimizer.name, again.optimizer.lr, again.train.epochs) == ("adamw", 0.1, 7)
+        assert (again.run_dir, again.mode, again.trusted_modules) == (None, "train", []), "of that run alone"
+    assert composed(word, "model=cnn").model == composed("model=cnn").model
+    values["hooks"], values["model"] = ["antigravity.Hook"], {"_target_": "os.system", "command": "true"}
+    Path("earlier/config.yaml").write_text(yaml.safe_dump(values))
+    refused = [problem.partition(", ")[0] for problem in problems_of(word)]
+    assert refused == [
+        "model._target_=os.system: loads code from outside ddp_train.data.shards",
+        "hooks=[antigravity.Hook]: loads code from outside ddp_train.study; if you trust it",
+    ], "a file of a run is data, as its checkpoints are"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("config=nowhere", "config=nowhere: nowhere cannot be read (No such file or directory); name"),
+        ("config=list.yaml", "config=list.yaml: is no whole config; name the config.yaml of a run, or for"),
+        ("config=broken.yaml", "config=broken.yaml: is not plain YAML; name the config.yaml of a run"),
+        ("config=nowhere debug=tiny", "debug=tiny: contradicts config=nowhere, which is a whole run; give one of them"),
+    ],
+)
+def test_what_is_no_config_of_a_run_is_named(words: str, message: str) -> None:
+    Path("list.yaml").write_text("[1]")
+    Path("broken.yaml").write_text("a: [")
+    assert any(problem.startswith(message) for problem in problems_of(*words.split()))
+    assert launch("--cfg", "job", "config=list.yaml").returncode == 2 if words == "config=list.yaml" else True
+
+
 @pytest.mark.slow
 def test_another_run_cannot_take_up_a_state_that_does_not_fit_it(tmp_path: Path) -> None:
     checkpoint_of(tmp_path / "one", "model=mlp")

@@ -101,6 +101,11 @@ def test_the_wheel_trains_from_any_folder(bin_folder: Path, tmp_path: Path, monk
     scored = read(Path("scored"), "summary.json")
     assert scored["test"]["samples"] == 60 and scored["command"].startswith("python -m ddp_train mode=evaluate")
 
+    start(
+        command, "run_dir=three", "train.epochs=2", ONE, "trusted_modules=[my_net]"
+    )  # model, data, optimizer as before
+    assert (checkpoints(Path("three"))[-1], read(Path("three"), "summary.json")["world_size"]) == ("step_00000002", 1)
+
     said = start(command, "-m", "experiment=wide", "model=narrow", "model.width=3,5", "run_dir=sweep", *SMALL, code=2)
     assert "model._target_=my_net.Net (in conf/experiment/wide.yaml): contradicts model=narrow" in said
     said = start(command, "-m", "model=narrow", "model.width=3,5", "run_dir=sweep", *SMALL)

@@ -7,6 +7,7 @@ needed: workers load a frozen config, and start without Hydra.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import re
 import typing
@@ -19,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
-from ddp_train.config import metrics
+from ddp_train.config import metrics, reuse
 from ddp_train.config.bind import bind, own_keys
 from ddp_train.config.external_checks import package_of
 from ddp_train.config.options.custom import CustomConfig
@@ -55,6 +56,8 @@ class Overrides:
     choices: dict[str, str]
     """Group overrides: the group and the option that was chosen."""
     problems: list[str]
+    config: Path | None = None
+    """`config=FILE`: the config of an earlier run, which the other words change."""
     swept: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     """Sweeps: the key or group and its values as typed; none for an interval, which a sweeper draws from."""
 
@@ -150,6 +153,9 @@ def _read_override(program: Program, override: Override, sweep: bool, read: Over
         else:
             remedy = f"add -m to sweep over them, or quote them: {name}='...'"
             read.problems.append(f"{argument}: several values; {remedy}")
+    elif name == reuse.KEY:
+        read.config = Path(str(override.value()))
+        read.arguments.append("++" + argument.lstrip("+"))  # for the trials of a sweep
     elif name.split(".")[0] == STUDY:
         read.problems.append(f"{argument}: belongs to mode={STUDY}; add that, or leave it out")
     elif is_group:
@@ -278,9 +284,10 @@ def read_config(
 ) -> tuple[Config, list[str]]:
     """Composes and binds. Returns the config (its defaults where a value was wrong) and all problems.
 
-    `adopted` holds sections that replace the composed ones, unless the command line chose their option: an evaluation
-    adopts the model, the data and the metrics of its checkpoint. Code that an adopted section names must be in
-    `trusted_modules`; what the command line and conf/ name is trusted (SECURITY.md).
+    `adopted` holds sections and keys that replace the composed ones, unless the command line chose their option or gave
+    the key: an evaluation adopts the model, the data and the metrics of its checkpoint; all of a file is adopted with
+    `config=FILE`. Code that is adopted must be in `trusted_modules`; what the command line and conf/ name is trusted
+    (SECURITY.md).
     """
     from hydra.errors import HydraException
 
@@ -292,12 +299,21 @@ def read_config(
         message = f"{error}: {error.__cause__}" if error.__cause__ else str(error)
         where = f"{key}: " if (key := getattr(error, "full_key", None)) else ""
         return Config(), [*overrides.problems, where + " ".join(message.split())]
-    from_elsewhere = {section for section in adopted or {} if section not in {**overrides.choices, **overrides.given}}
+    values.pop(reuse.KEY, None)
+    ground, unread = reuse.named_config(overrides.config) if overrides.config else ({}, [])
+    unread += [
+        f"{group}={overrides.choices[group]}: contradicts {reuse.KEY}={overrides.config}, which is a whole run; give "
+        "one of them, and single keys beside it"
+        for group in PRESETS
+        if overrides.config and overrides.choices.get(group, "None") != "None"
+    ]
+    adopted = {**ground, **(adopted or {})}
+    from_elsewhere = {section for section in adopted if section not in {**overrides.choices, **overrides.given}}
     for section in from_elsewhere:
-        values[section] = (adopted or {})[section]
+        values[section] = copy.deepcopy(adopted[section])
     for dotted, value in overrides.given.items():
         section, _, name = dotted.partition(".")
-        if name and section in from_elsewhere:
+        if name and section in from_elsewhere and isinstance(values[section], dict):
             _set(section, values[section], name, value)
     config, problems = bind(values)
     config.trusted_modules = list(dict.fromkeys([*config.trusted_modules, *_own_packages(config, from_elsewhere)]))
@@ -307,7 +323,7 @@ def read_config(
         for problem in problems
         if problem.split(":")[0] not in told
     ]
-    return config, overrides.problems + located
+    return config, overrides.problems + unread + located
 
 
 def _set(section: str, content: dict[str, Any], name: str, value: Any) -> None:
@@ -326,7 +342,8 @@ def _own_packages(config: Config, from_elsewhere: set[str]) -> list[str]:
     if "metrics" not in from_elsewhere:
         sections += [further.custom for further in metrics.further(config)]
     paths = [path for section in sections if isinstance(section, CustomConfig) for _, path in section.code()]
-    return [package for path in paths + config.hooks for package in package_of(path)]
+    paths += config.hooks if "hooks" not in from_elsewhere else []
+    return [package for path in paths for package in package_of(path)]
 
 
 def _origin(program: Program, overrides: Overrides, choices: dict[str, str], dotted: str) -> str:

@@ -12,9 +12,10 @@ from ddp_train.config.conflicts import notices
 from ddp_train.config.external_checks import changed, held_run, manifest_config, unwritable
 from ddp_train.config.freeze import COMMANDS, freeze, record_command, to_text
 from ddp_train.config.hardware import detect_hardware
-from ddp_train.config.overrides import Overrides, read_config, read_overrides
+from ddp_train.config.overrides import PRESETS, Overrides, read_config, read_overrides
 from ddp_train.config.program import Program
-from ddp_train.config.schema import Config
+from ddp_train.config.reuse import held_config
+from ddp_train.config.schema import OPTIONS, Config
 from ddp_train.config.validate import check, check_rules
 from ddp_train.distributed.environment import visible_devices
 from ddp_train.distributed.world import World
@@ -39,18 +40,26 @@ def prepare(program: Program, overrides: list[str], world: World | None, run_dir
 
     run_dir: the directory of a sweep's trial, in place of the one among the overrides.
     """
-    config, problems = read_run(program, read_overrides(program, overrides))
+    read = read_overrides(program, overrides)
+    if world:  # these are torchrun's, whatever the config of an earlier run says
+        read.given = {"launch.nproc_per_node": "auto", "launch.nnodes": 1, "launch.max_restarts": 0} | read.given
+    config, problems = read_run(program, read)
     if run_dir:
         config = replace(config, run_dir=run_dir)
     return _locked_and_frozen(config, problems, world, program.command(overrides))
 
 
 def read_run(program: Program, overrides: Overrides) -> tuple[Config, list[str]]:
-    """The config, composed and bound, and all problems. An evaluation gets the model and data of its checkpoint."""
+    """The config, composed and bound, and all problems. An evaluation gets the model and data of its checkpoint, a run
+    that goes on what it had."""
     config, problems = read_config(program, overrides)
     if config.mode == "evaluate" and (adopted := adopted_sections(Path(config.checkpoint.resume))):
         # With the problems of the second reading only: a key may belong to the option that is adopted.
         return read_config(program, overrides, adopted)
+    if config.run_dir and config.mode == "train" and config.checkpoint.resume == "auto" and not overrides.config:
+        chosen = overrides.choices.keys() & {*OPTIONS, *PRESETS}  # then the words say all of it, as at its start
+        if not chosen and (ground := held_config(Path(config.run_dir))):
+            return read_config(program, overrides, ground)
     if (
         config.run_dir
         and config.mode == "train"

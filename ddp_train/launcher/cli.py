@@ -17,6 +17,7 @@ from ddp_train.config.bind import is_section, key_named_like, own_keys
 from ddp_train.config.options.custom import CustomConfig
 from ddp_train.config.overrides import register_schema
 from ddp_train.config.program import CONFIG_DIR, Program
+from ddp_train.config.reuse import KEY, OF_A_RUN
 from ddp_train.config.schema import OPTIONS, SECTIONS, Config
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
@@ -73,6 +74,8 @@ def through_hydra(trials: Trials, argv: list[str], world: World | None) -> int:
         raise ConfigError([f"-m: torchrun would start one sweep per rank; use: {remedy}"])
     if not sweep and set(flags) <= {"--resolve", "-p", "--package"}:
         raise ConfigError([f"{flags[0]}: needs --cfg job; add that, or leave it out"])
+    if not sweep and (words := [word for word in argv if word.startswith(f"{KEY}=")]):
+        raise ConfigError([f"{words[0]}: flags show what the presets compose; for what that run had, read the file"])
     if {"-sc", "--shell-completion", "--hydra-help"}.isdisjoint(flags):
         argv = trials.check(argv, sweep)
     register_schema(trials.program)
@@ -107,7 +110,7 @@ def help_text(program: Program) -> str:
         lines.append(f"  {name:<15} {', '.join(path.stem for path in files)}{default}")
         if "# @package" in files[0].read_text():  # a whole experiment: its first comment describes it
             lines += [f"    {path.stem:<19} {path.read_text().splitlines()[1].lstrip('# ')}" for path in files]
-    lines += ["", "Keys (key=value):", *_keys("", Config)]
+    lines += ["", "Keys (key=value):", f"  {KEY + '=RUN':<44} {OF_A_RUN}", *_keys("", Config)]
     for section, schema in SECTIONS.items():
         lines += ["", f"{section}:", *_keys(section + ".", schema)]
     for section, options in OPTIONS.items():
