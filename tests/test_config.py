@@ -46,6 +46,7 @@ from ddp_train.launcher.sweep import Trials, _outcome
 from ddp_train.resilience.checkpoint_files import digest_of
 from ddp_train.study import sweep_report
 from ddp_train.text import shown
+from ddp_train.training.plan_report import _optimizer
 from ddp_train.training.setup import build_plan, warmup_steps
 from tests.commands import PROGRAM, run
 
@@ -868,6 +869,18 @@ def test_a_preset_can_be_shortened(tmp_path: Path) -> None:
     config = prepare(PROGRAM, words, None).config
     for samples, steps in ((5_952, 10), (60_000, 100)):
         assert warmup_steps(config, build_plan(config, World(), samples)) == steps
+    for words, samples, steps in (
+        ("experiment=gpt_tiny train.max_steps=50", 20_000, 25),
+        ("experiment=mnist train.max_steps=20 data.download=true", 60_000, 10),
+        ("experiment=mnist train.epochs=1 schedule.warmup_steps=30 data.download=true", 60_000, 30),
+        ("experiment=gpt_tiny schedule.warmup_epochs=0.1", 4_000, 50),
+    ):
+        config = prepare(PROGRAM, [*words.split(), "run_dir=run"], None).config
+        plan = build_plan(config, World(), samples)
+        assert warmup_steps(config, plan) == steps, words
+        assert ("(cut from 200: schedule.warmup_at_most=0.5" in _optimizer(config, plan, 0.1, steps)) == (steps == 25)
+    words = ["experiment=resnet50", "data.root=.", "train.epochs=2"]
+    assert not [problem for problem in problems_of(*words) if problem.startswith("schedule.")]
 
 
 def test_the_summary_of_an_earlier_run_goes_when_the_next_begins(tmp_path: Path) -> None:
@@ -1187,7 +1200,13 @@ def test_info_defaults_shows_the_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("flag", "meant"),
-    [("--lr", "optimizer.lr=VALUE"), ("--batch-size", ""), ("--epochs", "train.epochs=VALUE"), ("--hlep", "--help")],
+    [
+        ("--experiment", "experiment=VALUE"),
+        ("--lr", "optimizer.lr=VALUE"),
+        ("--batch-size", ""),
+        ("--epochs", "train.epochs=VALUE"),
+        ("--hlep", "--help"),
+    ],
 )
 def test_a_key_typed_as_a_flag_is_recognised(flag: str, meant: str) -> None:
     assert (f"; did you mean {meant}?" if meant else "no such flag") in "no such flag" + _meant(flag)

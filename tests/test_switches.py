@@ -832,6 +832,7 @@ ROWS: dict[str, Row] = {
     "optimizer.arguments": Row("optimizer.lr=0.2", optimizer),
     "schedule.warmup_steps": Row("schedule.warmup_steps=4", schedule),
     "schedule.warmup_epochs": Row("schedule.warmup_epochs=1", learning_rates, SMALL),
+    "schedule.warmup_at_most": Row("schedule.warmup_at_most=0.3", learning_rates, f"{SMALL} schedule.warmup_steps=2"),
     "schedule.step_size": Row("schedule.step_size=4", schedule),
     "schedule.gamma": Row("schedule.gamma=0.3", schedule, "schedule.step_size=4"),
     "schedule.final_factor": Row("schedule.final_factor=0.3", schedule),

@@ -315,6 +315,10 @@ def read_config(
         section, _, name = dotted.partition(".")
         if name and section in from_elsewhere and isinstance(values[section], dict):
             _set(section, values[section], name, value)
+    for one, other, off in (("warmup_steps", "warmup_epochs", None), ("warmup_epochs", "warmup_steps", 0)):
+        typed = f"schedule.{one}" in overrides.given and f"schedule.{other}" not in overrides.given
+        if typed and isinstance(values.get("schedule"), dict):
+            values["schedule"][other] = off  # of a preset: two names of one thing
     config, problems = bind(values)
     config.trusted_modules = list(dict.fromkeys([*config.trusted_modules, *_own_packages(config, from_elsewhere)]))
     told = {problem.split(":")[0] for problem in overrides.problems}

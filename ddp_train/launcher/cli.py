@@ -15,7 +15,7 @@ import hydra
 import ddp_train
 from ddp_train.config.bind import is_section, key_named_like, own_keys
 from ddp_train.config.options.custom import CustomConfig
-from ddp_train.config.overrides import register_schema
+from ddp_train.config.overrides import PRESETS, register_schema
 from ddp_train.config.program import CONFIG_DIR, Program
 from ddp_train.config.reuse import KEY, OF_A_RUN
 from ddp_train.config.schema import OPTIONS, SECTIONS, Config
@@ -92,7 +92,8 @@ def through_hydra(trials: Trials, argv: list[str], world: World | None) -> int:
 
 def _meant(flag: str) -> str:
     """What was probably meant by an unknown flag: another flag, or a key typed like one (`--lr 0.1`)."""
-    key = key_named_like(flag.lstrip("-").replace("-", "_"))
+    name = flag.lstrip("-").replace("-", "_")
+    key = name if name in PRESETS else key_named_like(name)
     alike = difflib.get_close_matches(flag, FLAGS, n=1, cutoff=0.75)
     return f"; did you mean {key}=VALUE?" if key and not alike else did_you_mean(flag, list(FLAGS))
 
