@@ -264,7 +264,7 @@ def named(name: str, hosts: Path, content: str = "") -> Callable[[], Any]:
 def test_a_host_name_must_resolve_to_what_others_reach(tmp_path: Path) -> None:
     hosts = tmp_path / "hosts"
     is_failure(apart(named("lost", hosts), host_checks.host_name, True), 69, "lost does not resolve", "/etc/hosts")
-    is_warning(apart(named("lost", hosts), host_checks.host_name, False), "python launch.py does not need one")
+    is_warning(apart(named("lost", hosts), host_checks.host_name, False), "runs on one host do not need one")
     debian = named("debian", hosts, "127.0.1.1 debian\n")
     is_failure(
         apart(debian, host_checks.host_name, True),
