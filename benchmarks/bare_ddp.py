@@ -45,7 +45,7 @@ def read_digits(how: str) -> TensorDataset:
 
 
 def build_model() -> nn.Module:
-    """The layers of conf/model/cnn.yaml."""
+    """The layers of ddp_train/conf/model/cnn.yaml."""
 
     def convolution(channels_in: int, channels: int) -> list[nn.Module]:
         return [

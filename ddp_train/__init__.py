@@ -1,4 +1,4 @@
-"""Data-parallel PyTorch training, one process per GPU. Start reading at `launch.py`, then docs/architecture.md.
+"""Data-parallel PyTorch training, one process per GPU. Start reading at `__main__.py`, then docs/architecture.md.
 
 For code of your own: `Task` documents the parts that a task may have; `all_gather` gives the rows of all processes to
 losses that compare samples. Both are imported when they are first asked for: `import ddp_train` does not import torch.

@@ -16,11 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ddp_train.config.program import Program
 from ddp_train.linux import children_of
 from tests import zygote
 
 ROOT = Path(__file__).resolve().parent.parent
 LAUNCH = [sys.executable, str(ROOT / "launch.py")]
+PROGRAM = Program("python launch.py", ROOT / "launch.py", ROOT)
 ONE, THREE = "launch.nproc_per_node=1", "launch.nproc_per_node=3"
 SMALL = ("model=mlp", "data.limit=200", "schedule=constant")
 """Three steps per epoch, and a learning rate that does not depend on where the run ends."""

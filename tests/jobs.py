@@ -67,7 +67,8 @@ def schedule_of(section: Any, total_steps: int, steps_per_epoch: int) -> Factor:
     """The schedule that a schedule section of the config names."""
     warmup, epochs = section.warmup_steps, section.warmup_epochs
     warmup = warmup if epochs is None else round(epochs * steps_per_epoch)
-    return build_schedule(section.name, total_steps, warmup, **arguments_of(section, "warmup_steps", "warmup_epochs"))
+    arguments = arguments_of(section, "warmup_steps", "warmup_epochs", "warmup_at_most")
+    return build_schedule(section.name, total_steps, warmup, **arguments)
 
 
 def loader_of(

@@ -13,12 +13,12 @@ from ddp_train.resilience.failure_report import SUMMARY, write_json
 from ddp_train.study.provenance import conditions
 from ddp_train.study.request import Request, read_request
 from ddp_train.study.trials import Outcome, Trial, recorded_outcome
-from tests.commands import ROOT
+from tests.commands import PROGRAM
 
 
 def asked(*overrides: str) -> Request:
     """What a command line with mode=study asks for."""
-    return read_request(ROOT / "launch.py", ROOT / "conf", ["mode=study", *overrides])
+    return read_request(PROGRAM, ["mode=study", *overrides])
 
 
 def value(trial: Trial, key: str) -> str:

@@ -3,6 +3,7 @@ than reading its message: no worker, no import of torch, no file."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import copy
 import dataclasses
@@ -35,20 +36,22 @@ from ddp_train.config.options.custom import CustomConfig
 from ddp_train.config.options.strategy import DdpConfig, OrderedConfig
 from ddp_train.config.overrides import Overrides, compose, read_config, read_overrides
 from ddp_train.config.prepare import prepare, read_run
+from ddp_train.config.program import Program, started
 from ddp_train.config.schema import OPTIONS, SECTIONS, Config, schema_of
 from ddp_train.config.validate import check, check_rules
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
-from ddp_train.launcher.cli import _meant, wrapped
+from ddp_train.launcher.cli import _meant, usage, wrapped
 from ddp_train.launcher.sweep import Trials, _outcome
 from ddp_train.resilience.checkpoint_files import digest_of
 from ddp_train.study import sweep_report
 from ddp_train.text import shown
+from ddp_train.training.plan_report import _optimizer
 from ddp_train.training.setup import build_plan, warmup_steps
-from tests.commands import run
+from tests.commands import PROGRAM, run
 
 ROOT = Path(__file__).resolve().parent.parent
-CONF = ROOT / "conf"
+CONF = ROOT / "ddp_train/conf"
 FILES = sorted(
     path.relative_to(CONF).with_suffix("").as_posix()
     for path in CONF.glob("*/*.yaml")
@@ -68,21 +71,21 @@ def no_gpu_and_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 def composed(*words: str) -> Config:
     """The config of some words; they are right."""
-    config, problems = read_config(CONF, read_overrides(CONF, list(words)))
+    config, problems = read_config(PROGRAM, read_overrides(PROGRAM, list(words)))
     assert problems == []
     return config
 
 
 @functools.cache
 def composed_groups(choices: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, str]]:
-    return compose(CONF, Overrides(list(choices), {}, {}, []))
+    return compose(PROGRAM, Overrides(list(choices), {}, {}, []))
 
 
-def composed_once(conf: Path, overrides: Overrides) -> tuple[dict[str, Any], dict[str, str]]:
+def composed_once(program: Program, overrides: Overrides) -> tuple[dict[str, Any], dict[str, str]]:
     """In place of `compose`, which takes 0.2 s: Hydra composes each choice of groups once; values are set here."""
     choices = [argument for argument in overrides.arguments if not argument.startswith("++")]
     if any(type(value) is dict or "${" in str(value) for value in overrides.given.values()):
-        return compose(conf, overrides)
+        return compose(program, overrides)
     values, chosen = copy.deepcopy(composed_groups(tuple(choices)))
     for dotted, value in overrides.given.items():
         *sections, name = dotted.split(".")
@@ -90,7 +93,7 @@ def composed_once(conf: Path, overrides: Overrides) -> tuple[dict[str, Any], dic
         for section in sections:
             inner = inner.setdefault(section, {}) if isinstance(inner, dict) else None
         if not isinstance(inner, dict) or isinstance(inner.get(name), dict):
-            return compose(conf, overrides)
+            return compose(program, overrides)
         inner[name] = value
     return values, chosen
 
@@ -98,13 +101,13 @@ def composed_once(conf: Path, overrides: Overrides) -> tuple[dict[str, Any], dic
 def problems_of(*words: str) -> list[str]:
     """The problems that the entry reports for some words; they are wrong."""
     with mock.patch("ddp_train.config.overrides.compose", composed_once), pytest.raises(ConfigError) as caught:
-        prepare(CONF, list(words), None)
+        prepare(PROGRAM, list(words), None)
     return caught.value.problems
 
 
 def accepted(*words: str) -> None:
     """Prepares a run, which may use its directory again."""
-    prepared = prepare(CONF, list(words), None)
+    prepared = prepare(PROGRAM, list(words), None)
     assert prepared.lock
     prepared.lock.release()
 
@@ -116,8 +119,8 @@ def test_what_is_composed_once_is_what_hydra_composes() -> None:
         "model._target_=torch.nn.Linear model.in_features=3 foo=1",
         "train.early_stopping.patience=2 experiment=gpt_tiny seed=null data.limit=[1,2]",
     ):
-        overrides = read_overrides(CONF, line.split())
-        assert composed_once(CONF, overrides) == compose(CONF, overrides)
+        overrides = read_overrides(PROGRAM, line.split())
+        assert composed_once(PROGRAM, overrides) == compose(PROGRAM, overrides)
 
 
 def launch(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -396,8 +399,8 @@ BAD: dict[str, list[str]] = {
     "name=a/b": ["must be usable as the name of a folder"],
     "model._target_=torch": ["must be a dotted path, package.Name"],
     "model._target_=torch.nn..Linear": ["must be a dotted path, package.Name"],
-    "optimizer._target_=nosuch.Thing": ["no module nosuch beside launch.py or installed"],
-    "hooks=[nosuch.Hook]": ["no module nosuch beside launch.py or installed"],
+    "optimizer._target_=nosuch.Thing": ["no module nosuch in"],
+    "hooks=[nosuch.Hook]": ["no module nosuch in"],
     "hooks=[nosuch]": ["must be a dotted path, package.Name"],
     "tuning.optimizer=foreach optimizer._target_=torch.optim.NAdam": ["has no effect", "optimizer.foreach=true"],
     "model=custom": ["model._target_=null: must be a dotted path"],
@@ -443,7 +446,7 @@ def test_all_mistakes_are_reported_together(tmp_path: Path) -> None:
     problems = problems_of(*words)
     assert sorted(problem.split(":")[0] for problem in problems) == sorted(words)
     with pytest.raises(ConfigError, match=r"^6 problems in the configuration:\n  - "):
-        prepare(CONF, words, None)
+        prepare(PROGRAM, words, None)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -467,12 +470,12 @@ def test_torch_is_not_imported_to_find_mistakes(tmp_path: Path) -> None:
     ]
     code = (
         "import sys\n"
-        "from pathlib import Path\n"
         "from ddp_train.config.prepare import prepare\n"
+        "from ddp_train.config.program import Program\n"
         "from ddp_train.errors import ConfigError\n"
         f"for line in {lines!r}:\n"
         "    try:\n"
-        f"        prepare(Path({str(CONF)!r}), line.split(' '), None)\n"
+        "        prepare(Program(), line.split(' '), None)\n"
         "        sys.exit(f'{line}: accepted')\n"
         "    except ConfigError:\n"
         "        assert not {'torch', 'torchvision'} & set(sys.modules), line\n"
@@ -524,7 +527,7 @@ def test_trusted_code_is_imported_when_it_is_called(tmp_path: Path, monkeypatch:
     (tmp_path / "mine_alone.py").write_text("from pathlib import Path\nPath('imported').touch()\nThing = dict\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     words = ["model._target_=mine_alone.Thing", "model.size=3", "trusted_modules=[mine_alone]", "run_dir=run"]
-    config = prepare(CONF, words, None).config
+    config = prepare(PROGRAM, words, None).config
     assert not (tmp_path / "imported").exists()
     assert instantiate("model", config.model) == {"size": 3}
     assert (tmp_path / "imported").exists()
@@ -597,7 +600,7 @@ def test_what_is_no_hook_is_refused_before_it_is_imported(
     monkeypatch.syspath_prepend(str(tmp_path))
     words = [f"hooks=[{module}.{name}]", "run_dir=run"]
     if not found:
-        assert prepare(CONF, words, None).config.hooks == [f"{module}.{name}"]
+        assert prepare(PROGRAM, words, None).config.hooks == [f"{module}.{name}"]
         return
     rule = "must be a class with __enter__ and __exit__, called as Class(job, run_dir, world)"
     assert problems_of(*words) == [f"hooks=[{module}.{name}]: {rule}, and is {found}"]
@@ -617,7 +620,7 @@ def test_a_hook_whose_source_does_not_show_it_is_refused_by_the_workers() -> Non
 
 def checkpoint_of(run_dir: Path, *words: str) -> Path:
     """A run that looks as if it had been trained with these words, up to its manifest."""
-    config = prepare(CONF, [*words, f"run_dir={run_dir}"], None).config
+    config = prepare(PROGRAM, [*words, f"run_dir={run_dir}"], None).config
     place = run_dir / "checkpoints/step_00000010"
     place.mkdir(parents=True)
     write_manifest(place, {"step": 10, "config": json.loads(json.dumps(dataclasses.asdict(config)))})
@@ -626,6 +629,74 @@ def checkpoint_of(run_dir: Path, *words: str) -> Path:
 
 def write_manifest(place: Path, manifest: Any) -> None:
     (place / "manifest.json").write_text(json.dumps({**manifest, "sha256": digest_of(manifest)}))
+
+
+EARLIER_RUN = ("optimizer=adamw", "optimizer.lr=0.003", "seed=3", "train.epochs=7",
+               "data.limit=200", "launch.nproc_per_node=1", "checkpoint.resume=never")  # fmt: skip
+
+
+def read_again(*words: str) -> Config:
+    """As `composed`, of a run that may go on."""
+    config, problems = read_run(PROGRAM, read_overrides(PROGRAM, list(words)))
+    assert problems == []
+    return config
+
+
+def test_a_run_directory_alone_goes_on_with_its_run_as_it_was() -> None:
+    checkpoint_of(Path("earlier"), *EARLIER_RUN, "model=mlp", "model.hidden=12")
+    before = load_frozen(Path("earlier/config.yaml").read_text())
+    again = read_again("run_dir=earlier")
+    assert again.checkpoint.resume == "auto" and again.run_dir == "earlier" and again.mode == "train"
+    assert (again.data.limit, before.data.placement, again.data.placement) == (200, "device", "auto")
+    for section in ("model", "optimizer", "schedule", "train", "seed", "launch"):
+        assert getattr(again, section) == getattr(before, section), section
+    assert before.tuning.num_workers == 0 and again.tuning.num_workers == "auto", "for the hardware of today"
+    other = read_again("run_dir=earlier", "train.epochs=9", "optimizer.lr=0.1", "seed=4")
+    assert (other.train.epochs, other.optimizer.lr, other.optimizer.name, other.seed) == (9, 0.1, "adamw", 4)
+    for words in (["optimizer=adamw"], ["experiment=gpt_tiny"], ["checkpoint.resume=never"], ["mode=doctor"]):
+        assert read_again("run_dir=earlier", *words).train.epochs != 7, "the words say all of it"
+    under_torchrun = prepare(PROGRAM, ["run_dir=earlier"], World(0, 3, 0, 3, 0)).config
+    assert under_torchrun.launch.nproc_per_node == 3 and under_torchrun.optimizer.lr == 0.003
+
+
+@pytest.mark.parametrize("form", ["custom", "_target_"])
+def test_the_config_of_a_run_is_a_command(form: str) -> None:
+    """Whether the class stands there as in a frozen config or as on a command line."""
+    checkpoint_of(Path("earlier"), *EARLIER_RUN, "model._target_=torch.nn.Linear", "model.in_features=64")
+    values = yaml.safe_load(Path("earlier/config.yaml").read_text())
+    values |= {"run_dir": "earlier", "trusted_modules": ["os"], "mode": "evaluate"}
+    if form == "_target_":
+        values["model"] = {"_target_": "torch.nn.Linear", "in_features": 64}
+    Path("earlier/config.yaml").write_text(yaml.safe_dump(values))
+    for word in ("config=earlier/config.yaml", "config=earlier"):
+        again = read_again(word, "optimizer.lr=0.1", "model.out_features=10")
+        assert again.model == CustomConfig(target="torch.nn.Linear", arguments={"in_features": 64, "out_features": 10})
+        assert (again.optimizer.name, again.optimizer.lr, again.train.epochs) == ("adamw", 0.1, 7)
+        assert (again.run_dir, again.mode, again.trusted_modules) == (None, "train", []), "of that run alone"
+    assert composed(word, "model=cnn").model == composed("model=cnn").model
+    values["hooks"], values["model"] = ["antigravity.Hook"], {"_target_": "os.system", "command": "true"}
+    Path("earlier/config.yaml").write_text(yaml.safe_dump(values))
+    refused = [problem.partition(", ")[0] for problem in problems_of(word)]
+    assert refused == [
+        "model._target_=os.system: loads code from outside ddp_train.data.shards",
+        "hooks=[antigravity.Hook]: loads code from outside ddp_train.study; if you trust it",
+    ], "a file of a run is data, as its checkpoints are"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("config=nowhere", "config=nowhere: nowhere cannot be read (No such file or directory); name"),
+        ("config=list.yaml", "config=list.yaml: is no whole config; name the config.yaml of a run, or for"),
+        ("config=broken.yaml", "config=broken.yaml: is not plain YAML; name the config.yaml of a run"),
+        ("config=nowhere debug=tiny", "debug=tiny: contradicts config=nowhere, which is a whole run; give one of them"),
+    ],
+)
+def test_what_is_no_config_of_a_run_is_named(words: str, message: str) -> None:
+    Path("list.yaml").write_text("[1]")
+    Path("broken.yaml").write_text("a: [")
+    assert any(problem.startswith(message) for problem in problems_of(*words.split()))
+    assert launch("--cfg", "job", "config=list.yaml").returncode == 2 if words == "config=list.yaml" else True
 
 
 @pytest.mark.slow
@@ -642,7 +713,7 @@ def test_another_run_cannot_take_up_a_state_that_does_not_fit_it(tmp_path: Path)
         ]
     (problem,) = problems_of("model=mlp", "checkpoint.resume=one", "run_dir=two", "optimizer.decay_norm_and_bias=false")
     assert "the run in checkpoint.resume=one has optimizer.decay_norm_and_bias=true" in problem  # parameters renumbered
-    prepare(CONF, ["model=mlp", "checkpoint.resume=one", "run_dir=two", "tuning.precision=bf16"], None)
+    prepare(PROGRAM, ["model=mlp", "checkpoint.resume=one", "run_dir=two", "tuning.precision=bf16"], None)
     on_gpu = composed("model=mlp", "checkpoint.resume=one", "tuning.precision=fp16")
     gpu = Hardware(cpus=2, gpus=1, compute_capability=(9, 0))
     (problem,) = check(on_gpu, resolve(on_gpu, gpu, None), gpu, None)
@@ -662,11 +733,11 @@ def test_another_option_of_a_group_is_one_mistake(tmp_path: Path) -> None:
 def test_a_run_that_goes_on_otherwise_says_so(tmp_path: Path) -> None:
     words = ["model=mlp", "optimizer.lr=0.3", "schedule=constant", f"run_dir={tmp_path}/run"]
     checkpoint_of(tmp_path / "run", *words)
-    same = prepare(CONF, words, None)
+    same = prepare(PROGRAM, words, None)
     assert not any("resumes with" in notice for notice in same.notices)
     assert same.lock
     same.lock.release()
-    other = prepare(CONF, ["model=mlp", "train.epochs=3", words[-1]], None)
+    other = prepare(PROGRAM, ["model=mlp", "train.epochs=3", words[-1]], None)
     (notice,) = (notice for notice in other.notices if "resumes with" in notice)
     for change in ("train.epochs=3 (was 30)", "optimizer.lr=0.05 (was 0.3)", "schedule=cosine (was constant)"):
         assert change in notice
@@ -710,7 +781,7 @@ def test_a_manifest_of_odd_content_is_no_traceback(content: Any, tmp_path: Path)
         ["run_dir=two", "checkpoint.resume=run"],
         ["mode=evaluate", "checkpoint.resume=run"],
     ):
-        read_run(CONF, read_overrides(CONF, words))
+        read_run(PROGRAM, read_overrides(PROGRAM, words))
         with contextlib.suppress(ConfigError):
             accepted("model=mlp", *words)
     (place / "manifest.json").write_text("[" * 100_000 + "]" * 100_000)
@@ -738,13 +809,13 @@ def test_a_manifest_of_odd_content_is_no_traceback(content: Any, tmp_path: Path)
 )
 def test_words_of_any_length_and_depth_are_refused_with_a_message(word: str, expected: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        prepare(CONF, ["model=mlp", "launch.nproc_per_node=1", word], None)
+        prepare(PROGRAM, ["model=mlp", "launch.nproc_per_node=1", word], None)
     (problem,) = caught.value.problems
     assert problem.startswith(word.partition("=")[0][:100]) and expected in problem
 
 
 def test_letters_outside_of_ascii_need_no_quotes() -> None:
-    config, problems = read_run(CONF, read_overrides(CONF, ["name=Größe", "run_dir='ünï/a b'"]))
+    config, problems = read_run(PROGRAM, read_overrides(PROGRAM, ["name=Größe", "run_dir='ünï/a b'"]))
     assert (problems, config.name, config.run_dir) == ([], "Größe", "ünï/a b")
 
 
@@ -763,9 +834,9 @@ def test_a_run_keeps_its_decoder_and_an_evaluation_has_its_own(tmp_path: Path) -
     for split in ("train", "val"):
         (tmp_path / "images" / split / "a").mkdir(parents=True)
     checkpoint_of(tmp_path / "run", *words, "data.decode=pil")
-    again, _ = read_run(CONF, read_overrides(CONF, ["run_dir=run", *words]))
-    anew, _ = read_run(CONF, read_overrides(CONF, ["run_dir=run", "checkpoint.resume=never", *words]))
-    evaluation, _ = read_run(CONF, read_overrides(CONF, ["mode=evaluate", "checkpoint.resume=run"]))
+    again, _ = read_run(PROGRAM, read_overrides(PROGRAM, ["run_dir=run", *words]))
+    anew, _ = read_run(PROGRAM, read_overrides(PROGRAM, ["run_dir=run", "checkpoint.resume=never", *words]))
+    evaluation, _ = read_run(PROGRAM, read_overrides(PROGRAM, ["mode=evaluate", "checkpoint.resume=run"]))
     assert [config.data.decode for config in (again, anew, evaluation)] == ["pil", "auto", "auto"]
     assert evaluation.data.name == "image_folder"
 
@@ -775,10 +846,10 @@ def test_a_run_keeps_its_decoder_and_an_evaluation_has_its_own(tmp_path: Path) -
 def test_an_evaluation_adopts_the_model_and_the_data_of_its_checkpoint(place: str, tmp_path: Path) -> None:
     words = ["model._target_=torch.nn.Linear", "model.in_features=64", "data=synthetic", "data.samples=100"]
     checkpoint_of(tmp_path / "run", *words)
-    config = prepare(CONF, ["mode=evaluate", f"checkpoint.resume={place}", "run_dir=out"], None).config
+    config = prepare(PROGRAM, ["mode=evaluate", f"checkpoint.resume={place}", "run_dir=out"], None).config
     assert (config.model.target, config.model.arguments) == ("torch.nn.Linear", {"in_features": 64})
     assert (config.data.name, config.data.samples) == ("synthetic", 100)
-    other = prepare(CONF, ["mode=evaluate", f"checkpoint.resume={place}", "run_dir=out", "model=mlp"], None).config
+    other = prepare(PROGRAM, ["mode=evaluate", f"checkpoint.resume={place}", "run_dir=out", "model=mlp"], None).config
     assert (other.model.name, other.data.samples) == ("mlp", 100)
 
 
@@ -786,7 +857,7 @@ def test_an_evaluation_adopts_the_model_and_the_data_of_its_checkpoint(place: st
 def test_an_evaluation_may_change_a_key_of_the_data_it_adopts(tmp_path: Path) -> None:
     checkpoint_of(tmp_path / "run", "data=synthetic", "model._target_=torch.nn.Linear", "model.in_features=64")
     words = ["mode=evaluate", "checkpoint.resume=run", "run_dir=out"]
-    config = prepare(CONF, [*words, "data.samples=1600", "model.out_features=3"], None).config
+    config = prepare(PROGRAM, [*words, "data.samples=1600", "model.out_features=3"], None).config
     assert config.data.samples == 1600
     assert config.model.arguments == {"in_features": 64, "out_features": 3}
     (problem,) = problems_of(*words, "data.augment=true")
@@ -795,9 +866,21 @@ def test_an_evaluation_may_change_a_key_of_the_data_it_adopts(tmp_path: Path) ->
 
 def test_a_preset_can_be_shortened(tmp_path: Path) -> None:
     words = ["experiment=mnist", "data.download=true", "data.limit=6000", "train.epochs=1", "run_dir=run"]
-    config = prepare(CONF, words, None).config
+    config = prepare(PROGRAM, words, None).config
     for samples, steps in ((5_952, 10), (60_000, 100)):
         assert warmup_steps(config, build_plan(config, World(), samples)) == steps
+    for words, samples, steps in (
+        ("experiment=gpt_tiny train.max_steps=50", 20_000, 25),
+        ("experiment=mnist train.max_steps=20 data.download=true", 60_000, 10),
+        ("experiment=mnist train.epochs=1 schedule.warmup_steps=30 data.download=true", 60_000, 30),
+        ("experiment=gpt_tiny schedule.warmup_epochs=0.1", 4_000, 50),
+    ):
+        config = prepare(PROGRAM, [*words.split(), "run_dir=run"], None).config
+        plan = build_plan(config, World(), samples)
+        assert warmup_steps(config, plan) == steps, words
+        assert ("(cut from 200: schedule.warmup_at_most=0.5" in _optimizer(config, plan, 0.1, steps)) == (steps == 25)
+    words = ["experiment=resnet50", "data.root=.", "train.epochs=2"]
+    assert not [problem for problem in problems_of(*words) if problem.startswith("schedule.")]
 
 
 def test_the_summary_of_an_earlier_run_goes_when_the_next_begins(tmp_path: Path) -> None:
@@ -807,19 +890,75 @@ def test_the_summary_of_an_earlier_run_goes_when_the_next_begins(tmp_path: Path)
     assert not any((tmp_path / name).exists() for name in ("summary.json", "failure.json"))
 
 
-def test_a_file_that_gives_a_wrong_value_is_named(tmp_path: Path) -> None:
-    conf = tmp_path / "conf"
-    for path in CONF.rglob("*.yaml"):
-        copy = conf / path.relative_to(CONF)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_text(path.read_text())
-    (conf / "schedule" / "cosine.yaml").write_text("name: cosine\nwarmup_steps: many\n")
-    (conf / "experiment" / "mine.yaml").write_text("# @package _global_\ntrain:\n  epoch: 3\n")
-    _, problems = read_config(conf, read_overrides(conf, ["experiment=mine"]))
+def own_presets(**contents: str) -> Program:
+    """With presets of one's own, `group/option` and its content, in conf/ of the working folder."""
+    for name, content in contents.items():
+        path = Path("conf", name.replace("__", "/")).with_suffix(".yaml")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    return dataclasses.replace(PROGRAM, own=Path("conf"))
+
+
+def test_a_file_that_gives_a_wrong_value_is_named() -> None:
+    program = own_presets(
+        schedule__mine="name: cosine\nwarmup_steps: many\n", experiment__mine="# @package _global_\ntrain: {epoch: 3}\n"
+    )
+    _, problems = read_config(program, read_overrides(program, ["experiment=mine", "schedule=mine"]))
     assert problems == [
         "train.epoch=3: no such key; did you mean train.epochs? (in conf/experiment/mine.yaml)",
-        "schedule.warmup_steps=many: must be a whole number (in conf/schedule/cosine.yaml)",
+        "schedule.warmup_steps=many: must be a whole number (in conf/schedule/mine.yaml)",
     ]
+    own_presets(schedule__cosine="name: cosine\n", config="train: {epochs: 3}\n", model__no_name="width: 3\n")
+    with pytest.raises(ConfigError) as refused:
+        program.check()
+    assert refused.value.problems == [
+        "conf/config.yaml: ddp_train has a config.yaml of its own; put what it sets into conf/experiment/NAME.yaml, "
+        "and choose that: experiment=NAME",
+        "conf/schedule/cosine.yaml: ddp_train has schedule=cosine of its own; rename it; if conf belongs to another "
+        "program, name yours with --config-dir=FOLDER",
+    ]
+    _, problems = read_config(program, read_overrides(program, ["model=no_name"]))
+    assert problems == [
+        "conf/model/no_name.yaml: names none of cnn, mlp, linear_regression, gelu_mlp, gpt, torchvision, custom; add "
+        "`name: cnn`, or `_target_: package.Name`"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("script", "argv0", "typed", "torchrun"),
+    [
+        (ROOT / "launch.py", "launch.py", "python launch.py", "launch.py"),
+        (ROOT / "launch.py", str(ROOT / "launch.py"), f"python {ROOT}/launch.py", f"{ROOT}/launch.py"),
+        (None, "/somewhere/bin/ddp-train", "ddp-train", "-m ddp_train"),
+        (None, str(ROOT / "ddp_train/__main__.py"), "python -m ddp_train", "-m ddp_train"),
+    ],
+)
+def test_commands_are_shown_as_they_were_typed(
+    script: Path | None, argv0: str, typed: str, torchrun: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [argv0])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    Path("mine").mkdir()
+    program, words = started(script, ["-cd", "mine", "seed=1", "-m"])
+    assert words == ["seed=1", "-m"] and program.own == Path("mine") and sys.path[-1] == str(Path.cwd())
+    assert program.command(words) == f"{typed} --config-dir=mine seed=1 -m"
+    assert program.again(["seed=1"])[2:] == ["--config-dir=mine", "seed=1"]
+    assert f"torchrun --nproc_per_node=N {torchrun} [key=value ...]  " in usage(typed)
+    assert started(script, [])[0].own == (None if script is None else Path(os.path.relpath(ROOT / "conf")))
+    for flag in (["--config-dir"], ["-cd", "seed=1"], ["-cd="]):
+        with pytest.raises(ConfigError, match="needs a folder; use"):
+            started(script, flag)
+
+
+def test_launch_py_says_what_its_help_says() -> None:
+    assert usage("python launch.py") == (ast.get_docstring(ast.parse((ROOT / "launch.py").read_text())) or "")
+
+
+def test_a_module_in_the_folder_hides_nothing_and_is_told_if_it_is_hidden(tmp_path: Path) -> None:
+    Path("yaml.py").touch()
+    (problem,) = problems_of("model._target_=yaml.Net")
+    assert problem.startswith("model._target_=yaml.Net: yaml.py in this folder is hidden by ")
+    assert problem.endswith("/yaml/__init__.py; rename it, or set PYTHONPATH=.")
 
 
 def test_no_file_is_blamed_for_what_the_command_line_said() -> None:
@@ -840,7 +979,7 @@ def test_no_file_is_blamed_for_what_the_command_line_said() -> None:
     ],
 )
 def test_a_switch_without_effect_is_noted(line: str, notice: str) -> None:
-    (told,) = prepare(CONF, [*line.split(" "), "run_dir=run"], None).notices
+    (told,) = prepare(PROGRAM, [*line.split(" "), "run_dir=run"], None).notices
     assert told.startswith(notice)
 
 
@@ -849,7 +988,7 @@ def test_an_evaluation_says_that_it_enters_no_hooks(tmp_path: Path) -> None:
     checkpoint_of(tmp_path / "run")
     words = ["mode=evaluate", "checkpoint.resume=run", "run_dir=out"]
     hooks = "hooks=[ddp_train.study.step_times.StepTimes]"
-    notices = prepare(CONF, [*words, hooks], None).notices
+    notices = prepare(PROGRAM, [*words, hooks], None).notices
     assert notices == [f"{hooks} has no effect: mode=evaluate does not train"]
 
 
@@ -897,7 +1036,7 @@ def test_what_is_frozen_comes_back(line: str, tmp_path: Path) -> None:
 
 def test_what_is_frozen_passes_the_checks_again() -> None:
     """A restart, and a person who feeds a frozen config back, meet the same rules."""
-    config = prepare(CONF, ["run_dir=run"], None).config
+    config = prepare(PROGRAM, ["run_dir=run"], None).config
     assert check(config, resolve(config, CPU, None), CPU, None) == []
 
 
@@ -965,13 +1104,13 @@ def test_a_run_of_an_earlier_version_resumes(tmp_path: Path) -> None:
     (tmp_path / "run" / FILE).write_text(EARLIER.read_text())
     write_manifest(place, {"step": 6, "config": yaml.safe_load(EARLIER.read_text())})
     words = ["model=mlp", "data.limit=200", "train.global_batch_size=48", "run_dir=run"]
-    prepared = prepare(CONF, [*words, "strategy=ordered", "launch.nproc_per_node=2"], None)
+    prepared = prepare(PROGRAM, [*words, "strategy=ordered", "launch.nproc_per_node=2"], None)
     assert prepared.lock
     prepared.lock.release()
     (tmp_path / "run" / FILE).write_text(EARLIER.read_text())
     (problem,) = problems_of(*words)
     assert problem == "strategy=ddp: the run in run_dir=run has strategy=ordered; use that, or another run_dir"
-    evaluation = prepare(CONF, ["mode=evaluate", "checkpoint.resume=run", "run_dir=out"], None).config
+    evaluation = prepare(PROGRAM, ["mode=evaluate", "checkpoint.resume=run", "run_dir=out"], None).config
     assert (evaluation.model.name, evaluation.data.limit, evaluation.data.placement) == ("mlp", 200, "device")
 
 
@@ -1061,7 +1200,13 @@ def test_info_defaults_shows_the_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("flag", "meant"),
-    [("--lr", "optimizer.lr=VALUE"), ("--batch-size", ""), ("--epochs", "train.epochs=VALUE"), ("--hlep", "--help")],
+    [
+        ("--experiment", "experiment=VALUE"),
+        ("--lr", "optimizer.lr=VALUE"),
+        ("--batch-size", ""),
+        ("--epochs", "train.epochs=VALUE"),
+        ("--hlep", "--help"),
+    ],
 )
 def test_a_key_typed_as_a_flag_is_recognised(flag: str, meant: str) -> None:
     assert (f"; did you mean {meant}?" if meant else "no such flag") in "no such flag" + _meant(flag)
@@ -1096,20 +1241,18 @@ def test_completion_installs_itself() -> None:
 @pytest.mark.slow
 def test_only_combinations_of_a_sweep_are_checked_not_the_defaults() -> None:
     """The default batch, 96, cannot be split over 5 processes, and nobody asked for it."""
-    trials = Trials(ROOT / "launch.py", CONF, None)
+    trials = Trials(PROGRAM, None)
     trials.check(["-m", "launch.nproc_per_node=5", "train.global_batch_size=50,100", "seed=1,2,3"], True)
     assert trials.total == 6
     with pytest.raises(ConfigError) as caught:
-        Trials(ROOT / "launch.py", CONF, None).check(
-            ["-m", "launch.nproc_per_node=1,5", "train.global_batch_size=96"], True
-        )
+        Trials(PROGRAM, None).check(["-m", "launch.nproc_per_node=1,5", "train.global_batch_size=96"], True)
     assert [problem.split(":")[0] for problem in caught.value.problems] == ["train.global_batch_size=96"]
 
 
 @pytest.mark.slow
 def test_own_arguments_can_be_swept() -> None:
     words = ["-m", "model._target_=torch.nn.Linear", "model.in_features=64", "model.out_features=10,12"]
-    trials = Trials(ROOT / "launch.py", CONF, None)
+    trials = Trials(PROGRAM, None)
     assert "++model.out_features=10,12" in trials.check(words, True)
     assert trials.total == 2
 
@@ -1136,7 +1279,7 @@ VALUES = st.recursive(
 @settings(max_examples=60, deadline=None)
 @given(value=VALUES)
 def test_a_shown_value_can_be_pasted(value: Any) -> None:
-    read = read_overrides(CONF, [f"some.key={shown(value)}"])
+    read = read_overrides(PROGRAM, [f"some.key={shown(value)}"])
     assert read.problems == []
     assert read.given == {"some.key": value}
 
@@ -1183,7 +1326,7 @@ def test_a_sweep_on_slurm_without_its_extra_says_so(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(importlib.util, "find_spec", without_plugins)
     with pytest.raises(ConfigError, match=r"needs the package hydra-submitit-launcher; pip install -e '\.\[slurm\]'"):
-        Trials(ROOT / "launch.py", ROOT / "conf", None).check(["-m", "hydra/launcher=slurm", "seed=1,2"], True)
+        Trials(PROGRAM, None).check(["-m", "hydra/launcher=slurm", "seed=1,2"], True)
 
 
 def test_a_report_that_fails_does_not_hide_the_results(
@@ -1193,7 +1336,7 @@ def test_a_report_that_fails_does_not_hide_the_results(
         raise OSError("no room for plots")
 
     monkeypatch.setattr(sweep_report, "gather", failing)
-    trials = Trials(ROOT / "launch.py", ROOT / "conf", None)
+    trials = Trials(PROGRAM, None)
     trials.sweep_dir = tmp_path
     trials.rows = [{"trial": 0, "overrides": [], "status": "failed", "exit_code": 3, "kind": "crash", "reason": "bad"}]
     assert trials.finish() == 3

@@ -24,7 +24,7 @@ from ddp_train.config.prepare import read_run, resolve_and_check
 from ddp_train.config.schema import LaunchConfig
 from ddp_train.launcher.local import FINAL
 from ddp_train.resilience.preemption import SAVED, UNSAVED
-from tests.commands import ENDLESS, ROOT, THREE, running
+from tests.commands import ENDLESS, PROGRAM, ROOT, THREE, running
 
 DOCKERFILE = ROOT / "docker/Dockerfile"
 MANIFESTS = sorted((ROOT / "deploy/kubernetes").glob("*.yaml"))
@@ -116,7 +116,7 @@ def test_the_health_check_sees_a_worker_that_was_stopped(tmp_path: Path) -> None
 @pytest.mark.parametrize("path", [ROOT / "docker/compose.yaml", *MANIFESTS], ids=lambda path: path.stem)
 def test_the_words_are_a_config_that_can_run(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    config, problems = read_run(ROOT / "conf", read_overrides(ROOT / "conf", words_of(path)))
+    config, problems = read_run(PROGRAM, read_overrides(PROGRAM, words_of(path)))
     resolved, more = resolve_and_check(config, None)
     assert problems + more == []
     assert resolved.launch.nnodes == 2 and resolved.run_dir

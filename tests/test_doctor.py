@@ -51,7 +51,7 @@ from ddp_train.doctor.findings import FAILURE, OK, SKIPPED, WARNING, Finding
 from ddp_train.doctor.isolated_check import IsolatedCheck, NoAnswerError
 from ddp_train.errors import ConfigError, PeerError
 from ddp_train.linux import children_of, state_of
-from tests.commands import LAUNCH, ROOT, environment, read, run, running, wait_until
+from tests.commands import LAUNCH, PROGRAM, ROOT, environment, read, run, running, wait_until
 from tests.jobs import config_of
 from tests.netlab import NetLab, why_not
 from tests.silent_disk import silent_disk, why_none
@@ -159,7 +159,7 @@ def test_a_disk_that_gives_no_answer_is_a_finding(tmp_path: Path) -> None:
 
     def look() -> Finding:
         words = [*DOCTOR, f"run_dir={dead}/run", "data=image_folder", f"data.root={dead}", "data.decode=auto"]
-        on_it = prepare(ROOT / "conf", words, None).config
+        on_it = prepare(PROGRAM, words, None).config
         with (
             mock.patch.object(main, "LOCAL_CHECKS_SECONDS", 1.0),
             mock.patch.object(findings, "REPORT_SECONDS", 0.2),
@@ -264,7 +264,7 @@ def named(name: str, hosts: Path, content: str = "") -> Callable[[], Any]:
 def test_a_host_name_must_resolve_to_what_others_reach(tmp_path: Path) -> None:
     hosts = tmp_path / "hosts"
     is_failure(apart(named("lost", hosts), host_checks.host_name, True), 69, "lost does not resolve", "/etc/hosts")
-    is_warning(apart(named("lost", hosts), host_checks.host_name, False), "python launch.py does not need one")
+    is_warning(apart(named("lost", hosts), host_checks.host_name, False), "runs on one host do not need one")
     debian = named("debian", hosts, "127.0.1.1 debian\n")
     is_failure(
         apart(debian, host_checks.host_name, True),
@@ -518,12 +518,12 @@ def test_other_gpus_than_the_lost_one_are_used(monkeypatch: pytest.MonkeyPatch, 
         assert gpus(*cards, visible=visible, wanted=1)["gpus"].status == OK
         with Nvml(*cards):
             assert detect_hardware(visible) == Hardware(detect_hardware("").cpus, 1, "NVIDIA A100", (9, 0), 140 * 2**30)
-            assert prepare(ROOT / "conf", [*words, *DOCTOR], None).config.device == "cuda"
+            assert prepare(PROGRAM, [*words, *DOCTOR], None).config.device == "cuda"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     with Nvml(*cards):
         with pytest.raises(ConfigError, match="device=cuda: the driver cannot reach GPU 0: GPU is lost; reset it"):
-            prepare(ROOT / "conf", words, None)
-        prepared = prepare(ROOT / "conf", [*words, *DOCTOR], None)
+            prepare(PROGRAM, words, None)
+        prepared = prepare(PROGRAM, [*words, *DOCTOR], None)
         found, findings = main.check_at_rest(prepared.config, several=False, under_torchrun=False)
     is_failure(findings[0], 70, "GPU 0: GPU is lost")
     assert found and [one.error for one in found.gpus] == ["GPU is lost", ""]

@@ -17,6 +17,7 @@ from ddp_train.config.freeze import load_frozen, to_values
 from ddp_train.distributed.process_group import local_leader_first
 from ddp_train.distributed.world import World
 from tests.commands import (
+    LAUNCH,
     ONE,
     SMALL,
     THREE,
@@ -156,7 +157,7 @@ def test_three_ranks_are_one_run_whoever_starts_them(by_three: tuple[Path, str],
     ("words", "problem"),
     [
         (["modle=mlp"], "modle=mlp: no such key; did you mean mode?"),
-        (["-m", "optimizer.lr=0.1,0.2"], "use: python launch.py -m optimizer.lr=0.1,0.2 launch.nproc_per_node=3"),
+        (["-m", "optimizer.lr=0.1,0.2"], f"use: python {LAUNCH[1]} -m optimizer.lr=0.1,0.2 launch.nproc_per_node=3"),
         (["hydra.verbose=false"], "hydra.verbose=false: Hydra's own keys act on sweeps only; add -m, or leave it out"),
         (["launch.nproc_per_node=2"], "launch.nproc_per_node=2: torchrun started 3; leave it out, or use torchrun"),
     ],

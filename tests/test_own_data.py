@@ -7,7 +7,6 @@ import gzip
 import io
 import os
 import random
-import shutil
 import struct
 import tarfile
 from pathlib import Path
@@ -40,10 +39,10 @@ from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, DataError, PeerError
 from ddp_train.tensor_tree import tensors
 from ddp_train.training.open_data import arguments_of_splits, common_digests, open_datasets
+from tests.commands import PROGRAM
 from tests.jobs import config_of, loader_of, table
 from tests.ranks import on_ranks
 
-CONF = Path(__file__).resolve().parent.parent / "conf"
 V2 = "torchvision.transforms.v2"
 PLAIN = {"strategy": {"name": "single"}}
 
@@ -659,12 +658,14 @@ def test_a_folder_that_cannot_be_written_needs_no_index(tmp_path: Path, monkeypa
     ],
 )
 def test_a_preset_names_a_data_set_of_ones_own(preset: str, words: str, expected: str, tmp_path: Path) -> None:
-    conf = shutil.copytree(CONF, tmp_path / "conf")
+    conf = tmp_path / "conf"
+    (conf / "experiment").mkdir(parents=True)
     (conf / "experiment/inner.yaml").write_text("# @package _global_\ndata: {_target_: a.I}\n")
     (conf / "experiment/mine.yaml").write_text(f"# @package _global_\n{preset}\n")
-    config, problems = read_config(conf, read_overrides(conf, ["experiment=mine", *words.split()]))
+    program = dataclasses.replace(PROGRAM, own=conf)
+    config, problems = read_config(program, read_overrides(program, ["experiment=mine", *words.split()]))
     if expected:
-        assert problems[0].startswith(expected), problems
+        assert problems[0].replace(str(conf), "conf").startswith(expected), problems
         return
     assert problems == [] and config.data == CustomDataConfig(
         target="a.B", arguments={"size": 9 if "=9" in words else 8}, limit=240 if "tiny" in words else None
@@ -717,12 +718,12 @@ def test_a_preset_names_a_data_set_of_ones_own(preset: str, words: str, expected
             "data.transform.0.inner.api_key=(hidden): the config is written to files",
         ),
         ("data.test_transform=[{_target_:torch.nn.ReLU,token:x}]", "data.test_transform.0.token=(hidden): the config"),
-        ("data.transform=[nosuch.Crop]", "data.transform[0]=nosuch.Crop: no module nosuch beside launch.py"),
+        ("data.transform=[nosuch.Crop]", "data.transform[0]=nosuch.Crop: no module nosuch in"),
         ("data.collate_fn=joined", "data.collate_fn=joined: must be a dotted path"),
     ],
 )
 def test_wrong_keys_are_found_before_anything_starts(words: str, message: str) -> None:
-    config, problems = read_config(CONF, read_overrides(CONF, ["data._target_=torch.nn.Linear", *words.split()]))
+    config, problems = read_config(PROGRAM, read_overrides(PROGRAM, ["data._target_=torch.nn.Linear", *words.split()]))
     found = problems + [problem for check in CHECKS for problem in check(config, config, Hardware(cpus=2), None)]
     assert found and found[0].startswith(message), found
 
@@ -736,8 +737,8 @@ def test_a_named_validation_split_is_known_before_the_data_are_opened() -> None:
 def test_what_a_checkpoint_names_is_loaded_only_if_it_is_trusted() -> None:
     content = {"name": "custom", "target": "torchvision.datasets.FakeData", "splits": {"test": {"size": 2}}}
     content |= {"transform": [{"_target_": f"{V2}.RandomApply", "transforms": [{"_target_": "os.system"}]}]}
-    overrides = read_overrides(CONF, ["data.splits.test.root=b", "data.size=3", "data.collate_fn=a.f"])
-    config, problems = read_config(CONF, overrides, {"data": {**content, "arguments": {}}})
+    overrides = read_overrides(PROGRAM, ["data.splits.test.root=b", "data.size=3", "data.collate_fn=a.f"])
+    config, problems = read_config(PROGRAM, overrides, {"data": {**content, "arguments": {}}})
     assert (problems, config.data.splits, config.data.arguments) == (
         [],
         {"test": {"size": 2, "root": "b"}},

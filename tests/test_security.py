@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import hashlib
 import json
 import os
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +21,15 @@ from ddp_train.config.user_code import build_hook, instantiate
 from ddp_train.config.values import is_secret
 from ddp_train.errors import ConfigError
 from ddp_train.resilience.checkpoint_files import digest_of
-from tests.commands import ONE, ROOT, SMALL, THREE, fatal_lines, processes_of, read, run, running, weights
+from tests.commands import ONE, PROGRAM, ROOT, SMALL, THREE, fatal_lines, processes_of, read, run, running, weights
 
 pytestmark = pytest.mark.timeout(300)  # several commands each, on a machine that may be busy
-CONF, LINEAR = ROOT / "conf", "model._target_=torch.nn.Linear"
+LINEAR = "model._target_=torch.nn.Linear"
 
 
 def problems_of(*words: str, adopted: dict[str, Any] | None = None) -> list[str]:
     """adopted: sections of a checkpoint's config."""
-    config, problems = read_config(CONF, read_overrides(CONF, list(words)), adopted)
+    config, problems = read_config(PROGRAM, read_overrides(PROGRAM, list(words)), adopted)
     return problems + resolve_and_check(config, None)[1]
 
 
@@ -61,17 +61,19 @@ def test_code_that_the_command_line_names_is_trusted() -> None:
     assert problems_of("model._target_=json.JSONDecoder") == []
     assert problems_of("hooks=[json.JSONDecoder]") == []
     config, _ = read_config(
-        CONF, read_overrides(CONF, ["model._target_=json.JSONDecoder", LINEAR.replace("model", "data")])
+        PROGRAM, read_overrides(PROGRAM, ["model._target_=json.JSONDecoder", LINEAR.replace("model", "data")])
     )
     assert config.trusted_modules == ["json"], "and frozen with the rest"
 
 
 def test_code_that_a_preset_names_is_trusted(tmp_path: Path) -> None:
     """conf/ is the user's own; a preset could set trusted_modules itself."""
-    conf = shutil.copytree(CONF, tmp_path / "conf")
+    conf = tmp_path / "conf"
+    (conf / "experiment").mkdir(parents=True)
+    program = dataclasses.replace(PROGRAM, own=conf)
     preset = "# @package _global_\ndefaults:\n  - override /model: custom\nmodel:\n  _target_: json.JSONDecoder\n"
     (conf / "experiment/mine.yaml").write_text(preset)
-    config, problems = read_config(conf, read_overrides(conf, ["experiment=mine"]))
+    config, problems = read_config(program, read_overrides(program, ["experiment=mine"]))
     assert (problems, config.model.target) == ([], "json.JSONDecoder")
     assert resolve_and_check(config, None)[1] == []
 
@@ -265,7 +267,7 @@ def test_a_variable_that_is_not_set_is_named() -> None:
 
 def test_the_environment_still_gives_ordinary_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EPOCHS_OF_TODAY", "7")
-    overrides = read_overrides(CONF, ["train.epochs=${oc.env:EPOCHS_OF_TODAY}", "seed=${oc.env:NOT_SET_ANYWHERE,3}"])
-    config, problems = read_config(CONF, overrides)
+    overrides = read_overrides(PROGRAM, ["train.epochs=${oc.env:EPOCHS_OF_TODAY}", "seed=${oc.env:NOT_SET_ANYWHERE,3}"])
+    config, problems = read_config(PROGRAM, overrides)
     assert problems == []
     assert (config.train.epochs, config.seed) == (7, 3)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from ddp_train.errors import ConfigError
+from ddp_train.launcher.new_project import create
 from ddp_train.launcher.packages import NEEDED
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,6 +32,34 @@ def test_a_python_without_packages_is_told_what_to_do(words: list[str], tmp_path
     assert ("source .venv/bin/activate" in ended.stderr) == (ROOT / ".venv/bin/activate").exists()
     assert len(remedies) <= 3 and "Traceback" not in ended.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_new_project_is_five_short_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """tests/test_installed.py runs it, and its tests."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["/somewhere/bin/ddp-train"])
+    Path("spot-finder").mkdir()
+    assert create(["spot-finder"]) == 0
+    said, files = capsys.readouterr().out, sorted(path for path in Path("spot-finder").rglob("*") if path.is_file())
+    assert [str(path.relative_to("spot-finder")) for path in files] == [
+        "conf/experiment/spots.yaml", "spot_finder/data.py", "spot_finder/model.py", "spot_finder/task.py",
+        "test_spot_finder.py",
+    ]  # fmt: skip
+    assert all(str(path) in said for path in files) and "  ddp-train experiment=spots\n" in said
+    contents = "".join(path.read_text() for path in files)
+    assert "my_project" not in contents and "spot_finder.data.Spots" in contents and contents.count("\n") < 160
+    before = {path: path.stat().st_mtime_ns for path in files}
+    for words, message in (
+        (["spot-finder"], "init spot-finder: exists and is not an empty folder"), ([], "init: needs one folder; use"),
+        (["a", "b"], "init: needs one folder; use"), (["--help"], "init: needs one folder; use"),
+        (["json"], "a package json is installed, which would hide yours"),
+        (["2nd"], "2nd cannot be the name of a package"), (["spot-finder/conf/experiment/spots.yaml/x"], "cannot be"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=message):
+            create(words)
+    assert {path: path.stat().st_mtime_ns for path in files} == before and len(list(tmp_path.iterdir())) == 1
 
 
 def test_what_is_looked_for_is_what_a_plain_install_brings() -> None:

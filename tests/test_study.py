@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import functools
 import io
 import itertools
@@ -27,21 +28,21 @@ from ddp_train.study import main, results, trials, variants_report
 from ddp_train.study.plots import Axis, Bar, Curve, bars, curves
 from ddp_train.study.provenance import conditions, load_at_start, source_digest
 from ddp_train.study.report import Plot, Report, Table, as_csv, as_json, as_markdown, as_page, cells, show, write
-from ddp_train.study.request import Request, read_request, study_names
+from ddp_train.study.request import Request, read_request
 from ddp_train.study.results import METRICS, verdict
 from ddp_train.study.trials import Outcome, Trial, trial_session
 from ddp_train.study.variants import NEEDS_GPU, Study, merged, plan
-from tests.commands import ENDLESS, ROOT, processes_of, read, run, running, wait_until
+from tests.commands import ENDLESS, PROGRAM, ROOT, processes_of, read, run, running, wait_until
 from tests.studies import leave
 
-CONF = ROOT / "conf"
+CONF = ROOT / "ddp_train/conf"
 TINY = ("data.limit=48", "train.global_batch_size=24", "model=mlp", "train.epochs=2", "train.log_every_steps=1")
 """Two epochs of two steps each."""
 
 
 def planned(*words: str) -> Study:
     """The study of a command line."""
-    return plan(read_request(ROOT / "launch.py", CONF, ["mode=study", *words]))
+    return plan(read_request(PROGRAM, ["mode=study", *words]))
 
 
 def refused(*words: str) -> str:
@@ -182,14 +183,14 @@ def test_the_first_epoch_counts_only_where_it_is_the_only_one() -> None:
 @functools.cache
 def whole(name: str) -> tuple[Request, Study]:
     """A study as it is in its file, on a machine without GPUs: to compose all runs of one takes seconds."""
-    request = read_request(ROOT / "launch.py", CONF, ["mode=study", f"study={name}"])
+    request = read_request(PROGRAM, ["mode=study", f"study={name}"])
     with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""):
         return request, plan(request)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [name for name in study_names(CONF) if "kind:" not in (CONF / "study" / f"{name}.yaml").read_text()]
+    "name", [name for name in PROGRAM.options("study") if "kind:" not in (CONF / "study" / f"{name}.yaml").read_text()]
 )
 def test_every_study_of_variants_can_be_made_here(name: str) -> None:
     request, study = whole(name)
@@ -210,7 +211,7 @@ def test_every_study_of_variants_can_be_made_here(name: str) -> None:
 def test_whatever_a_folder_is_called_its_runs_find_it(tmp_path: Path) -> None:
     for name in ("plain", "a b", "a=1,b={2}", "it's", "$x"):
         folder = tmp_path / name
-        read_back = read_overrides(CONF, [Trial([], folder).run_dir_word])
+        read_back = read_overrides(PROGRAM, [Trial([], folder).run_dir_word])
         assert (read_back.problems, read_back.given) == ([], {"run_dir": str(folder)})
     assert planned("study=runs", "data=digits", "study.grid=['seed=1,2']").variants[1].folder == "seed_2"
 
@@ -294,10 +295,10 @@ def test_a_variant_that_does_not_fit_this_machine_keeps_its_row() -> None:
 
 
 def test_help_shows_what_there_is_and_the_keys_of_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.study(ROOT / "launch.py", CONF, ["mode=study", "--help"], None) == 0
+    assert main.study(PROGRAM, ["mode=study", "--help"], None) == 0
     out = capsys.readouterr().out
-    assert all(f"study={name} " in out for name in study_names(CONF))
-    assert main.study(ROOT / "launch.py", CONF, ["mode=study", "study=scaling", "-h"], None) == 0
+    assert all(f"study={name} " in out for name in PROGRAM.options("study"))
+    assert main.study(PROGRAM, ["mode=study", "study=scaling", "-h"], None) == 0
     out = capsys.readouterr().out
     assert "study.KEY=VALUE" in out and (CONF / "study/scaling.yaml").read_text().strip() in out
 
@@ -306,7 +307,7 @@ def test_nothing_is_begun_once_a_study_is_stopped(tmp_path: Path) -> None:
     trial, stop = Trial(["train.epochs=1"], tmp_path / "trial"), StopRequests()
     stop.received.append(signal.SIGTERM)
     trial.run_dir.mkdir()
-    assert trials.run(trial, ROOT / "launch.py", stop) is None
+    assert trials.run(trial, PROGRAM, stop) is None
     assert trial.run_dir.exists() and not trial.output.exists()
 
 
@@ -322,7 +323,7 @@ def test_a_ladder_tells_the_gain_by_all_and_by_each(monkeypatch: pytest.MonkeyPa
         "data=digits",
         "study.only=[none,recommended,AMP,pin_memory,channels*,without gc*]",
     ]
-    request = read_request(ROOT / "launch.py", CONF, words)
+    request = read_request(PROGRAM, words)
     study = plan(request)
     figures = {"cpu_cores": 1.5, "resident_gib": 0.25, "power_watts": None}
     seconds = {"none": 8.0, "recommended": 1.0, "AMP": 4.0, "channels_last": 2.0, "without gc_freeze": 1.0}
@@ -368,7 +369,7 @@ def test_a_variant_is_compared_with_the_one_that_its_study_names() -> None:
 def test_the_run_table_has_the_shortest_epoch_first_and_all_that_did_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     words = ["mode=study", "study=runs", "data=digits", "study.grid=['device=cuda,cpu','tuning.num_workers=0,1']"]
-    request = read_request(ROOT / "launch.py", CONF, words)
+    request = read_request(PROGRAM, words)
     study = plan(request)
     names = [variant.name for variant in study.variants if not variant.reason]
     found = {names[0]: [outcome([9.0, 3.0])], names[1]: [outcome([9.0, 2.0])]}
@@ -406,7 +407,7 @@ KINDS = {
 def test_a_study_has_its_run_directory_alone(name: str, tmp_path: Path) -> None:
     held = run_lock.acquire(tmp_path / run_lock.FILE)
     with pytest.raises(ConfigError, match=rf"run_dir={tmp_path}: in use by another study, process {os.getpid()} on"):
-        main.study(ROOT / "launch.py", CONF, ["mode=study", f"study={name}", *KINDS[name], f"run_dir={tmp_path}"], None)
+        main.study(PROGRAM, ["mode=study", f"study={name}", *KINDS[name], f"run_dir={tmp_path}"], None)
     held.release()
     assert [path.name for path in tmp_path.iterdir()] == [run_lock.FILE], "nothing was run"
 
@@ -420,7 +421,7 @@ def enter(request: Request) -> None:
 def test_a_trial_is_run_once_and_none_after_a_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    request = read_request(ROOT / "launch.py", CONF, ["mode=study", "study=scaling", f"run_dir={tmp_path}"])
+    request = read_request(PROGRAM, ["mode=study", "study=scaling", f"run_dir={tmp_path}"])
     one, other = (Trial([f"seed={seed}"], tmp_path / "trials" / str(seed)) for seed in range(2))
     began: list[Trial] = []
 
@@ -454,10 +455,10 @@ def test_other_work_on_the_machine_is_told(
     ("name", "there"), [("torch", "1.0"), ("hardware", "8 x H100"), ("source", "0f0f"), ("old", "1")]
 )
 def test_trials_of_other_conditions_are_not_mixed_with_new_ones(name: str, there: str, tmp_path: Path) -> None:
-    here = conditions(ROOT / "launch.py")
+    here = conditions(PROGRAM)
     record = tmp_path / "trials/single/0.json"
     record.parent.mkdir(parents=True)
-    request = read_request(ROOT / "launch.py", CONF, ["mode=study", "study=strategies", f"run_dir={tmp_path}"])
+    request = read_request(PROGRAM, ["mode=study", "study=strategies", f"run_dir={tmp_path}"])
     for known in ({**here, name: there}, None):
         write_json(record, {"words": [], "exit_code": 0, "seconds": 1.0} | ({"conditions": known} if known else {}))
         with pytest.raises(
@@ -469,20 +470,23 @@ def test_trials_of_other_conditions_are_not_mixed_with_new_ones(name: str, there
 
 
 def test_what_only_tells_of_runs_is_not_of_their_conditions(tmp_path: Path) -> None:
-    for folder in ("ddp_train", "conf"):
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "launch.py", tmp_path)
-    before = source_digest(tmp_path / "launch.py")
-    assert before == source_digest(ROOT / "launch.py")
+    shutil.copytree(ROOT / "ddp_train", tmp_path / "ddp_train", ignore=shutil.ignore_patterns("__pycache__"))
+    copy = dataclasses.replace(PROGRAM, presets=tmp_path / "ddp_train/conf")
+    before = source_digest(copy)
+    assert before == source_digest(PROGRAM)
+    own = dataclasses.replace(copy, own=tmp_path / "conf")
+    (tmp_path / "conf/experiment").mkdir(parents=True)
+    (tmp_path / "conf/experiment/mine.yaml").write_text("name: mine")
+    assert before != source_digest(own), "presets of one's own too"
     for name, counts in (
         ("ddp_train/study/variants_report.py", False), ("ddp_train/doctor/host_checks.py", False),
-        ("conf/study/tips.yaml", False),
-        ("ddp_train/training/loop.py", True), ("ddp_train/study/step_times.py", True), ("conf/config.yaml", True),
-        ("launch.py", True),
+        ("ddp_train/conf/study/tips.yaml", False),
+        ("ddp_train/training/loop.py", True), ("ddp_train/study/step_times.py", True),
+        ("ddp_train/conf/config.yaml", True),
     ):  # fmt: skip
         content = (tmp_path / name).read_text()
         (tmp_path / name).write_text(content + "# more")
-        assert (source_digest(tmp_path / "launch.py") != before) == counts, name
+        assert (source_digest(copy) != before) == counts, name
         (tmp_path / name).write_text(content)
 
 
@@ -528,14 +532,14 @@ def test_a_study_goes_on_where_it_was_left(
     monkeypatch.setattr(main, "run", lambda trial, script, _: leave(trial, script, [], summary))
     only = [word.replace(",bad]", "]") for word in STUDY if not word.startswith("study.variants")]
     words = [*only, "study.repeats=2", f"run_dir={folder}"]
-    assert main.study(ROOT / "launch.py", CONF, words, None) == 0
+    assert main.study(PROGRAM, words, None) == 0
     assert (folder / "trials/ddp/0/summary.json").stat().st_mtime_ns == before
     out = capsys.readouterr().out
     order = [line.split("  ")[1] for line in out.splitlines() if line.startswith("trial ")]
     assert order == ["single, repeat 1", "ddp, repeat 1", "ddp, repeat 2", "single, repeat 2"]
     assert out.count("(from an earlier run)") == 2
     with pytest.raises(ConfigError, match=r"holds a trial with other settings \(train.max_steps=3\)"):
-        main.study(ROOT / "launch.py", CONF, [*words, "train.max_steps=3"], None)
+        main.study(PROGRAM, [*words, "train.max_steps=3"], None)
 
 
 @pytest.mark.slow

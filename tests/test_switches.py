@@ -61,10 +61,11 @@ from ddp_train.training.setup import (
     build_task,
     text_writer,
 )
+from tests.commands import PROGRAM
 from tests.jobs import job_of, loader_of, module_of, optimizer_of, schedule_of
 
 ROOT = Path(__file__).resolve().parent.parent
-CONF = ROOT / "conf"
+CONF = ROOT / "ddp_train/conf"
 CPU = Hardware(cpus=4)
 GPU = Hardware(cpus=4, gpus=1, gpu_name="NVIDIA H200", compute_capability=(9, 0))
 
@@ -102,7 +103,7 @@ class Case:
 
 def case_of(line: str, machine: Hardware) -> Case:
     """What the entry would make of a command line; Hydra's part, 0.1 s of merging files, is left to test_config."""
-    read = read_overrides(CONF, line.split())
+    read = read_overrides(PROGRAM, line.split())
     values: dict[str, Any] = {}
     for word in read.arguments:
         if not word.startswith("++"):
@@ -613,7 +614,7 @@ def asked_to_fork(case: Case) -> Any:
 
 
 def torchrun_command(case: Case) -> Any:
-    return multihost.command(case.config, multihost.NetworkLocation("10.0.0.1", "eth0", True), ROOT / "launch.py", [])
+    return multihost.command(case.config, multihost.NetworkLocation("10.0.0.1", "eth0", True), PROGRAM, [])
 
 
 def attempts(case: Case) -> Any:
@@ -831,6 +832,7 @@ ROWS: dict[str, Row] = {
     "optimizer.arguments": Row("optimizer.lr=0.2", optimizer),
     "schedule.warmup_steps": Row("schedule.warmup_steps=4", schedule),
     "schedule.warmup_epochs": Row("schedule.warmup_epochs=1", learning_rates, SMALL),
+    "schedule.warmup_at_most": Row("schedule.warmup_at_most=0.3", learning_rates, f"{SMALL} schedule.warmup_steps=2"),
     "schedule.step_size": Row("schedule.step_size=4", schedule),
     "schedule.gamma": Row("schedule.gamma=0.3", schedule, "schedule.step_size=4"),
     "schedule.final_factor": Row("schedule.final_factor=0.3", schedule),

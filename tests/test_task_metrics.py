@@ -36,6 +36,7 @@ from ddp_train.training import averaging, setup
 from ddp_train.training.loop import evaluate
 from ddp_train.training.metrics import build_selection, check_metrics, directions
 from ddp_train.training.selection import Best
+from tests.commands import PROGRAM
 from tests.jobs import config_of, job_of
 from tests.ranks import on_ranks
 
@@ -145,7 +146,6 @@ def curve() -> Any:
     return of_classes.MulticlassROC(CLASSES)
 
 
-CONF = Path(__file__).resolve().parent.parent / "conf"
 HERE = __name__
 CLASSIFIERS: list[dict[str, Any]] = [
     {"_target_": "torchmetrics.classification.MulticlassF1Score", "num_classes": CLASSES, "average": "macro"},
@@ -536,7 +536,7 @@ def test_the_command_line_names_metrics(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setenv("CLASSES", "10")
     monkeypatch.chdir(tmp_path)
     item = "{_target_: json.JSONDecoder, strict: '${oc.env:CLASSES}', name: decoded}"
-    prepared = prepare(CONF, [f"metrics=[{item}]", "run_dir=run", "strategy=single"], None)
+    prepared = prepare(PROGRAM, [f"metrics=[{item}]", "run_dir=run", "strategy=single"], None)
     assert "${oc.env:CLASSES}" in prepared.text and prepared.config.trusted_modules == ["json"]
     assert load_frozen(prepared.text).metrics == prepared.config.metrics
 

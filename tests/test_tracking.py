@@ -20,9 +20,8 @@ from ddp_train.config.schema import TrackerConfig
 from ddp_train.errors import ConfigError
 from ddp_train.telemetry.tracker_queue import DeliveryLog, TrackerThread, Tracking, flat, scalars_of
 from ddp_train.telemetry.trackers import Mlflow, Run
-from tests.commands import ROOT, SMALL, THREE, metrics, read, run
+from tests.commands import PROGRAM, SMALL, THREE, metrics, read, run
 
-CONF = ROOT / "conf"
 STEPS = list(range(1, 13))
 NO_SECRETS = {"WANDB_API_KEY": "a" * 40, "MLFLOW_TRACKING_PASSWORD": "open sesame"}
 
@@ -357,7 +356,7 @@ def test_a_line_becomes_numbers() -> None:
     ],
 )
 def test_several_trackers_are_a_list(words: tuple[str, ...], wanted: set[str]) -> None:
-    config, problems = read_config(CONF, read_overrides(CONF, list(words)))
+    config, problems = read_config(PROGRAM, read_overrides(PROGRAM, list(words)))
     assert problems == []
     assert config.tracker == TrackerConfig(**dict.fromkeys(wanted, True))
 
@@ -368,10 +367,10 @@ def test_a_wrong_tracker_and_a_missing_library_are_told_before_the_start(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError) as caught:
-        prepare(CONF, ["tracker=[tensorboard,wandb]", "device=cpu"], None)
+        prepare(PROGRAM, ["tracker=[tensorboard,wandb]", "device=cpu"], None)
     (problem,) = caught.value.problems
     assert problem == f"tracker.wandb=true: wandb is not installed; run {sys.executable} -m pip install '.[wandb]'"
-    read_words = read_overrides(CONF, ["tracker=[tensorboard,wandbb]"])
+    read_words = read_overrides(PROGRAM, ["tracker=[tensorboard,wandbb]"])
     assert read_words.problems == [
         "tracker=[tensorboard,wandbb]: must be one of mlflow, none, tensorboard, wandb; did you mean wandb?"
     ]

@@ -33,12 +33,9 @@ from ddp_train.tasks.builtin import TASKS
 from ddp_train.training.checkpoint import Writer, described, find
 from ddp_train.training.open_data import open_datasets
 from ddp_train.training.selection import Best, Selection
-from tests.commands import ONE, ROOT, SMALL, THREE, checkpoints, read, run, weights
+from tests.commands import ONE, PROGRAM, ROOT, SMALL, THREE, checkpoints, read, run, weights
 from tests.commands import metrics as lines_of
 from tests.test_checkpoint import snapshot
-
-CONF = ROOT / "conf"
-
 
 # --- splits ---------------------------------------------------------------------------------------------------------
 
@@ -313,7 +310,7 @@ def test_keys_without_effect_are_said_so() -> None:
 def sweep_words(monkeypatch: pytest.MonkeyPatch, *words: str) -> list[str]:
     """The command line that Hydra gets for a sweep by Optuna."""
     monkeypatch.setattr(sweep, "_has_plugin", lambda _: True)
-    return Trials(ROOT / "launch.py", CONF, None).check(["-m", "hydra/sweeper=optuna", "seed=1,2", *words], True)
+    return Trials(PROGRAM, None).check(["-m", "hydra/sweeper=optuna", "seed=1,2", *words], True)
 
 
 @pytest.mark.slow
@@ -339,7 +336,7 @@ def test_where_only_the_task_knows_the_direction_the_user_must_say_it(monkeypatc
     with pytest.raises(ConfigError, match=r"add hydra\.sweeper\.direction=maximize or hydra\.sweeper\.direction=minim"):
         sweep_words(monkeypatch, *words)
     monkeypatch.setattr(sweep, "_has_plugin", lambda _: True)
-    trials = Trials(ROOT / "launch.py", CONF, None)
+    trials = Trials(PROGRAM, None)
     trials.check(["-m", "hydra/sweeper=optuna", "seed=1,2", *words, "hydra.sweeper.direction=minimize"], True)
     contradiction = trials._learn({"objective_name": "test.dice", "better": "max"})
     assert "better the higher it is with this task; use hydra.sweeper.direction=maximize" in str(contradiction)
@@ -349,7 +346,7 @@ def test_where_only_the_task_knows_the_direction_the_user_must_say_it(monkeypatc
 def test_optuna_that_is_not_installed_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep, "_has_plugin", lambda _: False)
     with pytest.raises(ConfigError, match=r"needs the package hydra-optuna-sweeper; pip install -e '\.\[optuna\]'"):
-        Trials(ROOT / "launch.py", CONF, None).check(["-m", "hydra/sweeper=optuna", "seed=1,2"], True)
+        Trials(PROGRAM, None).check(["-m", "hydra/sweeper=optuna", "seed=1,2"], True)
 
 
 def test_the_objective_is_read_with_its_direction(tmp_path: Path) -> None:
@@ -471,7 +468,7 @@ def test_the_summary_names_the_best_and_scores_it_too(stopped: tuple[Path, str],
 def test_the_summary_says_what_ran_and_how_long(stopped: tuple[Path, str]) -> None:
     run_dir, _ = stopped
     summary, lines = read(run_dir, "summary.json"), lines_of(run_dir)
-    assert summary["command"].startswith(f"launch.py run_dir={run_dir} {THREE} ")
+    assert summary["command"].startswith(f"python launch.py run_dir={run_dir} {THREE} ")
     started = datetime.fromisoformat(summary["started"])
     assert started.utcoffset() is not None and time.time() - started.timestamp() < 3600
     assert summary["wall_seconds"] > summary["seconds"] > sum(summary["epoch_seconds"])

@@ -208,6 +208,11 @@ def optimizer_at_batch(config: Config) -> Any:
     return dataclasses.replace(config.optimizer, lr=lr, lr_scaling="none")
 
 
+def warmup_asked(schedule: Any, steps_per_epoch: int) -> int:
+    """The optimizer steps of the warm-up, before `warmup_at_most` cuts it."""
+    return schedule.warmup_steps if schedule.warmup_epochs is None else round(schedule.warmup_epochs * steps_per_epoch)
+
+
 def _workers(data: Any, cores: int) -> int:
     """Loader processes; for data.decode=gpu, threads that read files."""
     if data.in_memory_bytes() is not None:

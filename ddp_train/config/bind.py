@@ -40,7 +40,7 @@ def bind(values: dict[str, Any]) -> tuple[Config, list[str]]:
                 f"{section}={content['name']}; add `- override /{section}: custom` to the defaults of that file"
             )
             continue
-        content = _custom(section, content)
+        content = custom_fields(section, content)
         schema = schema_of(section, str(content.get("name")))
         if schema is None:
             options = list(OPTIONS[section])
@@ -51,7 +51,7 @@ def bind(values: dict[str, Any]) -> tuple[Config, list[str]]:
     return config, problems
 
 
-def _custom(section: str, content: dict[str, Any]) -> dict[str, Any]:
+def custom_fields(section: str, content: dict[str, Any]) -> dict[str, Any]:
     """`_target_` and the arguments beside it, as the fields of CustomConfig."""
     if "_target_" not in content or "custom" not in OPTIONS.get(section, {}):
         return content

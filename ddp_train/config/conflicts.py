@@ -164,14 +164,14 @@ def _optimizer(asked: Config, config: Config, hardware: Hardware, world: World |
 
 def _warmup(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
     steps, warmup, epochs = config.train.max_steps, config.schedule.warmup_steps, config.schedule.warmup_epochs
-    length, most = f"{epochs or 0:g}", config.train.epochs
+    length, most, cut = f"{epochs or 0:g}", config.train.epochs, config.schedule.warmup_at_most is not None
     return _true({
         f"schedule.warmup_epochs={length}: contradicts schedule.warmup_steps={warmup}; give one of them":
             epochs is not None and warmup,
         f"schedule.warmup_epochs={length}: must end before the run, which has train.epochs={most}; use less than "
-        f"{most}": epochs is not None and not warmup and epochs >= most,
+        f"{most}": epochs is not None and not warmup and not cut and epochs >= most,
         f"schedule.warmup_steps={warmup}: must end before the run, which has train.max_steps={steps}; use less than "
-        f"{steps}": steps is not None and warmup >= steps,
+        f"{steps}": steps is not None and not cut and warmup >= steps,
     })  # fmt: skip
 
 

@@ -271,8 +271,13 @@ def _not_loadable(found: str, path: str, trusted: tuple[str, ...], trusted_modul
         return [
             f"{found}: loads code from outside {', '.join(trusted)}; if you trust it, add trusted_modules=[{package}]"
         ]
-    if importlib.util.find_spec(package) is None:
-        return [f"{found}: no module {package} beside launch.py or installed; for code elsewhere set PYTHONPATH"]
+    spec = importlib.util.find_spec(package)
+    if spec is None:
+        return [f"{found}: no module {package} in {Path.cwd()} or installed; for code elsewhere set PYTHONPATH"]
+    here = [place for place in (Path(package), Path(f"{package}.py")) if place.is_file() or any(place.glob("*.py"))]
+    origin = spec.origin or next(iter(spec.submodule_search_locations or ()), "")
+    if here and not is_trusted(path, trusted) and not Path(origin).resolve().is_relative_to(Path.cwd()):
+        return [f"{found}: {here[0]} in this folder is hidden by {origin}; rename it, or set PYTHONPATH=."]
     return []
 
 

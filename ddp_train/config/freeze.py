@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
-import shlex
 import subprocess
 import time
 from pathlib import Path
@@ -46,11 +45,11 @@ def freeze(config: Config) -> str:
     return text
 
 
-def record_command(run_dir: Path, overrides: list[str]) -> None:
-    """Adds the command to those of the run directory: its words, the time (UTC), and the revision of the code in the
+def record_command(run_dir: Path, command: str) -> None:
+    """Adds a command to those of the run directory, with the time (UTC), and the revision of the code in the
     working folder, null if that is no git repository. Raises OSError."""
     started = datetime.datetime.now(datetime.UTC).isoformat()
-    line = {"command": shlex.join(["launch.py", *overrides]), "started": started, "git_revision": git_revision()}
+    line = {"command": command, "started": started, "git_revision": git_revision()}
     with (run_dir / COMMANDS).open("a") as file:
         file.write(json.dumps(line) + "\n")
 

@@ -1,4 +1,4 @@
-"""From the overrides of a command line and the files in conf/ to one Config, with every problem found on the way.
+"""From the overrides of a command line and the presets (conf/) to one Config, with every problem found on the way.
 
 Hydra composes; OmegaConf converts the types. Both stop at the first error, so values are passed to Hydra as
 `++key=value` and bound to the schema one by one here: a user sees all mistakes at once. Hydra is imported where it is
@@ -7,8 +7,8 @@ needed: workers load a frozen config, and start without Hydra.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-import os
 import re
 import typing
 from collections.abc import Iterator
@@ -20,10 +20,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
-from ddp_train.config import metrics
+from ddp_train.config import metrics, reuse
 from ddp_train.config.bind import bind, own_keys
 from ddp_train.config.external_checks import package_of
 from ddp_train.config.options.custom import CustomConfig
+from ddp_train.config.program import Program
 from ddp_train.config.schema import OPTIONS, SCALARS, SECTIONS, Config
 from ddp_train.config.values import from_environment, leaves
 from ddp_train.errors import ConfigError
@@ -55,11 +56,13 @@ class Overrides:
     choices: dict[str, str]
     """Group overrides: the group and the option that was chosen."""
     problems: list[str]
+    config: Path | None = None
+    """`config=FILE`: the config of an earlier run, which the other words change."""
     swept: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     """Sweeps: the key or group and its values as typed; none for an interval, which a sweeper draws from."""
 
 
-def read_overrides(conf: Path, arguments: list[str], sweep: bool = False) -> Overrides:
+def read_overrides(program: Program, arguments: list[str], sweep: bool = False) -> Overrides:
     """Checks overrides (arguments without a dash) one by one; several values are allowed only in a `sweep`."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
@@ -77,8 +80,8 @@ def read_overrides(conf: Path, arguments: list[str], sweep: bool = False) -> Ove
         if len(override.key_or_group) > LONGEST:  # Hydra would look for a file of that name
             read.problems.append(f"{shortened(argument)}: no such key")
             continue
-        _read_override(conf, override, sweep, read)
-    for section, target, source in _own_classes(conf, read):
+        _read_override(program, override, sweep, read)
+    for section, target, source in _own_classes(program, read):
         chosen = read.choices.setdefault(section, "custom") if not source else read.choices.get(section, "custom")
         if chosen != "custom":
             read.problems.append(
@@ -101,28 +104,28 @@ def shortened(text: str) -> str:
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}... ({len(text):,} characters)"
 
 
-def _own_classes(conf: Path, read: Overrides) -> Iterator[tuple[str, Any, str]]:
+def _own_classes(program: Program, read: Overrides) -> Iterator[tuple[str, Any, str]]:
     """The sections for which the command line or a preset names a class: the section, the class, and the preset."""
     of_presets = {}
     for group in PRESETS:
-        path = conf / group / f"{read.choices.get(group)}.yaml"
-        read_in = yaml.safe_load(path.read_text()) if path.is_file() else {}
+        path = program.file(group, read.choices.get(group))
+        read_in = yaml.safe_load(path.read_text()) if path else {}
         content = read_in if isinstance(read_in, dict) else {}
         chosen = {key for line in content.get("defaults", []) if isinstance(line, dict) for key in line}
         for section, values in content.items():
-            if isinstance(values, dict) and values.get("_target_") and f"override /{section}" not in chosen:
-                of_presets[section] = values["_target_"], f" (in {path.relative_to(conf.parent)})"
+            if path and isinstance(values, dict) and values.get("_target_") and f"override /{section}" not in chosen:
+                of_presets[section] = values["_target_"], f" (in {program.shown(path)})"
     for section, options in OPTIONS.items():
         target = read.given.get(f"{section}._target_")
         if "custom" in options and (target is not None or section in of_presets):
             yield (section, target, "") if target is not None else (section, *of_presets[section])
 
 
-def _read_override(conf: Path, override: Override, sweep: bool, read: Overrides) -> None:
+def _read_override(program: Program, override: Override, sweep: bool, read: Overrides) -> None:
     from hydra.core.override_parser.types import Glob
 
     argument, name = override.input_line or "", override.key_or_group
-    is_group = os.path.isdir(conf / name)  # noqa: PTH112  Path.is_dir raises for a name that is too long
+    is_group = program.is_group(name)
     if name.split(".")[0].split("/")[0] == "hydra":
         foreign = [text for key, text in leaves(override.value(), name) if _names_code(key) and _is_foreign(text)]
         if foreign:
@@ -137,7 +140,7 @@ def _read_override(conf: Path, override: Override, sweep: bool, read: Overrides)
         countable = override.is_choice_sweep() or override.is_range_sweep()
         value = override.value()
         if is_glob := isinstance(value, Glob):
-            read.swept[name] = value.filter(sorted(path.stem for path in (conf / name).glob("*.yaml")))
+            read.swept[name] = value.filter(program.options(name))
         else:
             read.swept[name] = list(override.sweep_string_iterator()) if countable else []
         if is_glob and not is_group:
@@ -150,32 +153,56 @@ def _read_override(conf: Path, override: Override, sweep: bool, read: Overrides)
         else:
             remedy = f"add -m to sweep over them, or quote them: {name}='...'"
             read.problems.append(f"{argument}: several values; {remedy}")
+    elif name == reuse.KEY:
+        read.config = Path(str(override.value()))
+        read.arguments.append("++" + argument.lstrip("+"))  # for the trials of a sweep
     elif name.split(".")[0] == STUDY:
         read.problems.append(f"{argument}: belongs to mode={STUDY}; add that, or leave it out")
     elif is_group:
-        _read_choice(conf, name, override.value(), argument, read)
-    elif name.endswith(".name") and (conf / name[:-5]).is_dir():
+        _read_choice(program, name, override.value(), argument, read)
+    elif name.endswith(".name") and program.is_group(name[:-5]):
         read.problems.append(f"{argument}: an option is chosen by its group; use {name[:-5]}={shown(override.value())}")
     else:
         read.given[name] = override.value()
         read.arguments.append("++" + argument.lstrip("+"))
 
 
-def _read_choice(conf: Path, group: str, option: Any, argument: str, read: Overrides) -> None:
+def _read_choice(program: Program, group: str, option: Any, argument: str, read: Overrides) -> None:
     """An override that chooses an option of a group."""
-    options = sorted(path.stem for path in (conf / group).glob("*.yaml"))
+    options = program.options(group)
     chosen = option if isinstance(option, list) and group in MULTIPLE_CHOICE else [option]
     wrong = [str(one) for one in chosen if str(one) not in options]
+    if not wrong and (nameless := _nameless(program, group, str(option))):
+        read.problems.append(nameless)
+        return
     if not wrong or (option is None and group in PRESETS):
         read.arguments.append(argument)
         read.choices[group] = str(option)
         return
     same = [one for one in options if one == wrong[0].lower().replace("-", "_")]
-    if "." in wrong[0] and (conf / group / "custom.yaml").exists():
+    if "." in wrong[0] and "custom" in options:
         guess = f"; for your own class use {group}._target_={wrong[0]}"
     else:
         guess = f"; did you mean {same[0]}?" if same else did_you_mean(wrong[0], options)
     read.problems.append(f"{group}={shown(option)}: must be one of {', '.join(options)}{guess}")
+
+
+def _nameless(program: Program, group: str, option: str) -> str:
+    """What is wrong with an option of your own that does not say whose defaults it changes; "" if nothing."""
+    path = program.file(group, option) if group in OPTIONS else None
+    if path is None or _schema_name(group, path) in OPTIONS[group]:
+        return ""
+    known = list(OPTIONS[group])
+    code = ", or `_target_: package.Name`" if "custom" in known else ""
+    return f"{program.shown(path)}: names none of {', '.join(known)}; add `name: {known[0]}`{code}"
+
+
+def _schema_name(group: str, path: Path) -> str:
+    """Whose defaults a file changes: of the option that it is called by, or that its `name` or `_target_` says."""
+    content = yaml.safe_load(path.read_text()) or {}
+    if path.stem in OPTIONS[group]:
+        return path.stem
+    return str(content.get("name", "custom" if "_target_" in content else ""))
 
 
 def _names_code(dotted: str) -> bool:
@@ -187,8 +214,8 @@ def _is_foreign(path: Any) -> bool:
     return not str(path).startswith(("hydra.", "hydra_plugins.", "logging."))
 
 
-def register_schema(conf: Path) -> None:
-    """Tells Hydra the default of every key, so that a file in conf/ holds only what it changes.
+def register_schema(program: Program) -> None:
+    """Tells Hydra the default of every key, so that a preset holds only what it changes.
 
     conf/config.yaml merges `_schema/GROUP/OPTION` before conf/GROUP/OPTION.yaml. An option that the schema does not
     know (model=resnet50) has the defaults of the option that its `name` says.
@@ -201,18 +228,15 @@ def register_schema(conf: Path) -> None:
     sections = {name: dataclasses.asdict(schema()) for name, schema in SECTIONS.items()}
     store.store(name=SCHEMA, node=keys | sections)
     for group, schemas in OPTIONS.items():
-        for path in (conf / group).glob("*.yaml"):
-            content = yaml.safe_load(path.read_text()) or {}
-            name = path.stem if path.stem in schemas else content.get("name", "custom" if "_target_" in content else "")
-            schema = schemas.get(str(name))
-            if schema:
+        for path in program.files(group):
+            if schema := schemas.get(_schema_name(group, path)):
                 node = dataclasses.asdict(schema())
                 if issubclass(schema, CustomConfig):
                     node = {"name": "custom", "_target_": None} | {name: node[name] for name in own_keys(schema)}
                 store.store(group=f"{SCHEMA}/{group}", name=path.stem, node=node)
 
 
-def compose(conf: Path, overrides: Overrides) -> tuple[dict[str, Any], dict[str, str]]:
+def compose(program: Program, overrides: Overrides) -> tuple[dict[str, Any], dict[str, str]]:
     """The composed configuration as plain data, and the option of each group.
 
     Raises HydraException or OmegaConfBaseException where a file under conf/ cannot be composed, ConfigError where a
@@ -220,9 +244,13 @@ def compose(conf: Path, overrides: Overrides) -> tuple[dict[str, Any], dict[str,
     """
     import hydra
 
-    register_schema(conf)
-    with hydra.initialize_config_dir(str(conf), version_base="1.3"):
-        composed = hydra.compose("config", overrides.arguments, return_hydra_config=True)
+    register_schema(program)
+    arguments = overrides.arguments
+    if program.own:  # after ours, which nothing there can replace: `Program.check`
+        folder = str(program.own.absolute()).replace("\\", "\\\\").replace("'", "\\'")
+        arguments = [*arguments, f"hydra.searchpath=['file://{folder}']"]
+    with hydra.initialize_config_dir(str(program.presets), version_base="1.3"):
+        composed = hydra.compose("config", arguments, return_hydra_config=True)
     choices = {str(group): str(option) for group, option in composed.hydra.runtime.choices.items()}
     OmegaConf.set_struct(composed, False)
     del composed["hydra"]
@@ -251,39 +279,55 @@ def plain(composed: DictConfig) -> dict[str, Any]:
     return values
 
 
-def read_config(conf: Path, overrides: Overrides, adopted: dict[str, Any] | None = None) -> tuple[Config, list[str]]:
+def read_config(
+    program: Program, overrides: Overrides, adopted: dict[str, Any] | None = None
+) -> tuple[Config, list[str]]:
     """Composes and binds. Returns the config (its defaults where a value was wrong) and all problems.
 
-    `adopted` holds sections that replace the composed ones, unless the command line chose their option: an evaluation
-    adopts the model, the data and the metrics of its checkpoint. Code that an adopted section names must be in
-    `trusted_modules`; what the command line and conf/ name is trusted (SECURITY.md).
+    `adopted` holds sections and keys that replace the composed ones, unless the command line chose their option or gave
+    the key: an evaluation adopts the model, the data and the metrics of its checkpoint; all of a file is adopted with
+    `config=FILE`. Code that is adopted must be in `trusted_modules`; what the command line and conf/ name is trusted
+    (SECURITY.md).
     """
     from hydra.errors import HydraException
 
     try:
-        values, choices = compose(conf, overrides)
+        values, choices = compose(program, overrides)
     except ConfigError as error:
         return Config(), [*overrides.problems, *error.problems]
     except (HydraException, OmegaConfBaseException) as error:
         message = f"{error}: {error.__cause__}" if error.__cause__ else str(error)
         where = f"{key}: " if (key := getattr(error, "full_key", None)) else ""
         return Config(), [*overrides.problems, where + " ".join(message.split())]
-    from_elsewhere = {section for section in adopted or {} if section not in {**overrides.choices, **overrides.given}}
+    values.pop(reuse.KEY, None)
+    ground, unread = reuse.named_config(overrides.config) if overrides.config else ({}, [])
+    unread += [
+        f"{group}={overrides.choices[group]}: contradicts {reuse.KEY}={overrides.config}, which is a whole run; give "
+        "one of them, and single keys beside it"
+        for group in PRESETS
+        if overrides.config and overrides.choices.get(group, "None") != "None"
+    ]
+    adopted = {**ground, **(adopted or {})}
+    from_elsewhere = {section for section in adopted if section not in {**overrides.choices, **overrides.given}}
     for section in from_elsewhere:
-        values[section] = (adopted or {})[section]
+        values[section] = copy.deepcopy(adopted[section])
     for dotted, value in overrides.given.items():
         section, _, name = dotted.partition(".")
-        if name and section in from_elsewhere:
+        if name and section in from_elsewhere and isinstance(values[section], dict):
             _set(section, values[section], name, value)
+    for one, other, off in (("warmup_steps", "warmup_epochs", None), ("warmup_epochs", "warmup_steps", 0)):
+        typed = f"schedule.{one}" in overrides.given and f"schedule.{other}" not in overrides.given
+        if typed and isinstance(values.get("schedule"), dict):
+            values["schedule"][other] = off  # of a preset: two names of one thing
     config, problems = bind(values)
     config.trusted_modules = list(dict.fromkeys([*config.trusted_modules, *_own_packages(config, from_elsewhere)]))
     told = {problem.split(":")[0] for problem in overrides.problems}
     located = [
-        problem + _origin(conf, overrides, choices, problem.split("=")[0])
+        problem + _origin(program, overrides, choices, problem.split("=")[0])
         for problem in problems
         if problem.split(":")[0] not in told
     ]
-    return config, overrides.problems + located
+    return config, overrides.problems + unread + located
 
 
 def _set(section: str, content: dict[str, Any], name: str, value: Any) -> None:
@@ -302,22 +346,23 @@ def _own_packages(config: Config, from_elsewhere: set[str]) -> list[str]:
     if "metrics" not in from_elsewhere:
         sections += [further.custom for further in metrics.further(config)]
     paths = [path for section in sections if isinstance(section, CustomConfig) for _, path in section.code()]
-    return [package for path in paths + config.hooks for package in package_of(path)]
+    paths += config.hooks if "hooks" not in from_elsewhere else []
+    return [package for path in paths for package in package_of(path)]
 
 
-def _origin(conf: Path, overrides: Overrides, choices: dict[str, str], dotted: str) -> str:
+def _origin(program: Program, overrides: Overrides, choices: dict[str, str], dotted: str) -> str:
     """The file under conf/ that gave a key its value, where the command line did not."""
     if dotted in overrides.choices or any(f"{key}.".startswith(f"{dotted}.") for key in overrides.given):
         return ""
     section, _, name = dotted.rpartition(".")
-    chosen = [(conf / group / f"{choices.get(group)}.yaml", section) for group in reversed(PRESETS)]
+    chosen = [(program.file(group, choices.get(group)), section) for group in reversed(PRESETS)]
     for path, inside in [
         *chosen,
-        (conf / "config.yaml", section),
-        (conf / section / f"{choices.get(section)}.yaml", ""),
+        (program.presets / "config.yaml", section),
+        (program.file(section, choices.get(section)), ""),
     ]:
-        content = (yaml.safe_load(path.read_text()) or {}) if path.is_file() else {}
+        content = (yaml.safe_load(path.read_text()) or {}) if path else {}
         content = content.get(inside, {}) if inside else content
-        if isinstance(content, dict) and name in content:
-            return f" (in {path.relative_to(conf.parent)})"
+        if path and isinstance(content, dict) and name in content:
+            return f" (in {program.shown(path)})"
     return ""

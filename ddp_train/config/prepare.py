@@ -12,8 +12,10 @@ from ddp_train.config.conflicts import notices
 from ddp_train.config.external_checks import changed, held_run, manifest_config, unwritable
 from ddp_train.config.freeze import COMMANDS, freeze, record_command, to_text
 from ddp_train.config.hardware import detect_hardware
-from ddp_train.config.overrides import Overrides, read_config, read_overrides
-from ddp_train.config.schema import Config
+from ddp_train.config.overrides import PRESETS, Overrides, read_config, read_overrides
+from ddp_train.config.program import Program
+from ddp_train.config.reuse import held_config
+from ddp_train.config.schema import OPTIONS, Config
 from ddp_train.config.validate import check, check_rules
 from ddp_train.distributed.environment import visible_devices
 from ddp_train.distributed.world import World
@@ -33,23 +35,31 @@ class Prepared:
     """Held for the life of the run, so that no second run uses its directory."""
 
 
-def prepare(conf: Path, overrides: list[str], world: World | None, run_dir: str | None = None) -> Prepared:
+def prepare(program: Program, overrides: list[str], world: World | None, run_dir: str | None = None) -> Prepared:
     """Composes, checks and freezes the config. Raises ConfigError with every problem.
 
     run_dir: the directory of a sweep's trial, in place of the one among the overrides.
     """
-    config, problems = read_run(conf, read_overrides(conf, overrides))
+    read = read_overrides(program, overrides)
+    if world:  # these are torchrun's, whatever the config of an earlier run says
+        read.given = {"launch.nproc_per_node": "auto", "launch.nnodes": 1, "launch.max_restarts": 0} | read.given
+    config, problems = read_run(program, read)
     if run_dir:
         config = replace(config, run_dir=run_dir)
-    return _locked_and_frozen(config, problems, world, overrides)
+    return _locked_and_frozen(config, problems, world, program.command(overrides))
 
 
-def read_run(conf: Path, overrides: Overrides) -> tuple[Config, list[str]]:
-    """The config, composed and bound, and all problems. An evaluation gets the model and data of its checkpoint."""
-    config, problems = read_config(conf, overrides)
+def read_run(program: Program, overrides: Overrides) -> tuple[Config, list[str]]:
+    """The config, composed and bound, and all problems. An evaluation gets the model and data of its checkpoint, a run
+    that goes on what it had."""
+    config, problems = read_config(program, overrides)
     if config.mode == "evaluate" and (adopted := adopted_sections(Path(config.checkpoint.resume))):
         # With the problems of the second reading only: a key may belong to the option that is adopted.
-        return read_config(conf, overrides, adopted)
+        return read_config(program, overrides, adopted)
+    if config.run_dir and config.mode == "train" and config.checkpoint.resume == "auto" and not overrides.config:
+        chosen = overrides.choices.keys() & {*OPTIONS, *PRESETS}  # then the words say all of it, as at its start
+        if not chosen and (ground := held_config(Path(config.run_dir))):
+            return read_config(program, overrides, ground)
     if (
         config.run_dir
         and config.mode == "train"
@@ -73,7 +83,7 @@ def resolve_and_check(config: Config, world: World | None) -> tuple[Config, list
     return resolved, check(config, resolved, hardware, world)
 
 
-def _locked_and_frozen(config: Config, problems: list[str], world: World | None, overrides: list[str]) -> Prepared:
+def _locked_and_frozen(config: Config, problems: list[str], world: World | None, command: str) -> Prepared:
     """The rest of `prepare`, for a config that has been composed and bound."""
     resolved, more = resolve_and_check(config, world)
     if problems or more:
@@ -91,7 +101,7 @@ def _locked_and_frozen(config: Config, problems: list[str], world: World | None,
         notes += archive_previous_run(Path(str(resolved.run_dir)))
     text = freeze(resolved)
     try:
-        record_command(Path(str(resolved.run_dir)), overrides)
+        record_command(Path(str(resolved.run_dir)), command)
     except OSError as error:
         raise ConfigError([unwritable(resolved.run_dir, error.strerror or str(error))]) from None
     return Prepared(resolved, text, notes, held)

@@ -198,7 +198,9 @@ class Config:
         choices=("train", "evaluate", "study", "doctor"),
     )
     name: str = key("default", "name of the run; it is kept in runs/NAME/... unless run_dir is given", is_path=True)
-    run_dir: str | None = key(None, "directory of the run; given again, the run resumes", is_path=True)
+    run_dir: str | None = key(
+        None, "directory of the run; given again, the run resumes, and given alone, as it was", is_path=True
+    )
     seed: int = key(0, "seed of all random numbers", at_least=0, below=2**63)
     device: str = key("auto", "where to compute; auto: cuda if there is a GPU", choices=("auto", "cuda", "cpu"))
     deterministic: Union[bool, str] = key("auto", "repeatable bits; auto: on CPU and with strategy=ordered", **AUTO)

@@ -66,11 +66,11 @@ def restart_in_utf8() -> None:
 
 
 def worker_environment(
-    world: World, port: int, threads: int, import_path: Path, lost: dict[str, float] | None = None
+    world: World, port: int, threads: int, import_path: Path | None, lost: dict[str, float] | None = None
 ) -> dict[str, str]:
     """The environment of one worker that our launcher starts on this host, without `worker_descriptors`.
 
-    port: of the store. threads: OMP_NUM_THREADS. import_path: the folder of launch.py. lost: see `LOST`.
+    port: of the store. threads: OMP_NUM_THREADS. import_path: see `config.program`. lost: see `LOST`.
     """
     env = {
         **_importing_environment(import_path, threads),
@@ -108,7 +108,7 @@ def worker_descriptors(world: World, listen_fd: int, status_fd: int) -> dict[str
     return descriptors
 
 
-def probe_environment(world: World, threads: int, import_path: Path) -> dict[str, str]:
+def probe_environment(world: World, threads: int, import_path: Path | None) -> dict[str, str]:
     """The environment of a probe that a torchrun worker starts in place of its rank: a client of the agent's store."""
     return {
         **_importing_environment(import_path, threads),
@@ -118,7 +118,7 @@ def probe_environment(world: World, threads: int, import_path: Path) -> dict[str
     }
 
 
-def preload_environment(import_path: Path) -> dict[str, str]:
+def preload_environment(import_path: Path | None) -> dict[str, str]:
     """The environment of the fork server, which imports what workers need and must have one thread.
 
     OPENBLAS_NUM_THREADS=1, since numpy's BLAS starts its threads on import. All else that libraries read while they are
@@ -127,13 +127,11 @@ def preload_environment(import_path: Path) -> dict[str, str]:
     return {**_importing_environment(import_path, threads=1), "OPENBLAS_NUM_THREADS": "1"}
 
 
-def _importing_environment(import_path: Path, threads: int) -> dict[str, str]:
-    path = os.environ.get("PYTHONPATH")
-    return {
-        **os.environ,
-        "OMP_NUM_THREADS": str(threads),
-        "PYTHONPATH": str(import_path) + (os.pathsep + path if path else ""),
-    }
+def _importing_environment(import_path: Path | None, threads: int) -> dict[str, str]:
+    env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    if import_path:
+        env["PYTHONPATH"] = os.pathsep.join([str(import_path), *filter(None, [env.get("PYTHONPATH")])])
+    return env
 
 
 def environment() -> dict[str, str]:

@@ -84,7 +84,7 @@ def longest_seconds(limits: dict[str, float]) -> float:
 
 
 def run_on_this_host(
-    config: Config, import_path: Path, extra_environment: dict[str, str] | None = None
+    config: Config, import_path: Path | None, extra_environment: dict[str, str] | None = None
 ) -> list[RankResult]:
     """Tests the ranks of a run on this host alone, in the environment that the launcher gives its workers."""
     size, threads = int(config.launch.nproc_per_node), int(config.launch.threads_per_process)
@@ -95,20 +95,20 @@ def run_on_this_host(
         ranks = []
         for rank in range(size):
             world = World(rank, size, rank, size)
-            env = worker_environment(world, port, threads, import_path.absolute()) | (extra_environment or {})
+            env = worker_environment(world, port, threads, import_path) | (extra_environment or {})
             if world.is_leader:
                 env[LISTEN_SOCKET] = str(listener.fileno())
             ranks.append((world, env))
         return _run_processes(config, ranks, "alone", (listener.fileno(),))
 
 
-def run_with_other_hosts(config: Config, leader: World, import_path: Path) -> list[RankResult]:
+def run_with_other_hosts(config: Config, leader: World, import_path: Path | None) -> list[RankResult]:
     """Tests this host's ranks together with those of other hosts, under torchrun. leader: first rank of this host."""
     threads = int(config.launch.threads_per_process)
     ranks = []
     for local in range(leader.local_size):
         world = World(leader.rank + local, leader.size, local, leader.local_size, leader.attempt, leader.run_id)
-        ranks.append((world, probe_environment(world, threads, import_path.absolute())))
+        ranks.append((world, probe_environment(world, threads, import_path)))
     return _run_processes(config, ranks, f"attempt_{leader.attempt}", ())
 
 

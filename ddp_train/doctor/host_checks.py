@@ -114,7 +114,7 @@ def ports(config: Config, under_torchrun: bool) -> Finding:
         return failure(check, detail, remedy, PeerError.exit_code, **numbers)
     if TORCHRUN_PORT in taken and not under_torchrun:
         detail = f"port {TORCHRUN_PORT}, torchrun's default, is in use"
-        remedy = "python launch.py does not need it; start torchrun with --standalone or another --rdzv-endpoint; "
+        remedy = "runs on one host do not need it; start torchrun with --standalone or another --rdzv-endpoint; "
         remedy += f"`ss -ltnp sport = :{TORCHRUN_PORT}` shows which process uses it"
         return warning(check, detail, remedy, **numbers)
     return ok(check, f"{free:,} ephemeral ports are free, {needed:,} are needed", **numbers)
@@ -144,7 +144,7 @@ def host_name(several: bool) -> Finding:
         detail = f"{name} does not resolve to an address"
         if several:
             return failure(check, detail, remedy, PeerError.exit_code)
-        return warning(check, f"{detail}: python launch.py does not need one, torchrun with gloo does", remedy)
+        return warning(check, f"{detail}: runs on one host do not need one, torchrun with gloo does", remedy)
     if several and all(address.startswith("127.") or address == "::1" for address in addresses):
         detail = f"{name} resolves to {', '.join(addresses)} here, which no other host can reach"
         return failure(check, detail, remedy, PeerError.exit_code)

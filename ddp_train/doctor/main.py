@@ -52,7 +52,7 @@ TOKEN = "ddp_train doctor"
 Facts = dict[str, Any]
 
 
-def check_this_host(config: Config, import_path: Path) -> int:
+def check_this_host(config: Config, import_path: Path | None) -> int:
     """Checks this host alone. Returns the exit code.
 
     import_path: the folder from which the test processes import this package.
@@ -71,7 +71,7 @@ def check_this_host(config: Config, import_path: Path) -> int:
     return report(on_host(host, findings), [host], Path(str(config.run_dir)), began)
 
 
-def check_all_hosts(store: Store, world: World, argv: list[str], config: Config, import_path: Path) -> int:
+def check_all_hosts(store: Store, world: World, argv: list[str], config: Config, import_path: Path | None) -> int:
     """Checks the hosts of a torchrun job. Called by all its processes: the first of each host checks that host, the
     others wait for the result.
 
@@ -129,7 +129,7 @@ def _exit_after(seconds: float) -> None:
     timer.start()
 
 
-def _check_as_leader(peers: Peers, world: World, argv: list[str], config: Config, import_path: Path) -> int:
+def _check_as_leader(peers: Peers, world: World, argv: list[str], config: Config, import_path: Path | None) -> int:
     """Host 0: checks itself, collects the findings of the others, prints the report. Returns the exit code."""
     from ddp_train.doctor import multihost_checks
 
@@ -177,7 +177,7 @@ def _check_as_leader(peers: Peers, world: World, argv: list[str], config: Config
 
 
 def _check_as_follower(
-    peers: Peers, world: World, argv: list[str], config: Config, import_path: Path, limit: float
+    peers: Peers, world: World, argv: list[str], config: Config, import_path: Path | None, limit: float
 ) -> int:
     """Every other host: checks itself, sends its findings to host 0. Returns the exit code from host 0.
 
@@ -233,7 +233,7 @@ def _check_together(
     gpus: gpu_checks.Gpus | None,
     world: World,
     config: Config,
-    import_path: Path,
+    import_path: Path | None,
 ) -> Facts:
     """This host's part of the checks that need all hosts: the report that it sends to host 0.
 

@@ -15,7 +15,9 @@ import hydra
 import ddp_train
 from ddp_train.config.bind import is_section, key_named_like, own_keys
 from ddp_train.config.options.custom import CustomConfig
-from ddp_train.config.overrides import register_schema
+from ddp_train.config.overrides import PRESETS, register_schema
+from ddp_train.config.program import CONFIG_DIR, Program
+from ddp_train.config.reuse import KEY, OF_A_RUN
 from ddp_train.config.schema import OPTIONS, SECTIONS, Config
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
@@ -25,11 +27,32 @@ from ddp_train.text import did_you_mean, shown
 SWEEP = ("-m", "--multirun")
 FLAGS = (
     *("-h", "--help", "--version", *SWEEP, "-c", "--cfg", "--resolve", "-p", "--package"),
-    *("-i", "--info", "-sc", "--shell-completion", "--hydra-help"),
+    *("-i", "--info", "-sc", "--shell-completion", "--hydra-help", *CONFIG_DIR),
 )
 
 
-def through_hydra(usage: str, trials: Trials, argv: list[str], world: World | None) -> int:
+USES = {
+    "{} [key=value ...]": "train",
+    "torchrun --nproc_per_node=N {torchrun} [key=value ...]": "the same run under torchrun",
+    "{} mode=evaluate checkpoint.resume=PATH": "score the test set with a checkpoint",
+    "{} mode=doctor [key=value ...]": "is this host, or under torchrun are these hosts, fit to train?",
+    "{} -m optimizer.lr=0.1,0.2 [...]": "a sweep: fresh processes for each trial, one table",
+    "{} mode=study study=NAME [...]": "runs of several variants, compared in one report",
+    "{} --cfg job [key=value ...]": "show the config, run nothing",
+    "{} init FOLDER": "a project of your own: model, data, task, experiment, test",
+}
+
+
+def usage(typed: str) -> str:
+    """The first lines of --help. typed: how the program was started."""
+    by_torchrun = typed.removeprefix("python ") if typed.startswith("python ") else "-m ddp_train"
+    lines = [line.format(typed, torchrun=by_torchrun) for line in USES]
+    width = max(map(len, lines)) + 4
+    about = "Trains a model on every GPU of this host, one process each; without GPUs, in two processes over gloo."
+    return "\n".join([about, "", *(f"{line:<{width}}{use}" for line, use in zip(lines, USES.values(), strict=True))])
+
+
+def through_hydra(trials: Trials, argv: list[str], world: World | None) -> int:
     """Prints what the flags ask for, or runs a sweep. Returns the exit code.
 
     Raises ConfigError before any trial starts.
@@ -40,23 +63,26 @@ def through_hydra(usage: str, trials: Trials, argv: list[str], world: World | No
         raise ConfigError([f"{flag}: no such flag{_meant(flag)}" for flag in unknown])
     sweep = not set(SWEEP).isdisjoint(flags)
     if {"-h", "--help"} & set(flags):
-        text = help_text(usage, trials.conf)
+        text = help_text(trials.program)
         print(wrapped(text, shutil.get_terminal_size().columns) if sys.stdout.isatty() else text)
         return 0
     if "--version" in flags:
         print(f"ddp_train {ddp_train.__version__}")
         return 0
     if world and sweep:
-        remedy = f"python launch.py {' '.join(argv)} launch.nproc_per_node={world.local_size}"
+        remedy = trials.program.command([*argv, f"launch.nproc_per_node={world.local_size}"])
         raise ConfigError([f"-m: torchrun would start one sweep per rank; use: {remedy}"])
     if not sweep and set(flags) <= {"--resolve", "-p", "--package"}:
         raise ConfigError([f"{flags[0]}: needs --cfg job; add that, or leave it out"])
+    if not sweep and (words := [word for word in argv if word.startswith(f"{KEY}=")]):
+        raise ConfigError([f"{words[0]}: flags show what the presets compose; for what that run had, read the file"])
     if {"-sc", "--shell-completion", "--hydra-help"}.isdisjoint(flags):
         argv = trials.check(argv, sweep)
-    register_schema(trials.conf)
-    sys.argv = [str(trials.script), *argv]
+    register_schema(trials.program)
+    own = trials.program.own
+    sys.argv = [sys.argv[0], *([f"{CONFIG_DIR[1]}={own}"] if own else []), *argv]
     try:
-        hydra.main(config_path=str(trials.conf), config_name="config", version_base="1.3")(trials.run)()
+        hydra.main(config_path=str(trials.program.presets), config_name="config", version_base="1.3")(trials.run)()
     except BaseException:
         if trials.sweep_dir != Path():  # show the results of the trials so far
             trials.finish()
@@ -66,22 +92,26 @@ def through_hydra(usage: str, trials: Trials, argv: list[str], world: World | No
 
 def _meant(flag: str) -> str:
     """What was probably meant by an unknown flag: another flag, or a key typed like one (`--lr 0.1`)."""
-    key = key_named_like(flag.lstrip("-").replace("-", "_"))
+    name = flag.lstrip("-").replace("-", "_")
+    key = name if name in PRESETS else key_named_like(name)
     alike = difflib.get_close_matches(flag, FLAGS, n=1, cutoff=0.75)
     return f"; did you mean {key}=VALUE?" if key and not alike else did_you_mean(flag, list(FLAGS))
 
 
-def help_text(usage: str, conf: Path) -> str:
+def help_text(program: Program) -> str:
     """Usage, the config groups with their options, and each key with its default, choices and meaning."""
-    lines = [usage.strip(), "", "Groups (group=option; the files are in conf/):"]
-    for group in sorted({path.parent for path in conf.rglob("*.yaml")} - {conf}):
-        files = sorted(group.glob("*.yaml"))
-        name = group.relative_to(conf).as_posix()
+    lines = [
+        usage(program.typed),
+        "",
+        f"Groups (group=option; the files are in {' and '.join(map(str, program.folders()))}):",
+    ]
+    for name in program.groups():
+        files = program.files(name)
         default = f" (default: {getattr(Config(), name).name})" if name in OPTIONS else ""
         lines.append(f"  {name:<15} {', '.join(path.stem for path in files)}{default}")
         if "# @package" in files[0].read_text():  # a whole experiment: its first comment describes it
             lines += [f"    {path.stem:<19} {path.read_text().splitlines()[1].lstrip('# ')}" for path in files]
-    lines += ["", "Keys (key=value):", *_keys("", Config)]
+    lines += ["", "Keys (key=value):", f"  {KEY + '=RUN':<44} {OF_A_RUN}", *_keys("", Config)]
     for section, schema in SECTIONS.items():
         lines += ["", f"{section}:", *_keys(section + ".", schema)]
     for section, options in OPTIONS.items():
@@ -94,7 +124,7 @@ def help_text(usage: str, conf: Path) -> str:
             heading = f"{section}={name}: {about.splitlines()[0] if about else ''}".rstrip(": ")
             known = [] if issubclass(schema, CustomConfig) else keys
             lines += ["", heading, *(line for line in _keys(section + ".", schema) if line not in known)]
-    return "\n".join(lines)
+    return "\n".join(lines).replace("python launch.py", program.typed)  # in the comments of presets
 
 
 def wrapped(text: str, width: int) -> str:

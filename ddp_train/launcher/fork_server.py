@@ -34,8 +34,7 @@ from ddp_train.linux import children_of, end_children, end_with_parent, set_titl
 from ddp_train.resilience.heartbeat import START_SECONDS
 
 MODULE = ("-P", "-m")
-"""How Python runs a module here. -P: nothing is imported from the user's working directory, as launch.py itself imports
-nothing from there."""
+"""How Python runs a module here. -P: the working folder does not come first; a worker puts it last."""
 WORKER = "ddp_train.training.worker"
 POLL_SECONDS = 0.02
 MAX_DESCRIPTORS = 8
@@ -84,8 +83,8 @@ class ForkedWorker:
 class ForkServer:
     """The launcher's side. If the server could not be started, or has ended, `fork` returns no workers."""
 
-    def __init__(self, import_path: Path) -> None:
-        """Starts the server without waiting for it. import_path: the folder from which workers import."""
+    def __init__(self, import_path: Path | None) -> None:
+        """Starts the server without waiting for it. import_path: see `config.program`."""
         self._started_in = (Path.cwd(), environment())
         self._process: subprocess.Popen[bytes] | None = None
         self._socket, theirs = socket.socketpair()

@@ -86,11 +86,11 @@ class StopRequests:
 
 
 def launch(
-    config: Config, import_path: Path, stop: StopRequests | None = None, server: ForkServer | None = None
+    config: Config, import_path: Path | None, stop: StopRequests | None = None, server: ForkServer | None = None
 ) -> int:
     """Runs a frozen config in new processes, and again after a failure if restarts are left. Returns the exit code.
 
-    import_path: the folder from which workers import this package and the user's modules. stop: records the stop
+    import_path: the folder of a checkout, from which workers import first. stop: records the stop
     requests for the caller, even if the run was completed all the same. server: forks the workers, if it can and
     `launch.fork_server` is true; otherwise each worker is started as a new interpreter.
     """
@@ -134,7 +134,7 @@ class Attempt:
     def __init__(
         self,
         config: Config,
-        import_path: Path,
+        import_path: Path | None,
         number: int,
         stop: StopRequests,
         server: ForkServer | None,
@@ -147,7 +147,7 @@ class Attempt:
         self.saved_step: int | None = None
         """The step that a survivor has saved then."""
         self.config = config
-        self.import_path = import_path.absolute()
+        self.import_path = import_path
         self.number = number
         self.stop = stop
         self.server = server

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddp_train.config.auto import described
+from ddp_train.config.program import Program
 from ddp_train.config.schema import Config
 from ddp_train.distributed.environment import REPORTED, agent_environment
 from ddp_train.errors import LaunchError, PeerError
@@ -50,10 +51,10 @@ class NetworkLocation:
     """Whether the endpoint is on this host; None lets torchrun find out."""
 
 
-def join_hosts(config: Config, script: Path, argv: list[str]) -> int:
+def join_hosts(config: Config, program: Program, argv: list[str]) -> int:
     """Runs this host's part. Returns the exit code. Reports a failure of the hosts to connect.
 
-    script: launch.py. argv: its command line.
+    argv: the words of the command line.
     """
     run_dir, stop = Path(str(config.run_dir)), StopRequests()
     try:
@@ -65,9 +66,9 @@ def join_hosts(config: Config, script: Path, argv: list[str]) -> int:
             location = find_location(str(config.launch.rdzv_endpoint))
             env = agent_environment(location.interface, exit_code_file)
             agent = subprocess.Popen(  # if this launcher is killed, so is the agent, and with it its workers
-                command(config, location, script, argv), env=env, preexec_fn=end_with_parent, start_new_session=True
+                command(config, location, program, argv), env=env, preexec_fn=end_with_parent, start_new_session=True
             )
-            return _watch(config, agent, script, exit_code_file, stop)
+            return _watch(config, agent, program.script, exit_code_file, stop)
     except LaunchError as error:
         failure = failure_report.Failure(
             error.kind, None, socket.gethostname(), None, "hosts", str(error), error.remedy, "", error.exit_code
@@ -79,7 +80,7 @@ def join_hosts(config: Config, script: Path, argv: list[str]) -> int:
         return error.exit_code
 
 
-def command(config: Config, location: NetworkLocation, script: Path, argv: list[str]) -> list[str]:
+def command(config: Config, location: NetworkLocation, program: Program, argv: list[str]) -> list[str]:
     """The command line of the torchrun agent."""
     launch = config.launch
     rendezvous = [f"join_timeout={launch.join_timeout_seconds}", f"read_timeout={launch.join_timeout_seconds}"]
@@ -87,7 +88,7 @@ def command(config: Config, location: NetworkLocation, script: Path, argv: list[
         rendezvous.append(f"is_host={int(location.is_head)}")
     return [
         sys.executable,
-        "-P",  # nothing is imported from the current directory
+        "-P",  # the agent itself imports nothing from the working folder
         "-m",
         AGENT,
         f"--nnodes={launch.nnodes}",
@@ -98,7 +99,7 @@ def command(config: Config, location: NetworkLocation, script: Path, argv: list[
         f"--rdzv-id={Path(str(config.run_dir)).name}",
         f"--rdzv-conf={','.join(rendezvous)}",
         f"--local-addr={location.address}",
-        str(script),
+        *program.again([])[1:],
         *[word for word in argv if not word.startswith("launch.max_restarts")],
     ]
 

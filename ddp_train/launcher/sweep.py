@@ -24,6 +24,7 @@ from rich.table import Table
 from ddp_train.config.metrics import BY_TEST, SPLITS, direction_of, has_validation, objective_name, read_objective
 from ddp_train.config.overrides import read_overrides
 from ddp_train.config.prepare import prepare, read_run, resolve_and_check
+from ddp_train.config.program import Program
 from ddp_train.config.schema import Config
 from ddp_train.config.validate import check_rules
 from ddp_train.distributed.environment import new_run_id
@@ -55,9 +56,8 @@ class Trials:
     object, and only the rows in the results file come back.
     """
 
-    def __init__(self, script: Path, conf: Path, server: ForkServer | None) -> None:
-        self.script = script
-        self.conf = conf
+    def __init__(self, program: Program, server: ForkServer | None) -> None:
+        self.program = program
         self.server = server
         self.sweep_dir = Path()
         self.swept: set[str] = set()
@@ -85,7 +85,7 @@ class Trials:
         ConfigError with all problems.
         """
         overrides = [word for word in argv if not word.startswith("-") and ("=" in word or sweep)]
-        read = read_overrides(self.conf, overrides, sweep)
+        read = read_overrides(self.program, overrides, sweep)
         problems, config = list(read.problems), Config()
         launchers = [word.partition("=")[2] for word in read.arguments if _key(word) == LAUNCHER]
         self.job_launcher = launchers[-1] if launchers and launchers[-1] != "basic" else ""
@@ -100,7 +100,7 @@ class Trials:
         trials = [first, *(first | {key: value} for key, values in read.swept.items() for value in values[1:])]
         for trial in trials:
             config, found = read_run(
-                self.conf, read_overrides(self.conf, fixed + [f"{key}={value}" for key, value in trial.items()])
+                self.program, read_overrides(self.program, fixed + [f"{key}={value}" for key, value in trial.items()])
             )
             problems += found
             if sweep and not found:
@@ -166,11 +166,11 @@ class Trials:
         stop = local.StopRequests()
         try:
             with _hydra_set_aside():
-                prepared = prepare(self.conf, overrides, None, run_dir)
+                prepared = prepare(self.program, overrides, None, run_dir)
             for notice in prepared.notices:
                 print(f"note: {notice}", file=sys.stderr)
             try:
-                row["exit_code"] = local.launch(prepared.config, self.script.parent, stop, self.server)
+                row["exit_code"] = local.launch(prepared.config, self.program.import_path, stop, self.server)
             finally:
                 if prepared.lock:
                     prepared.lock.release()

@@ -16,7 +16,7 @@ from ddp_train.resilience.preemption import UNSAVED
 from ddp_train.study.plots import Axis, Curve, curves
 from ddp_train.study.provenance import load_at_start, provenance
 from ddp_train.study.report import Plot, Report, Table
-from ddp_train.study.request import Request, bind_settings, resolve_run, shell_command, this_hardware
+from ddp_train.study.request import Request, bind_settings, resolve_run, this_hardware
 from ddp_train.study.results import interval_samples_per_second
 from ddp_train.study.trials import TRAIN_ONLY, Outcome, Trial, recorded_outcome, run, trial_session
 
@@ -102,7 +102,7 @@ def study(request: Request) -> tuple[Report, int]:
         trial = _trial(request, config, base, size)
         outcome = recorded_outcome(trial)
         if not (outcome and is_conclusive(outcome)):  # other failures may not repeat
-            outcome = run(trial, request.script, request.stop)
+            outcome = run(trial, request.program, request.stop)
         if outcome is None:
             raise _StoppedError
         outcomes[size] = outcome
@@ -151,7 +151,7 @@ def limited_memory(gigabytes: float | None) -> Iterator[None]:
 
 
 def _check(request: Request, config: BatchSizeConfig, machine: Hardware) -> Config:
-    base_run = resolve_run(request.conf, request.overrides, machine)
+    base_run = resolve_run(request.program, request.overrides, machine)
     base, problems = base_run.config, base_run.problems
     if base.device == "cpu" and config.memory_gb is None:
         problems.append(
@@ -161,7 +161,7 @@ def _check(request: Request, config: BatchSizeConfig, machine: Hardware) -> Conf
     if base.strategy.name == "ordered":
         problems.append("strategy=ordered: its micro-batches are virtual shards; use strategy=ddp")
     if not problems:
-        problems = resolve_run(request.conf, _trial(request, config, base, config.start).overrides, machine).problems
+        problems = resolve_run(request.program, _trial(request, config, base, config.start).overrides, machine).problems
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return base
@@ -218,5 +218,5 @@ def _report(
         "The largest batch that fits, found by doubling and bisection, and the fastest of those tried.",
         [Table("Batches", columns, rows, note), Plot("Speed", plot)],
         provenance(load),
-        [request.command, shell_command(overrides)],
+        [request.command, request.program.command(overrides)],
     )

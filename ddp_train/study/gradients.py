@@ -91,14 +91,14 @@ def study(request: Request) -> tuple[Report, int]:
     config: GradientsConfig = bind_settings(GradientsConfig, request.settings)
     machine = this_hardware()
     processes = int(config.processes) if config.processes != "auto" else machine.gpus or 3
-    run = resolve_run(request.conf, [*request.overrides, f"launch.nproc_per_node={processes}"], machine)
+    run = resolve_run(request.program, [*request.overrides, f"launch.nproc_per_node={processes}"], machine)
     base, problems = run.config, run.problems
     if not base.strategy.has_process_group:
         problems.append(f"strategy={base.strategy.name}: runs in one process; study=gradients needs strategy=ddp")
     wanted = list(dict.fromkeys(["fp64", str(base.tuning.precision)]))
     trials = {(p, n): _trial(request, base, p, n) for p in wanted for n in (1, processes)} if not problems else {}
     for trial in trials.values():
-        problems += resolve_run(request.conf, trial.overrides, machine).problems
+        problems += resolve_run(request.program, trial.overrides, machine).problems
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     with trial_session(request):

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import importlib
-from pathlib import Path
 from typing import Protocol
 
 from rich.console import Console
 
 from ddp_train.config.external_checks import unwritable
+from ddp_train.config.program import Program
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, LaunchError
 from ddp_train.resilience.preemption import UNSAVED
 from ddp_train.study import variants_report
 from ddp_train.study.provenance import load_at_start
 from ddp_train.study.report import Report, show, write
-from ddp_train.study.request import Request, read_request, study_names
+from ddp_train.study.request import Request, read_request
 from ddp_train.study.results import METRICS, median
 from ddp_train.study.trials import Trial, completed_outcome, run, trial_session
 from ddp_train.study.variants import Study, Variant, merged, plan, trials_folder
@@ -32,17 +32,17 @@ class Kind(Protocol):
         ...
 
 
-def study(script: Path, conf: Path, overrides: list[str], world: World | None) -> int:
+def study(program: Program, overrides: list[str], world: World | None) -> int:
     """Runs the study that the overrides name, writes and prints its report. Returns the exit code.
 
     Raises ConfigError before anything runs.
     """
     if world:
-        raise ConfigError(["mode=study: a study starts its own processes; run it with python launch.py, not torchrun"])
+        raise ConfigError([f"mode=study: a study starts its own processes; run it with {program.typed}, not torchrun"])
     if {"-h", "--help"} & set(overrides):
-        print(help_text(conf, overrides))
+        print(help_text(program, overrides))
         return 0
-    request = read_request(script, conf, overrides)
+    request = read_request(program, overrides)
     kind = str(request.settings.get("kind", "variants"))
     make = _study_variants if kind == "variants" else importlib.import_module(f"ddp_train.study.{kind}").study
     with request.resources:
@@ -56,13 +56,16 @@ def study(script: Path, conf: Path, overrides: list[str], world: World | None) -
     return code
 
 
-def help_text(conf: Path, overrides: list[str]) -> str:
+def help_text(program: Program, overrides: list[str]) -> str:
     """The commented file of the study that is named; without a name, one line for each study."""
-    files = {name: (conf / "study" / f"{name}.yaml").read_text().strip() for name in study_names(conf)}
-    for name, text in files.items():
+    files = {
+        path.stem: (program.shown(path), path.read_text().strip().replace("python launch.py", program.typed))
+        for path in program.files("study")
+    }
+    for name, (file, text) in files.items():
         if f"study={name}" in overrides:
-            return f"conf/study/{name}.yaml; change a KEY of it with study.KEY=VALUE\n\n{text}"
-    lines = [f"study={name:<12} {text.splitlines()[0].lstrip('# ')}" for name, text in files.items()]
+            return f"{file}; change a KEY of it with study.KEY=VALUE\n\n{text}"
+    lines = [f"study={name:<12} {text.splitlines()[0].lstrip('# ')}" for name, (_, text) in files.items()]
     return "\n".join([*lines, "", "mode=study study=NAME --help shows the keys of one study."])
 
 
@@ -102,7 +105,7 @@ def _run_all(request: Request, planned: Study, outcomes: variants_report.Outcome
             name = f"trial {number}/{total}  {variant.name}, repeat {repeat + 1}"
             console.print(name, end="  ", markup=False, soft_wrap=True)
             before = kept[variant.name, repeat]
-            outcome = before or run(trial_of(request, planned, variant, repeat), request.script, request.stop)
+            outcome = before or run(trial_of(request, planned, variant, repeat), request.program, request.stop)
             if outcome is None:
                 console.print(f"stopped; continue with {request.command}", markup=False, soft_wrap=True)
                 return

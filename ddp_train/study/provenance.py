@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from ddp_train.config.hardware import detect_hardware
+from ddp_train.config.program import Program
 from ddp_train.distributed.environment import visible_devices
 
 PACKAGES = ("torch", "torchvision", "numpy", "ddp-train")
@@ -70,19 +71,19 @@ def versions() -> dict[str, str]:
 
 
 @functools.cache
-def conditions(script: Path) -> dict[str, str]:
+def conditions(program: Program) -> dict[str, str]:
     """What results depend on besides the overrides: runs under different conditions cannot be compared."""
-    return {"hardware": hardware_description(), **versions(), "source": source_digest(script)}
+    return {"hardware": hardware_description(), **versions(), "source": source_digest(program)}
 
 
-def source_digest(script: Path) -> str:
-    """A digest of the code and config files that determine a run. Studies and doctor, which only start runs or report
-    on them, are left out."""
-    package, conf = script.parent / "ddp_train", script.parent / "conf"
+def source_digest(program: Program) -> str:
+    """A digest of the code and presets that determine a run, your own presets too. Studies and doctor, which only start
+    runs or report on them, are left out."""
+    package = program.presets.parent
     ours = [path for wing in ("study", "doctor") for path in (package / wing).rglob("*.py")]
     code = {*package.rglob("*.py")} - {*ours} | {package / name for name in RUN_INSIDE_TRIALS}
-    settings = {*conf.rglob("*.yaml")} - {*(conf / "study").rglob("*.yaml")}
+    settings = {path for folder in program.folders() for path in {*folder.rglob("*.yaml")} - {*folder.glob("study/*")}}
     digest = hashlib.sha256()
-    for path in sorted({script} | code | settings):
-        digest.update(path.relative_to(script.parent).as_posix().encode() + b"\0" + path.read_bytes())
+    for path in sorted(code | settings, key=program.shown):
+        digest.update(program.shown(path).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:12]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from ddp_train.config.auto import resolve
 from ddp_train.config.bind import bind_fields
 from ddp_train.config.hardware import Hardware, detect_hardware
 from ddp_train.config.overrides import read_config, read_overrides
+from ddp_train.config.program import Program
 from ddp_train.config.schema import Config
 from ddp_train.config.validate import check, check_rules, section_rules
 from ddp_train.distributed.environment import new_run_id, visible_devices
@@ -35,8 +35,7 @@ class Request:
     overrides: list[str]
     """For every run."""
     run_dir: Path
-    script: Path
-    conf: Path
+    program: Program
     argv: list[str]
     """The whole command line."""
     stop: StopRequests = field(default_factory=StopRequests)
@@ -47,12 +46,7 @@ class Request:
     def command(self) -> str:
         """The command that repeats this study, or continues it."""
         given = [override for override in self.argv if not override.startswith("run_dir=")]
-        return shell_command([*given, f"run_dir={self.run_dir}"])
-
-
-def shell_command(overrides: list[str]) -> str:
-    """A command line, quoted for a shell."""
-    return shlex.join(["python", "launch.py", *overrides])
+        return self.program.command([*given, f"run_dir={self.run_dir}"])
 
 
 def key_of(override: str) -> str:
@@ -60,9 +54,9 @@ def key_of(override: str) -> str:
     return override.lstrip("+~").partition("=")[0]
 
 
-def read_request(script: Path, conf: Path, overrides: list[str]) -> Request:
+def read_request(program: Program, overrides: list[str]) -> Request:
     """Parses the command line. Raises ConfigError for every mistake that shows without composing a run."""
-    names = study_names(conf)
+    names = program.options("study")
     flags = [
         f"{override}: mode=study takes no flag but --help; leave it out"
         for override in overrides
@@ -78,21 +72,16 @@ def read_request(script: Path, conf: Path, overrides: list[str]) -> Request:
         flags.append(f"study={name}: must be one of {', '.join(names)}{did_you_mean(name, names)}")
     if flags:
         raise ConfigError(flags)
-    settings = yaml.safe_load((conf / "study" / f"{name}.yaml").read_text())
+    settings = yaml.safe_load(dict(zip(names, program.files("study"), strict=True))[name].read_text())
     changes = [override for override in overrides if key_of(override).startswith("study.")]
     problems = [problem for override in changes for problem in _apply_override(settings, override)]
     for_runs = [override for override in overrides if key_of(override) not in STUDY_KEYS and override not in changes]
-    problems += read_overrides(conf, for_runs).problems
+    problems += read_overrides(program, for_runs).problems
     settings = _interpolated(settings, settings, problems)
     if problems:
         raise ConfigError(problems)
     folder = given.get("run_dir") or f"runs/{given.get('name', 'study')}/{name}_{new_run_id(None)}"
-    return Request(name, settings, for_runs, Path(folder), script, conf, overrides)
-
-
-def study_names(conf: Path) -> list[str]:
-    """The names of the files in conf/study."""
-    return sorted(path.stem for path in (conf / "study").glob("*.yaml"))
+    return Request(name, settings, for_runs, Path(folder), program, overrides)
 
 
 def bind_settings(schema: type, settings: dict[str, Any]) -> Any:
@@ -119,9 +108,9 @@ class ResolvedRun:
         return self.invalid + self.unsuited
 
 
-def resolve_run(conf: Path, overrides: list[str], hardware: Hardware) -> ResolvedRun:
+def resolve_run(program: Program, overrides: list[str], hardware: Hardware) -> ResolvedRun:
     """Composes, resolves and checks the config of a run."""
-    config, invalid = read_config(conf, read_overrides(conf, overrides))
+    config, invalid = read_config(program, read_overrides(program, overrides))
     invalid = invalid or check_rules(config)
     if invalid:
         return ResolvedRun(config, invalid, [])

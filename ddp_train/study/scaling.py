@@ -18,7 +18,7 @@ from ddp_train.resilience.preemption import UNSAVED
 from ddp_train.study.plots import Axis, Curve, curves
 from ddp_train.study.provenance import load_at_start, provenance
 from ddp_train.study.report import Plot, Report, Table
-from ddp_train.study.request import Request, bind_settings, key_of, resolve_run, shell_command, this_hardware
+from ddp_train.study.request import Request, bind_settings, key_of, resolve_run, this_hardware
 from ddp_train.study.results import interval_samples_per_second
 from ddp_train.study.trials import TRAIN_ONLY, Outcome, Trial, run_or_load, trial_session
 from ddp_train.text import counted
@@ -184,7 +184,7 @@ def _trial(request: Request, config: ScalingConfig, machine: Hardware, cell: Cel
 
 def _cells(request: Request, config: ScalingConfig, machine: Hardware) -> list[Cell]:
     """The runs to make. Raises ConfigError with all problems if one of them cannot run."""
-    base = resolve_run(request.conf, request.overrides, machine).config
+    base = resolve_run(request.program, request.overrides, machine).config
     most = _max_processes(config, machine)
     numbers = [2**power for power in range(most.bit_length()) if 2**power < most] + [most]
     batch, problems = base.train.global_batch_size, []
@@ -201,7 +201,7 @@ def _cells(request: Request, config: ScalingConfig, machine: Hardware) -> list[C
     for cell in found if not problems else []:
         for name in ("0", "split"):
             trial = _trial(request, config, machine, cell, name)
-            problems += resolve_run(request.conf, trial.overrides, machine).problems
+            problems += resolve_run(request.program, trial.overrides, machine).problems
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return found
@@ -232,7 +232,7 @@ def _report(
         "strong scaling: the same global batch. At 100 % efficiency each process is as fast as a single one.",
         sections,
         provenance(load),
-        [request.command, shell_command(overrides)],
+        [request.command, request.program.command(overrides)],
     )
 
 

@@ -155,7 +155,7 @@ def report(step: Step, config: SimulateConfig, request: Request) -> Report:
     """The report: predictions, validation against MLPerf, and the dry plan, which is measured in new processes."""
     sections: list[Table | Plot] = [predictions(step, config), published()]
     if config.dry_plan:
-        sections.append(dry_plans(request.script.parent))
+        sections.append(dry_plans(request.program.presets.parents[1]))
     return Report(
         "Predicted scaling",
         f"A step on one GPU takes {1e3 * step.seconds:.4g} ms (standard deviation "

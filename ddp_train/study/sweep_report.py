@@ -10,30 +10,28 @@ from ddp_train.study import results
 from ddp_train.study.plots import Axis, Bar, bars
 from ddp_train.study.provenance import provenance
 from ddp_train.study.report import Plot, Report, Table, write
-from ddp_train.study.request import shell_command
 from ddp_train.study.trials import Outcome, read_outcome
 from ddp_train.text import first_line
 
 
-def gather(sweep_dir: Path, rows: list[dict[str, Any]], objective: str, overrides: list[str]) -> Path:
+def gather(sweep_dir: Path, rows: list[dict[str, Any]], objective: str, command: str) -> Path:
     """Writes the report of a sweep into its directory. Returns the page's path.
 
-    rows: of results.jsonl. objective: the metric that the sweep optimizes. overrides: the command line.
+    rows: of results.jsonl. objective: the metric that the sweep optimizes. command: that of the sweep.
     """
     found = {row["trial"]: read_outcome(sweep_dir / str(row["trial"]), row["exit_code"], 0.0) for row in rows}
     columns = ["trial", "overrides", "result", objective, "test accuracy %", "test loss", "s/epoch", "samples/s", "s"]
     table = Table("Trials", columns, [_row(row, found[row["trial"]]) for row in rows], _NOTE)
     shown = [Bar(" ".join(row["overrides"]), row.get("objective"), text=_failed(row)) for row in rows]
     plot = Plot(objective, bars(shown, Axis(objective)))
-    command = shell_command(overrides)
     intro = f"One run for each combination, each in new processes; the sweep optimizes {objective}."
     return write(Report("Sweep", intro, [table, plot], provenance(), [command]), sweep_dir)
 
 
-def print_report(sweep_dir: Path, rows: list[dict[str, Any]], objective: str, overrides: list[str]) -> None:
+def print_report(sweep_dir: Path, rows: list[dict[str, Any]], objective: str, command: str) -> None:
     """Writes the page and says where it is; a failure is only a note, since the trials' results stand."""
     try:
-        print(f"report {gather(sweep_dir, rows, objective, overrides)}")
+        print(f"report {gather(sweep_dir, rows, objective, command)}")
     except Exception as error:  # noqa: BLE001  whatever it is
         print(f"note: no report: {type(error).__name__}: {first_line(error)}", file=sys.stderr)
 

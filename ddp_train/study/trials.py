@@ -9,7 +9,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_train.config.external_checks import unwritable
+from ddp_train.config.program import Program
 from ddp_train.distributed.environment import environment
 from ddp_train.errors import ConfigError
 from ddp_train.launcher.local import StopRequests
@@ -84,7 +84,7 @@ def trial_session(request: Request) -> Iterator[None]:
     Raises ConfigError if another study uses the directory, or if it holds trials from other conditions.
     """
     lock_run_dir(request)
-    here = conditions(request.script)
+    here = conditions(request.program)
     for path in sorted(request.run_dir.glob("trials/*/*.json")):
         there = json.loads(path.read_text()).get("conditions", {})
         for name in sorted(here.keys() | there.keys()):
@@ -108,7 +108,7 @@ def lock_run_dir(request: Request) -> None:
         raise ConfigError([unwritable(str(request.run_dir), error.strerror or str(error))]) from None
 
 
-def run(trial: Trial, script: Path, stop: StopRequests) -> Outcome | None:
+def run(trial: Trial, program: Program, stop: StopRequests) -> Outcome | None:
     """Runs a trial from the start, in a process session that ends with this process. Must be called inside
     `trial_session`. Returns None if the study is stopped, before or during the trial."""
     if stop.received:
@@ -116,7 +116,7 @@ def run(trial: Trial, script: Path, stop: StopRequests) -> Outcome | None:
     shutil.rmtree(trial.run_dir, ignore_errors=True)  # of an interrupted trial: resuming it would falsify its times
     trial.record.unlink(missing_ok=True)  # its folder is gone, and this run may be interrupted too
     trial.run_dir.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, str(script), *trial.overrides, trial.run_dir_word]
+    command = program.again([*trial.overrides, trial.run_dir_word])
     began = time.monotonic()
     with adopting_orphans(), trial.output.open("w") as output:
         process = subprocess.Popen(
@@ -138,7 +138,7 @@ def run(trial: Trial, script: Path, stop: StopRequests) -> Outcome | None:
         return None
     seconds = time.monotonic() - began
     ended = {"exit_code": process.returncode, "seconds": round(seconds, 3)}
-    write_json(trial.record, {"words": trial.overrides, **ended, "conditions": conditions(script)})
+    write_json(trial.record, {"words": trial.overrides, **ended, "conditions": conditions(program)})
     return recorded_outcome(trial)
 
 
@@ -185,7 +185,7 @@ def run_or_load(request: Request, trial: Trial, name: str, describe: Callable[[O
     if before or request.stop.received:
         return before
     print(name, end="  ", flush=True)
-    now = run(trial, request.script, request.stop)
+    now = run(trial, request.program, request.stop)
     print("stopped" if now is None else now.reason or describe(now), flush=True)
     return now
 

@@ -120,7 +120,7 @@ def plan(request: Request) -> Study:
     for variant in kept:
         own = merged(rung, variant.overrides) if variant.part == "ladder" else variant.overrides
         overrides = merged(config.common, shared, own, request.overrides)
-        run = resolve_run(request.conf, overrides, machine)
+        run = resolve_run(request.program, overrides, machine)
         invalid, reason = run.invalid, variant.reason
         if not invalid and not reason:
             unsuited = run.unsuited + _single_host_only(run.config)
@@ -213,7 +213,7 @@ def _choose_either(
     name, overrides = "", []
     for name, overrides in config.either.items():  # noqa: B007  the last one stays
         merged_overrides = merged(config.common, overrides, variant.overrides, request.overrides)
-        if not resolve_run(request.conf, merged_overrides, machine).problems:
+        if not resolve_run(request.program, merged_overrides, machine).problems:
             break
     return name, overrides
 

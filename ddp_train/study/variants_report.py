@@ -9,7 +9,7 @@ from ddp_train.study import results
 from ddp_train.study.plots import Axis, Bar, Curve, bars, curves
 from ddp_train.study.provenance import provenance
 from ddp_train.study.report import Plot, Report, Table
-from ddp_train.study.request import Request, shell_command
+from ddp_train.study.request import Request
 from ddp_train.study.results import METRICS, Metric, median
 from ddp_train.study.trials import Outcome
 from ddp_train.study.variants import NEEDS_GPU, Study, Variant
@@ -50,7 +50,10 @@ def build_report(request: Request, study: Study, outcomes: Outcomes, load_before
         f"{config.about.strip()}\n\n{_method(study)}",
         sections,
         known | provenance(load_before),
-        [request.command, *(f"{shell_command(v.overrides)}  # {v.name}" for v in study.variants if not v.reason)],
+        [
+            request.command,
+            *(f"{request.program.command(v.overrides)}  # {v.name}" for v in study.variants if not v.reason),
+        ],
     )
 
 

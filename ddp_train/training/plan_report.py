@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ddp_train.config import metrics
-from ddp_train.config.auto import process_count
+from ddp_train.config.auto import process_count, warmup_asked
 from ddp_train.config.metrics import further
 from ddp_train.config.schema import TRACKERS, Config, TuningConfig
 from ddp_train.data.batch_plan import BatchPlan
@@ -125,7 +125,9 @@ def _optimizer(config: Config, plan: BatchPlan, base_lr: float, warmup_steps: in
     if scaling != "none":
         ratio = f"{plan.global_batch_size:,} / {optimizer.lr_base_batch:,}"
         lr += f" = {optimizer.lr:g} x {ratio if scaling == 'linear' else f'sqrt({ratio})'}"
-    warmup = counted(warmup_steps, "step")
+    warmup, asked = counted(warmup_steps, "step"), warmup_asked(config.schedule, plan.steps_per_epoch)
+    if asked > warmup_steps:
+        warmup += f" (cut from {asked:,}: schedule.warmup_at_most={config.schedule.warmup_at_most:g} of the run)"
     decay = config.train.ema_decay
     average = f", average of weights {decay:g}{' with warm-up' if config.train.ema_warmup else ''}" if decay else ""
     return f"{optimizer.name}, lr {lr}, {config.schedule.name} schedule, warm-up {warmup}{average}"

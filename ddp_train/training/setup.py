@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ddp_train.config.auto import optimizer_at_batch
+from ddp_train.config.auto import optimizer_at_batch, warmup_asked
 from ddp_train.config.metrics import further
 from ddp_train.config.schema import Config
 from ddp_train.config.user_code import instantiate
@@ -199,10 +199,12 @@ def build_plan(
 def warmup_steps(config: Config, plan: BatchPlan) -> int:
     """The optimizer steps of the warm-up. Raises ConfigError if it is longer than the run."""
     schedule = config.schedule
-    steps, asked = schedule.warmup_steps, f"warmup_steps={schedule.warmup_steps}"
+    steps = warmup_asked(schedule, plan.steps_per_epoch)
+    asked = f"warmup_steps={steps}"
     if schedule.warmup_epochs is not None:
-        steps = round(schedule.warmup_epochs * plan.steps_per_epoch)
         asked = f"warmup_epochs={schedule.warmup_epochs:g} ({steps} steps)"
+    if schedule.warmup_at_most is not None:
+        return min(steps, int(schedule.warmup_at_most * plan.steps))
     if steps >= plan.steps:
         rule = f"the run ends before, after {plan.steps} steps; use less than {plan.steps} steps"
         raise ConfigError([f"schedule.{asked}: {rule}"])
@@ -233,7 +235,7 @@ def build_job(
         config.schedule.name,
         plan.steps,
         warmup_steps(config, plan),
-        **arguments_of(config.schedule, "warmup_steps", "warmup_epochs"),
+        **arguments_of(config.schedule, "warmup_steps", "warmup_epochs", "warmup_at_most"),
     )
     classifies = isinstance(module.task, Classification)
     mix = mix_of(train_source, config.seed, config.data.mixup, config.data.cutmix, classifies)

@@ -16,6 +16,7 @@ import torch
 
 from ddp_train.config.auto import described
 from ddp_train.config.freeze import FILE, load_frozen
+from ddp_train.config.program import import_from_working_folder
 from ddp_train.config.schema import Config
 from ddp_train.distributed.environment import (
     launcher_pid,
@@ -50,6 +51,7 @@ def main() -> NoReturn:
     """A worker of our own launcher, `python -m ddp_train.training.worker RUN_DIR`: the config is frozen already."""
     tolerate_closed_streams()
     die_with_parent()
+    import_from_working_folder()
     world = world_from_environment()
     assert world, "the launcher sets the environment of its workers"
     config = load_frozen(Path(sys.argv[1], FILE).read_text())

@@ -14,6 +14,12 @@ class ScheduleConfig:
     name: str = "constant"
     warmup_steps: int = key(0, "optimizer steps of linear warm-up from 0", at_least=0)
     warmup_epochs: float | None = key(None, "length of the warm-up in epochs, in place of warmup_steps", above=0)
+    warmup_at_most: float | None = key(
+        None,
+        "largest part of the run for the warm-up, which is cut to it; null: one as long as the run is refused",
+        above=0,
+        below=1,
+    )
 
 
 @dataclass

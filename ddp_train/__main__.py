@@ -1,0 +1,141 @@
+"""The program behind `python launch.py`, `ddp-train` and `python -m ddp_train`: which parts does this command need?"""
+
+from __future__ import annotations
+
+import sys
+
+if __name__ == "__main__" and not sys.flags.safe_path:  # the working folder comes last: `import_from_working_folder`
+    del sys.path[0]
+
+from pathlib import Path
+from typing import NoReturn
+
+from ddp_train import stdio
+from ddp_train.config.program import Program, started
+from ddp_train.distributed.environment import restart_in_utf8, world_from_environment, write_torchrun_error_file
+from ddp_train.distributed.world import World
+from ddp_train.errors import ConfigError
+from ddp_train.launcher.fork_server import ForkServer
+from ddp_train.launcher.new_project import INIT, create
+from ddp_train.launcher.packages import require_packages
+from ddp_train.linux import keep_exit_codes
+from ddp_train.resilience.preemption import INTERRUPTED
+
+STUDY = "mode=study"
+
+
+def main(script: Path | None, argv: list[str]) -> int:
+    """Does what the words ask. script: launch.py, if that was started. Returns the exit code."""
+    try:
+        Path.cwd()
+        if argv[:1] == [INIT]:
+            return create(argv[1:])
+        program, argv = started(script, argv)
+        world = world_from_environment()
+    except FileNotFoundError:
+        return refuse(None, ConfigError(["the working directory has been removed; change into one that exists"]))
+    except ConfigError as error:
+        return refuse(None, error)
+    if world and not world.is_leader:  # rank 0 composes, prints and refuses for all
+        return 0 if any(word.startswith("-") for word in argv) else under_torchrun(program, world, argv, None)
+    server = None if world or not starts_workers(argv) else ForkServer(program.import_path)
+    try:
+        return lead(program, world, argv, server)
+    finally:
+        if server:
+            server.close()
+
+
+def starts_workers(argv: list[str]) -> bool:
+    """Whether it is likely, by the look of the words, that workers will be started here."""
+    flags = {word for word in argv if word.startswith("-")}
+    elsewhere = any(word.startswith(("launch.nnodes=", "hydra/launcher=")) for word in argv)
+    unwanted = {STUDY, "mode=doctor", "launch.fork_server=false"}  # the runs of a study have servers of their own
+    return flags <= {"-m", "--multirun"} and not elsewhere and unwanted.isdisjoint(argv)
+
+
+def lead(program: Program, world: World | None, argv: list[str], server: ForkServer | None) -> int:
+    """Composes, validates, dispatches by mode. Hydra is imported here, while a server, which came first, imports
+    torch."""
+    from ddp_train.config.prepare import prepare
+    from ddp_train.launcher import local, multihost
+
+    try:
+        if STUDY in argv:
+            from ddp_train.study.main import study
+
+            return study(program, argv, world)
+        if any(word.startswith("-") for word in argv):
+            return with_flags(program, world, argv, server)
+        prepared = prepare(program, argv, world)
+    except ConfigError as error:
+        return refuse(world, error)
+    for notice in prepared.notices:
+        print(f"note: {notice}", file=sys.stderr)
+    if world:
+        return under_torchrun(program, world, argv, prepared.text)
+    if prepared.config.launch.nnodes > 1:
+        if server:
+            server.close()  # torchrun starts the workers
+        return multihost.join_hosts(prepared.config, program, argv)
+    if prepared.config.mode == "doctor":
+        from ddp_train.doctor.main import check_this_host
+
+        return check_this_host(prepared.config, program.import_path)
+    return local.launch(prepared.config, program.import_path, server=server)
+
+
+def with_flags(program: Program, world: World | None, argv: list[str], server: ForkServer | None) -> int:
+    """Help, --cfg and the like, or a sweep, of which a page is written. Returns the exit code."""
+    from ddp_train.launcher.cli import through_hydra
+    from ddp_train.launcher.sweep import Trials
+
+    trials = Trials(program, server)
+    try:
+        return through_hydra(trials, argv, world)
+    finally:
+        if trials.rows:
+            from ddp_train.study.sweep_report import print_report
+
+            print_report(trials.sweep_dir, trials.rows, trials.objective, program.command(argv))
+
+
+def under_torchrun(program: Program, world: World, argv: list[str], text: str | None) -> NoReturn:
+    """A rank of torchrun. text: the frozen config, on rank 0, which composed it; the others receive it."""
+    from ddp_train.config.freeze import load_frozen
+    from ddp_train.training import worker
+
+    store, text = worker.receive_config(world, text)
+    config = load_frozen(text)
+    if config.mode == "doctor":
+        from ddp_train.doctor.main import check_all_hosts
+
+        worker.leave(check_all_hosts(store, world, argv, config, program.import_path))
+    worker.run_under_torchrun(store, world, argv, config, text)
+
+
+def refuse(world: World | None, error: ConfigError) -> int:
+    """Says why. Returns exit code 2. torchrun ends the ranks of this host; those of other hosts must be told."""
+    print(error, file=sys.stderr)
+    write_torchrun_error_file(str(error))
+    if world and world.hosts > 1:
+        from ddp_train.training.worker import receive_config
+
+        receive_config(world, "")
+    return ConfigError.exit_code
+
+
+def run(script: Path | None = None) -> NoReturn:
+    """The whole program, to its exit code. script: launch.py, if that was started."""
+    require_packages(script.parent if script else None)
+    restart_in_utf8()
+    stdio.tolerate_closed_streams()
+    keep_exit_codes()
+    try:
+        sys.exit(main(script, sys.argv[1:]))
+    except KeyboardInterrupt:  # before anything was started
+        sys.exit(INTERRUPTED)
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,52 @@
+"""The config of an earlier run as the ground of another one: `config=RUN/config.yaml`, or `run_dir=RUN` alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ddp_train.config.bind import custom_fields
+from ddp_train.config.external_checks import manifest_config
+from ddp_train.config.migrate import migrated
+
+KEY = "config"
+OF_A_RUN = "the config of an earlier run, its folder or its config.yaml, which further words change"
+FILE = "config.yaml"
+OF_THE_RUN = ("mode", "run_dir", "trusted_modules")
+"""Not taken over. Whether code may be loaded, the person decides who types: SECURITY.md."""
+
+
+def named_config(path: Path) -> tuple[dict[str, Any], list[str]]:
+    """The ground that a file, or the run in a folder, gives; and what is wrong with it."""
+    file = path / FILE if path.is_dir() else path
+    found = f"{KEY}={path}"
+    try:
+        values = yaml.safe_load(file.read_text())
+    except OSError as error:
+        return {}, [f"{found}: {file} cannot be read ({error.strerror}); name the {FILE} of a run"]
+    except (yaml.YAMLError, UnicodeDecodeError):
+        return {}, [f"{found}: is not plain YAML; name the {FILE} of a run"]
+    if not isinstance(values, dict) or not {"model", "data", "optimizer", "train"} <= values.keys():
+        return {}, [f"{found}: is no whole config; name the {FILE} of a run, or for a preset use experiment=NAME"]
+    return _ground(values), []
+
+
+def held_config(run_dir: Path) -> dict[str, Any]:
+    """The ground that the run in a directory gives, which has a checkpoint to go on from; {} if there is none."""
+    ground = _ground(manifest_config(run_dir))
+    if isinstance(checkpoint := ground.get("checkpoint"), dict):
+        checkpoint.pop("resume", None)  # from its own checkpoint, wherever it once began
+    return ground
+
+
+def _ground(frozen: dict[str, Any]) -> dict[str, Any]:
+    """A frozen config without what belongs to its run; what `auto` chose for its hardware is `auto` again."""
+    values = migrated({name: value for name, value in frozen.items() if name not in OF_THE_RUN})
+    reasons, data, tuning = values.pop("reasons", None), values.get("data"), values.get("tuning")
+    if isinstance(reasons, dict) and isinstance(tuning, dict):
+        tuning.update((name, "auto") for name in reasons if name in tuning)
+    if isinstance(data, dict) and data.get("name") != "custom" and "placement" in data:
+        data["placement"] = "auto"
+    return {name: custom_fields(name, value) if isinstance(value, dict) else value for name, value in values.items()}
