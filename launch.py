@@ -25,7 +25,7 @@ from ddp_train.distributed.environment import restart_in_utf8, world_from_enviro
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
 from ddp_train.launcher.fork_server import ForkServer
-from ddp_train.linux import keep_exit_codes
+from ddp_train.linux import end_with_parent, keep_exit_codes
 from ddp_train.resilience.preemption import INTERRUPTED
 
 SCRIPT = Path(__file__).resolve()
@@ -42,6 +42,8 @@ def main(argv: list[str]) -> int:
         return refuse(None, ConfigError(["the working directory has been removed; change into one that exists"]))
     except ConfigError as error:
         return refuse(None, error)
+    if world:  # before torch is imported, which takes seconds: an agent that is killed meanwhile leaves nobody behind
+        end_with_parent()
     if world and not world.is_leader:  # rank 0 composes, prints and refuses for all
         return 0 if any(word.startswith("-") for word in argv) else under_torchrun(world, argv, None)
     server = None if world or not starts_workers(argv) else ForkServer(SCRIPT.parent)
@@ -88,7 +90,7 @@ def lead(world: World | None, argv: list[str], server: ForkServer | None) -> int
         from ddp_train.doctor.main import check_this_host
 
         return check_this_host(prepared.config, SCRIPT.parent)
-    return local.launch(prepared.config, SCRIPT.parent, server=server)
+    return local.launch(prepared.config, SCRIPT.parent, local.StopRequests(program_ends=True), server)
 
 
 def with_flags(world: World | None, argv: list[str], server: ForkServer | None) -> int:

@@ -53,7 +53,9 @@ SELF_REPORTED = tuple(cls.exit_code for cls in (LaunchError, *LaunchError.__subc
 class StopRequests:
     """The stop signals that the launcher has received. The handlers only record them."""
 
-    def __init__(self) -> None:
+    def __init__(self, program_ends: bool = False) -> None:
+        """program_ends: after `listening`. A later signal, which has nothing to stop, must not hide the exit code."""
+        self.program_ends = program_ends
         self.received: list[int] = []
         self.repeated = False
         """Whether a second request came: end at once."""
@@ -61,13 +63,13 @@ class StopRequests:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Records all stop signals inside; restores the previous handlers after it."""
+        """Records all stop signals inside; restores the previous handlers after it, if the program goes on."""
         before = {number: signal.signal(number, self._record) for number in stop_signals()}
         try:
             yield
         finally:
             for number, handler in before.items():
-                signal.signal(number, handler)
+                signal.signal(number, signal.SIG_IGN if self.program_ends else handler)
 
     def forward(self) -> None:
         """Raises the first signal again for the previous handler, if there was one. Call it after `listening`."""

@@ -61,11 +61,15 @@ class Failure:
 
 
 def is_peer_error(error: BaseException) -> bool:
-    """Whether an error only means that another process is gone."""
+    """Whether an error only means that another process is gone.
+
+    An OSError is of a connection of the user's own, a data set behind a server for one; torch's are RuntimeErrors.
+    """
     text = str(error).lower()
     return (
         any(peer_error in text for peer_error in _PEER_ERRORS)
-        and not isinstance(error, LaunchError)
+        and not isinstance(error, LaunchError | OSError)
+        and "in dataloader worker process" not in text
         and not _is_lost_batch(error)
     )
 

@@ -308,7 +308,8 @@ class JustInTime:
             log.warning("step %d cannot be saved: rank %s had not begun to train", job.step, ", ".join(missing))
             return None
         due = self.before_hooks[0] == job.step
-        # Who died among the hooks, or before it wrote the checkpoint that they asked for, did not end them.
+        # Who died among the hooks, or before it wrote the checkpoint that they asked for, did not end them. Where they
+        # only make up for an evaluation, the state says so, and the lines of this step stay.
         owed = due and any(status.acted < job.step or status.saving for status in self.board.ranks)
         state = self.before_hooks[1] if owed else self.checkpoints.state()
         if owed or self.reported != job.step:
@@ -328,4 +329,5 @@ class JustInTime:
             set_buffers(job.module, gathered.mean(0))
         average = job.stepper.average  # buffers are the same on all ranks then: no collective is needed
         taken = average and averaging.taken(average, job.strategy, job.module, copies=True)
-        return self.checkpoints.snapshot(job, gathered, taken, state, {MARK: True, "hooks_owed": owed, "test": None})
+        again = owed and not state["record"]["owes_score"]
+        return self.checkpoints.snapshot(job, gathered, taken, state, {MARK: True, "hooks_owed": again, "test": None})
