@@ -20,7 +20,9 @@ from unittest import mock
 
 import pytest
 
+from ddp_train.config.schema import Config
 from ddp_train.distributed.world import World
+from ddp_train.launcher import local
 from ddp_train.launcher.local import StopRequests
 from ddp_train.resilience import preemption
 from ddp_train.resilience.failure_report import RankStatus
@@ -206,6 +208,20 @@ def test_a_signal_after_the_end_does_not_hide_the_exit_code(handlers: None) -> N
     with StopRequests(program_ends=True).listening():
         pass
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize(("made_good", "expected"), [(True, 143), (False, 70)])
+def test_a_stop_after_the_user_was_told_that_the_run_goes_on_is_that_of_the_next_attempt(
+    made_good: bool, expected: int, tmp_path: Path
+) -> None:
+    """Else it ended with 70, and nothing on the screen was FATAL."""
+    stop = StopRequests()
+    stop.received.append(signal.SIGTERM)
+    attempts = [mock.Mock(is_made_good=made_good, refusal="", saved_step=3), mock.Mock()]
+    for attempt, code in zip(attempts, (70, preemption.UNSAVED), strict=True):
+        attempt.run.return_value = code
+    with mock.patch.object(local, "Attempt", side_effect=attempts):
+        assert local.launch(Config(run_dir=str(tmp_path)), tmp_path, stop) == expected
 
 
 def test_an_evaluation_that_is_cut_off_ends_training_here_whatever_was_or_will_be_agreed() -> None:

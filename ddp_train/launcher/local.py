@@ -109,7 +109,7 @@ def launch(
                 _print_unsaved(Path(str(config.run_dir)), stop)
             if code in (SAVED, UNSAVED):
                 return stop.exit_code(code)
-            if code in (0, *FINAL) or stop.received:
+            if code in (0, *FINAL) or (stop.received and not attempt.is_made_good):
                 return code
             if attempt.refusal:
                 if restarts.allowed:
@@ -147,6 +147,8 @@ class Attempt:
         """number: restarts before this attempt. lost: by the one before. restarts: None allows none. The other
         parameters are those of `launch`."""
         self.restarts = restarts
+        self.is_made_good = False
+        """Whether the user was told that the run goes on without a loss: a stop from then on is the next attempt's."""
         self.lost_before = lost
         self.lost: Loss | None = None
         """The rank that this attempt has lost."""
@@ -275,7 +277,8 @@ class Attempt:
 
     def _goes_on(self) -> bool:
         """Whether a restart costs no step. Where no survivor has saved, rank 0's own writing may still allow one."""
-        return self.saved_step is not None and not self.stop.received and not self.refusal
+        self.is_made_good = self.saved_step is not None and not self.stop.received and not self.refusal
+        return self.is_made_good
 
     def _wait_for_checkpoint(self, deadline: float) -> None:
         """Lets rank 0 complete a checkpoint that it is writing, for launch.grace_seconds at most."""
