@@ -18,7 +18,7 @@ from ddp_train.errors import ConfigError
 from ddp_train.launcher.fork_server import ForkServer
 from ddp_train.launcher.new_project import INIT, create
 from ddp_train.launcher.packages import require_packages
-from ddp_train.linux import keep_exit_codes
+from ddp_train.linux import end_with_parent, keep_exit_codes
 from ddp_train.resilience.preemption import INTERRUPTED
 
 STUDY = "mode=study"
@@ -36,6 +36,8 @@ def main(script: Path | None, argv: list[str]) -> int:
         return refuse(None, ConfigError(["the working directory has been removed; change into one that exists"]))
     except ConfigError as error:
         return refuse(None, error)
+    if world:  # before torch is imported, which takes seconds: an agent that is killed meanwhile leaves nobody behind
+        end_with_parent()
     if world and not world.is_leader:  # rank 0 composes, prints and refuses for all
         return 0 if any(word.startswith("-") for word in argv) else under_torchrun(program, world, argv, None)
     server = None if world or not starts_workers(argv) else ForkServer(program.import_path)
@@ -82,7 +84,7 @@ def lead(program: Program, world: World | None, argv: list[str], server: ForkSer
         from ddp_train.doctor.main import check_this_host
 
         return check_this_host(prepared.config, program.import_path)
-    return local.launch(prepared.config, program.import_path, server=server)
+    return local.launch(prepared.config, program.import_path, local.StopRequests(program_ends=True), server)
 
 
 def with_flags(program: Program, world: World | None, argv: list[str], server: ForkServer | None) -> int:

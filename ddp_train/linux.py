@@ -63,6 +63,15 @@ def end_children(keep: set[int]) -> None:
         for pid in others:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
+            remove_shared_memory(pid)
+
+
+def remove_shared_memory(pid: int) -> None:
+    """Of a process that is gone: torch opens the file of a tensor under the process's name, and removes it at once,
+    unless the process is killed in between."""
+    for left in Path("/dev/shm").glob(f"torch_{pid}_*"):
+        with contextlib.suppress(OSError):  # somebody else's, in another namespace of process ids
+            left.unlink()
 
 
 def keep_exit_codes() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import random
 import shutil
@@ -22,7 +23,7 @@ from ddp_train.errors import DataError, WriteError
 from ddp_train.resilience.checkpoint_files import digest_of
 from ddp_train.resilience.restart_policy import RestartPolicy
 from ddp_train.tensor_tree import map_tensors
-from ddp_train.training import checkpoint
+from ddp_train.training import checkpoint, summary
 from ddp_train.training.checkpoint import Snapshot, Writer, copy_of, find, load_model, load_training, write
 from ddp_train.training.selection import Selection
 
@@ -83,6 +84,32 @@ def test_truncated_and_missing_files_are_passed_over(
     shutil.rmtree(good)
     with pytest.raises(DataError, match="holds no valid checkpoint"):
         find("auto", tmp_path)
+
+
+def test_weights_that_are_nan_are_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever wrote them: the run went on from there, and completed without a score."""
+    good = write(tmp_path, snapshot(1))
+    model = {"weight": torch.tensor([1.0, math.nan]), "norm.running_var": torch.ones(2)}
+    write(tmp_path, Snapshot(2, model, {}, {}))
+    assert find("auto", tmp_path) == find(str(tmp_path), tmp_path / "other") == good
+    assert "step_00000002 is passed over: weight is NaN in model.safetensors" in caplog.messages[0]
+    skipped = {"weight": torch.ones(2), "mask": torch.tensor([-math.inf]), "norm.running_var": torch.tensor([math.nan])}
+    kept = write(tmp_path, Snapshot(3, skipped, {}, {}))
+    assert find("auto", tmp_path) == kept
+    shutil.rmtree(good)
+    shutil.rmtree(kept)
+    with pytest.raises(DataError, match="holds no valid checkpoint"):
+        find("auto", tmp_path)
+
+
+def test_a_run_whose_checkpoints_are_gone_says_that_it_begins_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert find("auto", tmp_path) is None and not caplog.messages
+    lines = ['{"kind": "train", "step": 3}', '{"kind": "test", "step": 6}', "damaged", '{"kind": "tr']
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    assert find("auto", tmp_path) is None
+    assert caplog.messages == [f"{tmp_path} holds no checkpoint, and was at step 6 before: it begins again at step 0"]
 
 
 def test_leftovers_of_a_torn_save_are_never_taken_and_are_removed(tmp_path: Path) -> None:
@@ -239,6 +266,13 @@ def test_a_read_only_disk_is_a_write_error(tmp_path: Path) -> None:
         with pytest.raises(WriteError, match="Read-only file system"):
             write(disk, snapshot(2))
         assert find("auto", disk) == path
+
+
+def test_a_summary_that_cannot_be_written_is_a_write_error(tmp_path: Path) -> None:
+    """The disk was full after the last checkpoint: exit code 70 and a traceback."""
+    (tmp_path / "summary.json.part").mkdir()
+    with pytest.raises(WriteError, match=r"summary\.json cannot be written: .*Is a directory"):
+        summary.write(tmp_path, {"status": "completed"})
 
 
 def test_a_folder_that_takes_no_checkpoint_is_found_before_the_first_step(tmp_path: Path) -> None:

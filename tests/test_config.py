@@ -884,10 +884,12 @@ def test_a_preset_can_be_shortened(tmp_path: Path) -> None:
 
 
 def test_the_summary_of_an_earlier_run_goes_when_the_next_begins(tmp_path: Path) -> None:
-    for name in ("summary.json", "failure.json"):
+    """And what a process that was killed has half written."""
+    names = ("summary.json", "failure.json", "failure.json.part-77", "metrics.jsonl.part")
+    for name in names:
         (tmp_path / name).write_text("{}")
     freeze(resolve(composed(f"run_dir={tmp_path}"), CPU, None))
-    assert not any((tmp_path / name).exists() for name in ("summary.json", "failure.json"))
+    assert not any((tmp_path / name).exists() for name in names)
 
 
 def own_presets(**contents: str) -> Program:

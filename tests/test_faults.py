@@ -100,6 +100,12 @@ def test_a_failure_is_told_where_no_file_can_be_written(tmp_path: Path, caplog: 
     assert "failure.json cannot be written" in caplog.text
 
 
+def test_what_costs_nothing_is_not_fatal(tmp_path: Path) -> None:
+    failure, said = Failure("died", 1, "here", 3, "forward", "killed", "find out", "", 70), io.StringIO()
+    assert report(tmp_path, failure, {}, stream=said, goes_on=(tmp_path / "failure.json").exists)
+    assert said.getvalue() == "LOST died (rank 1 on here, step 3, forward): killed\n  remedy: find out\n"
+
+
 @pytest.mark.slow
 def test_a_failure_that_cannot_be_written_is_told_once(tmp_path: Path) -> None:
     """Rank 1 sees that rank 0 is gone, and must not tell of it where there is no failure.json."""

@@ -199,6 +199,18 @@ JOINED = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PO
 SPEC = WorkerSpec(["/no/such/run", "rank=0"], {**os.environ, **JOINED}, {})
 
 
+def test_shared_memory_of_orphans_that_are_killed_goes() -> None:
+    """A loader process that dies between the opening of a tensor's file and its removal leaves the file."""
+    with adopting_orphans():
+        orphan = subprocess.Popen(["sleep", "60"])
+        left, others = Path(f"/dev/shm/torch_{orphan.pid}_1_0"), Path(f"/dev/shm/torch_{orphan.pid}0_1_0")
+        left.touch()
+        others.touch()
+    assert not left.exists() and others.exists()
+    others.unlink()
+    assert orphan.poll() is not None
+
+
 @pytest.mark.slow
 def test_what_ends_a_forked_worker_is_known(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     os.mkfifo(tmp_path / "config.yaml")  # without a writer: a worker that reads it blocks

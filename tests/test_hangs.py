@@ -428,7 +428,16 @@ def test_a_batch_that_died_with_its_loader_process_is_no_other_failure(tmp_path:
             and failure.detail.startswith("a loader process died: ")
             and not is_peer_error(seen)
         )
-    assert is_peer_error(ConnectionResetError(104, "Connection reset by peer"))
+    assert is_peer_error(RuntimeError("Read error [127.0.0.1]:1234: Connection reset by peer"))
+
+
+def test_a_connection_of_the_users_own_is_not_one_to_another_rank(tmp_path: Path) -> None:
+    """A data set behind a server: an innocent rank was blamed, six seconds later."""
+    by_loader = f"Caught {ConnectionResetError.__name__} in DataLoader worker process 0.\nConnection reset by peer"
+    for error in (ConnectionResetError(104, "Connection reset by peer"), RuntimeError(by_loader)):
+        assert not is_peer_error(error)
+        failure = failure_from(error, 1, RankStatus(step=3, phase="data"), tmp_path / "log", "")
+        assert failure.kind == "exception" and "Connection reset by peer" in failure.detail
 
 
 @pytest.mark.slow

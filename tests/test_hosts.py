@@ -21,7 +21,7 @@ from safetensors.torch import load
 
 from ddp_train.distributed import preflight
 from ddp_train.distributed.world import World
-from ddp_train.errors import ConfigError, LaunchError, PeerError
+from ddp_train.errors import ConfigError, LaunchError, OwnershipLostError, PeerError
 from ddp_train.resilience import run_lock
 from tests.commands import (
     ENDLESS,
@@ -64,6 +64,18 @@ def test_a_second_run_in_the_same_directory_is_refused_before_any_worker(tmp_pat
     assert run_lock.owner(job.run_dir / run_lock.FILE)["pid"] == job.process.pid
     third = run(*SMALL, ONE, f"run_dir={job.run_dir}", "train.max_steps=2")
     assert third.returncode == 0, "the lock of a dead process is taken over"
+
+
+def test_a_lock_file_that_somebody_removed_belongs_to_nobody_else(tmp_path: Path) -> None:
+    """The run went on for hours, and then said that "process ? on ?" owned its directory."""
+    path = tmp_path / run_lock.FILE
+    with contextlib.closing(run_lock.acquire(path).file):
+        expected = run_lock.owner(path)
+        path.unlink()
+        run_lock.check_owner(tmp_path, expected)
+        path.touch()  # somebody is about to write who he is
+        with pytest.raises(OwnershipLostError):
+            run_lock.check_owner(tmp_path, expected)
 
 
 @pytest.mark.slow

@@ -288,6 +288,7 @@ def test_a_run_without_restarts_is_gone_on_with_by_the_same_command(tmp_path: Pa
         assert kill(job, 3, Kill(1, 10, "backward"))
         assert job.end() == 70
         said = job.said()
+    assert "FATAL died (rank 1 " in said and "LOST" not in said
     (saved,) = checkpoints(tmp_path / "run")
     step = int(saved.removeprefix("step_"))
     assert 10 <= step < 36 and f"step {step} is saved: a rank that went on had it" in said

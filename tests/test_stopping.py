@@ -16,14 +16,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from ddp_train.config.schema import Config
 from ddp_train.distributed.world import World
+from ddp_train.launcher import local
+from ddp_train.launcher.local import StopRequests
 from ddp_train.resilience import preemption
 from ddp_train.resilience.failure_report import RankStatus
 from ddp_train.resilience.preemption import NEVER, StopController
-from ddp_train.training.loop import fit
+from ddp_train.telemetry.hardware_monitor import HardwareMonitor
+from ddp_train.telemetry.metrics_log import MetricsFile
+from ddp_train.training.hooks import MetricsHook
+from ddp_train.training.loop import Job, fit
 from tests.commands import (
     ENDLESS,
     LAUNCH,
@@ -40,6 +47,7 @@ from tests.commands import (
     wait_until,
     weights,
 )  # fmt: skip
+from tests.jobs import config_of, job_of, table
 
 pytestmark = pytest.mark.timeout(300)  # several commands each, on a machine that may be busy
 
@@ -190,6 +198,88 @@ def test_one_process_needs_nobody_and_an_ignored_signal_stays_ignored(handlers: 
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.is_agreed.wait(5)
         assert (stop.allows(7), stop.allows(8)) == (True, False)
+
+
+def test_a_signal_after_the_end_does_not_hide_the_exit_code(handlers: None) -> None:
+    """It came while the interpreter of a run ended that was saved: 143, and no scheduler would have gone on with it."""
+    with StopRequests().listening():
+        pass
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, "a sweep goes on"
+    with StopRequests(program_ends=True).listening():
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize(("made_good", "expected"), [(True, 143), (False, 70)])
+def test_a_stop_after_the_user_was_told_that_the_run_goes_on_is_that_of_the_next_attempt(
+    made_good: bool, expected: int, tmp_path: Path
+) -> None:
+    """Else it ended with 70, and nothing on the screen was FATAL."""
+    stop = StopRequests()
+    stop.received.append(signal.SIGTERM)
+    attempts = [mock.Mock(is_made_good=made_good, refusal="", saved_step=3), mock.Mock()]
+    for attempt, code in zip(attempts, (70, preemption.UNSAVED), strict=True):
+        attempt.run.return_value = code
+    with mock.patch.object(local, "Attempt", side_effect=attempts):
+        assert local.launch(Config(run_dir=str(tmp_path)), tmp_path, stop) == expected
+
+
+def test_an_evaluation_that_is_cut_off_ends_training_here_whatever_was_or_will_be_agreed() -> None:
+    for agreed_before in (True, False):
+        stop, status = StopController(), RankStatus(step=3)
+        if agreed_before:
+            stop.requested.set()
+            stop.agree(status, World(), None)
+            assert stop.last_step == 4
+        stop.end_at(3)
+        if not agreed_before:  # this rank hears of the request only now
+            stop.requested.set()
+            stop.agree(status, World(), None)
+        assert (stop.limit, stop.last_step, stop.allows(3)) == (3, 3, False)
+
+
+class CutOff:
+    """The batches of an evaluation in which a stop is requested."""
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.batches = job, job.evaluation.batches
+
+    def __iter__(self) -> Iterator[Any]:
+        for number, batch in enumerate(self.batches):
+            if number == 1:
+                self.job.stop.requested.set()
+            yield batch
+
+
+def recorded(job: Job, run_dir: Path, display: mock.Mock, state: dict[str, Any] | None = None) -> MetricsHook:
+    log = MetricsFile(run_dir, True, job.step)
+    record = MetricsHook(display, log, HardwareMonitor(), epochs=2, log_every_steps=100, evaluate_every_epochs=1)
+    if state:
+        record.load_state(state)
+    job.hooks = [record]
+    job.evaluation.stop = job.stop
+    return record
+
+
+def test_the_run_that_goes_on_makes_up_for_an_evaluation_that_a_stop_has_cut_off(tmp_path: Path) -> None:
+    """The score was lost for good, with what depends on it: the best checkpoint, early stopping."""
+    options = {"global_batch_size": 8, "epochs": 2, "evaluate_batch_size": 4}
+    config = config_of(World(), strategy={"name": "single"}, model={"name": "mlp"}, train=options)
+    job, display = job_of(config, World(), (table(24), table(12))), mock.Mock()
+    record = recorded(job, tmp_path, display)
+    job.evaluation.batches = CutOff(job)
+    fit(job)
+    assert (job.step, job.stop.last_step, record.score) == (3, 3, None)
+    assert [line["kind"] for line in metrics(tmp_path)] == ["train"]
+    again = job_of(config, World(), (table(24), table(12)), first_step=3)
+    record = recorded(again, tmp_path, display, record.state())
+    assert record.owes_score
+    record.act(again)
+    assert not record.owes_score and record.score
+    assert [(line["kind"], line["step"]) for line in metrics(tmp_path)] == [("train", 3), ("test", 3)]
+    fit(again)
+    assert [(line["kind"], line["step"]) for line in metrics(tmp_path)][2:] == [("train", 6), ("test", 6)]
+    assert len(record.epoch_seconds) == 2
 
 
 # --- the real thing -------------------------------------------------------------------------------------------------

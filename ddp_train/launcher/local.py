@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import os
@@ -53,7 +54,9 @@ SELF_REPORTED = tuple(cls.exit_code for cls in (LaunchError, *LaunchError.__subc
 class StopRequests:
     """The stop signals that the launcher has received. The handlers only record them."""
 
-    def __init__(self) -> None:
+    def __init__(self, program_ends: bool = False) -> None:
+        """program_ends: after `listening`. A later signal, which has nothing to stop, must not hide the exit code."""
+        self.program_ends = program_ends
         self.received: list[int] = []
         self.repeated = False
         """Whether a second request came: end at once."""
@@ -61,13 +64,13 @@ class StopRequests:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Records all stop signals inside; restores the previous handlers after it."""
+        """Records all stop signals inside; restores the previous handlers after it, if the program goes on."""
         before = {number: signal.signal(number, self._record) for number in stop_signals()}
         try:
             yield
         finally:
             for number, handler in before.items():
-                signal.signal(number, handler)
+                signal.signal(number, signal.SIG_IGN if self.program_ends else handler)
 
     def forward(self) -> None:
         """Raises the first signal again for the previous handler, if there was one. Call it after `listening`."""
@@ -99,18 +102,18 @@ def launch(
     lost: Loss | None = None
     with stop.listening(), adopting_orphans():
         for number in itertools.count():
-            with contextlib.closing(Attempt(config, import_path, number, stop, server, lost)) as attempt:
+            with contextlib.closing(Attempt(config, import_path, number, stop, server, lost, restarts)) as attempt:
                 code = attempt.run()
             lost = attempt.lost
             if code == UNSAVED:
                 _print_unsaved(Path(str(config.run_dir)), stop)
             if code in (SAVED, UNSAVED):
                 return stop.exit_code(code)
-            if code in (0, *FINAL) or stop.received:
+            if code in (0, *FINAL) or (stop.received and not attempt.is_made_good):
                 return code
-            if refusal := restarts.refusal():
+            if attempt.refusal:
                 if restarts.allowed:
-                    print(f"not restarted: {refusal}", file=sys.stderr)
+                    print(f"not restarted: {attempt.refusal}", file=sys.stderr)
                 return code
             whence = f", from step {attempt.saved_step}: no step is lost" if attempt.saved_step is not None else ""
             print(f"restarting ({restarts.used} of {restarts.allowed} restarts){whence}", file=sys.stderr)
@@ -139,8 +142,13 @@ class Attempt:
         stop: StopRequests,
         server: ForkServer | None,
         lost: Loss | None = None,
+        restarts: RestartPolicy | None = None,
     ) -> None:
-        """number: restarts before this attempt. lost: by the one before. The other parameters are those of `launch`."""
+        """number: restarts before this attempt. lost: by the one before. restarts: None allows none. The other
+        parameters are those of `launch`."""
+        self.restarts = restarts
+        self.is_made_good = False
+        """Whether the user was told that the run goes on without a loss: a stop from then on is the next attempt's."""
         self.lost_before = lost
         self.lost: Loss | None = None
         """The rank that this attempt has lost."""
@@ -155,6 +163,11 @@ class Attempt:
         self.board = StatusBoard.create(int(config.launch.nproc_per_node))
         self.oom_kills_before = oom_kills()
         self.workers: list[ForkedWorker | subprocess.Popen[bytes]] = []
+
+    @functools.cached_property
+    def refusal(self) -> str:
+        """Why there is no restart after the failure that was reported; empty if there is one."""
+        return self.restarts.refusal() if self.restarts else "no restarts"
 
     def run(self) -> int:
         """Starts the workers and watches them. Returns 0, SAVED, UNSAVED, or the exit code of a failure."""
@@ -255,12 +268,17 @@ class Attempt:
             )
             # A fault (SIGSEGV, SIGABRT ...) writes the stack where it happened.
             stack = failure_report.stack_of(rank, working_stack(self.run_dir, rank))
-            failure_report.report(self.run_dir, failure, described(self.config), stack)
+            failure_report.report(self.run_dir, failure, described(self.config), stack, goes_on=self._goes_on)
         else:
             failure_report.wait_for_report(self.run_dir, REPORT_SECONDS, self.board.has_told)
         return next(
             (code for code in codes if code in SELF_REPORTED and code != LaunchError.exit_code), LaunchError.exit_code
         )
+
+    def _goes_on(self) -> bool:
+        """Whether a restart costs no step. Where no survivor has saved, rank 0's own writing may still allow one."""
+        self.is_made_good = self.saved_step is not None and not self.stop.received and not self.refusal
+        return self.is_made_good
 
     def _wait_for_checkpoint(self, deadline: float) -> None:
         """Lets rank 0 complete a checkpoint that it is writing, for launch.grace_seconds at most."""

@@ -61,11 +61,15 @@ class Failure:
 
 
 def is_peer_error(error: BaseException) -> bool:
-    """Whether an error only means that another process is gone."""
+    """Whether an error only means that another process is gone.
+
+    An OSError is of a connection of the user's own, a data set behind a server for one; torch's are RuntimeErrors.
+    """
     text = str(error).lower()
     return (
         any(peer_error in text for peer_error in _PEER_ERRORS)
-        and not isinstance(error, LaunchError)
+        and not isinstance(error, LaunchError | OSError)
+        and "in dataloader worker process" not in text
         and not _is_lost_batch(error)
     )
 
@@ -160,11 +164,13 @@ def report(
     run_facts: dict[str, Any],
     trace: str = "",
     stream: TextIO | TolerantStream | None = None,
+    goes_on: Callable[[], bool] = bool,
 ) -> bool:
     """Writes failure.json and summary.json and prints the failure, unless another process has reported one.
 
     Returns whether this call reported it. run_facts: further fields of summary.json. trace: from `traceback_of` or
     `stack_of`. stream: the user's terminal; None is standard error, unless that was redirected into a log file.
+    goes_on: is asked once failure.json is there: whether the run goes on and has lost nothing: then this is not fatal.
     """
     part = run_dir / f"{FILE}.part-{os.getpid()}"
     try:
@@ -179,7 +185,7 @@ def report(
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
     out = stream or sys.stderr
-    out.write(trace + headline(failure) + "\n")
+    out.write(trace + headline(failure, "LOST" if goes_on() else "FATAL") + "\n")
     out.flush()
     return True
 
@@ -208,13 +214,13 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def headline(failure: Failure) -> str:
-    """The FATAL line, followed by the remedy and the log file."""
+def headline(failure: Failure, word: str = "FATAL") -> str:
+    """The line that begins with FATAL, followed by the remedy and the log file."""
     step = "" if failure.step is None else f", step {failure.step}"
     who = failure.host if failure.rank is None else f"rank {failure.rank} on {failure.host}"
     log_file = f"\n  log: {failure.log}" if failure.log else ""
     return (
-        f"FATAL {failure.kind} ({who}{step}, {failure.phase}): {failure.detail}\n  remedy: {failure.remedy}{log_file}"
+        f"{word} {failure.kind} ({who}{step}, {failure.phase}): {failure.detail}\n  remedy: {failure.remedy}{log_file}"
     )
 
 

@@ -53,6 +53,7 @@ class StopController:
         """Agreed last step. Valid once `allows()` has returned for it."""
         self.requested = threading.Event()
         self.is_agreed = threading.Event()
+        self.deciding = threading.Lock()
         self.is_over = threading.Event()
         self.signal_number = 0
         self.patience_seconds = 0.0
@@ -120,9 +121,19 @@ class StopController:
         """
         while True:
             step = status.step
-            self.limit = step + 1
+            with self.deciding:
+                if self.is_agreed.is_set():  # `end_at`: other ranks still wait for an answer
+                    return self.last_step
+                self.limit = step + 1
             if status.step == step:
-                return self.limit
+                return step + 1
+
+    def end_at(self, step: int) -> None:
+        """Ends training here, after `step` steps, whatever the ranks agree on. To be called by all of them alike: an
+        evaluation that a stop has cut off shows on each."""
+        with self.deciding:
+            self.last_step = self.limit = step
+            self.is_agreed.set()
 
     def _read_signals(self, read_end: int) -> None:
         """The first thread: turns signals into requests until the pipe is closed."""
@@ -148,9 +159,11 @@ class StopController:
             step = self.propose_step(status)
             if store:
                 step = agreed_step(step, self.signal_number, world, store)
-            self.last_step = step  # before `limit`: training that passes `allows` must find it
-            self.limit = step
-            self.is_agreed.set()
+            with self.deciding:
+                if not self.is_agreed.is_set():
+                    self.last_step = step  # before `limit`: training that passes `allows` must find it
+                    self.limit = step
+                    self.is_agreed.set()
             log.info("asked to stop; agreed on step %d", self.last_step)
         except RuntimeError as error:  # the store is gone: the run is over, or rank 0, which serves it, has ended
             if not self.is_over.is_set():

@@ -89,10 +89,11 @@ def check_owner(run_dir: Path, expected: dict[str, str]) -> None:
     """Raises OwnershipLostError if the owner of the run directory is no longer `expected`.
 
     A lock can be lost without notice: a network file system gives it to another host if this one was cut off for longer
-    than the lease (NFSv4: 90 s). When this host is back, it must not write any more.
+    than the lease (NFSv4: 90 s). When this host is back, it must not write any more. Whoever takes the lock writes the
+    file: where there is none, somebody has removed it, and nobody has taken over.
     """
     now = owner(run_dir / FILE)
-    if now != expected:
+    if now != expected and (run_dir / FILE).exists():
         raise OwnershipLostError(
             f"{run_dir} belongs to another run now: {described(now)}",
             "leave it to that run, which resumes from the checkpoints there; this process has written nothing since",

@@ -77,6 +77,15 @@ class MetricsFile:
             log.warning("%s cannot be written: %s; training goes on", self.path, error)
 
 
+def last_step(run_dir: Path) -> int:
+    """The last one of which there is a line; 0 if there is none."""
+    try:
+        lines = (run_dir / METRICS).read_bytes().splitlines()
+    except OSError:
+        return 0
+    return max((line["step"] for line in map(_parsed, lines) if line), default=0)
+
+
 def _parsed(line: bytes) -> dict[str, Any] | None:
     """A line of the file; None if it is damaged."""
     try:

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from ddp_train.errors import DataError, OwnershipLostError, WriteError
 from ddp_train.resilience import run_lock
 from ddp_train.resilience.checkpoint_files import MANIFEST, check_writable, digest_of, place_of, places, read_manifest
+from ddp_train.telemetry.metrics_log import last_step
 from ddp_train.tensor_tree import map_tensors, tensors
 from ddp_train.text import first_line
 from ddp_train.training.selection import Selection
@@ -246,11 +247,13 @@ def find(resume: str, run_dir: Path, which: str = "last") -> Path | None:
     else:
         candidates = places(place)
     for path in candidates:
-        defect = _defect(path)
+        defect = _defect(path) or _nan(path)
         if defect is None:
             return path
         log.warning("checkpoint %s is passed over: %s", path, defect)
     if resume == "auto" and not candidates:
+        if done := last_step(run_dir):
+            log.warning("%s holds no checkpoint, and was at step %d before: it begins again at step 0", run_dir, done)
         return None
     last = "checkpoint.which=last, " if candidates[0].parent == link.parent and which != "last" else ""
     raise DataError(
@@ -323,6 +326,15 @@ def _defect(path: Path) -> str | None:
         torch.load(path / TRAINING, weights_only=True, map_location="meta", mmap=True)  # reads no tensor
     except (UnpicklingError, RuntimeError) as error:
         return f"{TRAINING} is not plain data: {first_line(error)}"
+    return None
+
+
+def _nan(path: Path) -> str | None:
+    """Which weight is NaN; None if none is. No run saves such: every loss would be NaN. Statistics of batch norm may
+    be, where on_non_finite=skip has kept a step out of the weights."""
+    for name, weight in load_file(path / MODEL).items():
+        if weight.is_floating_point() and "running_" not in name and weight.isnan().any():
+            return f"{name} is NaN in {MODEL}"
     return None
 
 

@@ -57,6 +57,9 @@ class MetricsHook:
         """Of `interval_loss`, those of earlier processes: this one's clock knows nothing of them."""
         self.recoveries: list[dict[str, Any]] = []
         """For summary.json: each restart after a rank was lost."""
+        self.owes_score = False
+        """Whether a stop has cut off the evaluation of the step that was done last. The run that goes on from there
+        makes up for it: best checkpoint and early stopping depend on it."""
         self.start_clocks(step=0)
 
     def start_clocks(self, step: int) -> None:
@@ -83,6 +86,7 @@ class MetricsHook:
             "last_epoch_loss": self.last_epoch_loss,
             "figures": self.hardware.state(),
             "recoveries": self.recoveries,
+            "owes_score": self.owes_score,
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -96,6 +100,7 @@ class MetricsHook:
         self.last_epoch_loss = state.get("last_epoch_loss")
         self.hardware.load_state(state.get("figures", {}))  # older checkpoints have none
         self.recoveries = list(state.get("recoveries", []))  # likewise
+        self.owes_score = state.get("owes_score", False)  # likewise
 
     def due(self, job: Job) -> int:
         return min(next_multiple(self.log_every_steps, job.step), job.plan.epoch_end(job.step))
@@ -103,31 +108,48 @@ class MetricsHook:
     def act(self, job: Job) -> None:
         epoch_ends = job.plan.ends_epoch(job.step)
         self.score = None
+        if self.owes_score:
+            self._evaluate(job)
+            self._show_epoch(job)
+            return
         if epoch_ends or job.step % self.log_every_steps == 0 or job.step >= job.stop.last_step:
             self._record_interval(job)
         if epoch_ends:
             self._record_epoch(job)
 
     def _record_epoch(self, job: Job) -> None:
-        seconds = self.epoch_seconds_before + time.perf_counter() - self.epoch_began
-        self.epoch_seconds.append(seconds)
-        steps_per_epoch = job.plan.steps_per_epoch
-        epoch = -(-job.step // steps_per_epoch)
+        self.epoch_seconds.append(self.epoch_seconds_before + time.perf_counter() - self.epoch_began)
+        self.last_epoch_loss = self.epoch_loss.value
+        if self._epoch(job) % self.evaluate_every_epochs == 0 or job.step == job.plan.steps:
+            self._evaluate(job)
+        self._show_epoch(job)
+        self.epoch_loss = Mean()
+        self.epoch_seconds_before = 0.0
+        self.epoch_began = self.interval_began = time.perf_counter()
+
+    def _epoch(self, job: Job) -> int:
+        """That `job.step` is in."""
+        return -(-job.step // job.plan.steps_per_epoch)
+
+    def _evaluate(self, job: Job) -> None:
+        """If a stop cuts it off, training ends with this step: a later one has other weights."""
+        self.score = scored(job.evaluation, job.stepper.average)
+        self.owes_score = self.score is None
+        if self.score:
+            self.write_score(job, self.split, self.score)
+        else:
+            job.stop.end_at(job.step)
+
+    def _show_epoch(self, job: Job) -> None:
+        """The epoch that has just ended."""
+        steps_per_epoch, epoch = job.plan.steps_per_epoch, self._epoch(job)
         before = (epoch - 1) * steps_per_epoch
         samples = job.plan.samples_seen(job.step) - job.plan.samples_seen(before)
         cut_short = job.step < before + steps_per_epoch
         note = f"cut to {job.step - before} of {counted(steps_per_epoch, 'step')}" if cut_short else ""
-        if epoch % self.evaluate_every_epochs == 0 or job.step == job.plan.steps:
-            self.score = scored(job.evaluation, job.stepper.average)
-            if self.score:
-                self.write_score(job, self.split, self.score)
         score = self.score and (self.split, self.score.as_dict())
-        line = epoch_line(epoch, self.epochs, note, self.epoch_loss.value, score, seconds, samples)
+        line = epoch_line(epoch, self.epochs, note, self.last_epoch_loss, score, self.epoch_seconds[-1], samples)
         self.display.line("  ".join(filter(None, [line, self.hardware.short_of_gpus()])))
-        self.last_epoch_loss = self.epoch_loss.value
-        self.epoch_loss = Mean()
-        self.epoch_seconds_before = 0.0
-        self.epoch_began = self.interval_began = time.perf_counter()
 
     def catch_up(self, job: Job) -> None:
         """Before a checkpoint: the losses since the last line belong to the epoch that it is in. A collective."""
@@ -141,10 +163,9 @@ class MetricsHook:
 
     def write_score(self, job: Job, split: str, score: Score) -> None:
         """A line of an evaluation, unless a run that goes on has it already."""
-        epoch = -(-job.step // job.plan.steps_per_epoch)
         if self.metrics.has(split, job.step):
             return
-        self.metrics.write(kind=split, step=job.step, epoch=epoch, time=time.time(), **score.as_dict())
+        self.metrics.write(kind=split, step=job.step, epoch=self._epoch(job), time=time.time(), **score.as_dict())
 
     def _record_interval(self, job: Job) -> None:
         self._add(job.stepper.mean_loss(self.hardware))  # waits for the device: the clock is read after it

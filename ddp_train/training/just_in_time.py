@@ -209,7 +209,8 @@ class JustInTime:
             log.warning("step %d cannot be saved: rank %s had not begun to train", job.step, ", ".join(missing))
             return None
         begun, state_before = self.before_hooks
-        # Who died among the hooks, or before it wrote the checkpoint that they asked for, did not end them.
+        # Who died among the hooks, or before it wrote the checkpoint that they asked for, did not end them. Where they
+        # only make up for an evaluation, the state says so, and the lines of this step stay.
         owed = begun == job.step and any(status.acted < job.step or status.saving for status in self.board.ranks)
         # On a GPU hooks may have begun after a step that turned out to be none.
         state = state_before if owed or begun > job.step else self.checkpoints.state()
@@ -230,4 +231,5 @@ class JustInTime:
             set_buffers(job.module, gathered.mean(0))
         average = job.stepper.average  # buffers are the same on all ranks then: no collective is needed
         taken = average and averaging.taken(average, job.strategy, job.module, copies=True)
-        return self.checkpoints.snapshot(job, gathered, taken, state, {MARK: True, "hooks_owed": owed, "test": None})
+        again = owed and not state["record"]["owes_score"]
+        return self.checkpoints.snapshot(job, gathered, taken, state, {MARK: True, "hooks_owed": again, "test": None})

@@ -23,7 +23,6 @@ from ddp_train.distributed.process_group import Store, local_leader_first, same_
 from ddp_train.distributed.world import World
 from ddp_train.models.zoo import parameter_counts
 from ddp_train.performance.switches import set_garbage_collection, set_process_flags
-from ddp_train.resilience.failure_report import SUMMARY, write_json
 from ddp_train.resilience.heartbeat import RankStatus, StatusBoard
 from ddp_train.resilience.preemption import StopController
 from ddp_train.telemetry.console import Display
@@ -45,6 +44,7 @@ from ddp_train.training.own_state import OnDevice, Published
 from ddp_train.training.phases import ReportedHook, ReportedStepper
 from ddp_train.training.plan_report import plan_rows, selects_by_test
 from ddp_train.training.summary import Scores, Summary
+from ddp_train.training.summary import write as write_summary
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,8 +105,8 @@ class Run:
 
     def find_checkpoint(self) -> Path | None:
         """The verified checkpoint to start from, the same on all ranks; None to start from step 0."""
-        restarted = self.world.attempt > 0 and self.config.mode == "train"
-        found = checkpoint.find("auto", self.run_dir) if restarted else None
+        again = self.world.attempt > 0 and self.config.mode == "train" and self.config.checkpoint.resume != "auto"
+        found = checkpoint.find("auto", self.run_dir) if again else None
         section = self.config.checkpoint
         which = "last" if section.which == "auto" and self.config.mode == "train" else section.which
         found = found or checkpoint.find(section.resume, self.run_dir, which)
@@ -149,6 +149,7 @@ class Run:
         data_digests |= plan_digests(job.plan, device)
         if found:
             self.restore(found, job, record, select, data_digests)
+            hooks_owed = hooks_owed or record.owes_score
         job.stepper.continue_from(first_step)
         save = self.checkpoint_hook(record, select, data_digests)
         self.start_trackers(tracking, log, first_step)
@@ -331,5 +332,5 @@ class Run:
 
     def publish(self, summary: dict[str, Any]) -> None:
         if self.world.is_leader:
-            write_json(self.run_dir / SUMMARY, summary)
+            write_summary(self.run_dir, summary)
             self.display.summary(summary, self.run_dir)

@@ -12,7 +12,9 @@ from ddp_train.config.auto import described
 from ddp_train.config.freeze import facts_of_start
 from ddp_train.config.schema import Config
 from ddp_train.distributed.process_group import from_leader
+from ddp_train.errors import WriteError
 from ddp_train.models.zoo import parameter_counts
+from ddp_train.resilience.failure_report import SUMMARY, write_json
 from ddp_train.tasks.score import Score
 from ddp_train.tasks.task import ModelWithTask
 from ddp_train.training import averaging, checkpoint, metrics
@@ -22,6 +24,15 @@ from ddp_train.training.loop import Evaluation, Job
 
 Scores = dict[str, Score]
 """By the name of the split."""
+
+
+def write(run_dir: Path, summary: dict[str, Any]) -> None:
+    """Writes summary.json. Raises WriteError."""
+    try:
+        write_json(run_dir / SUMMARY, summary)
+    except OSError as error:
+        remedy = "free some space, and give the same command again: nothing is left to train, and the file is written"
+        raise WriteError(f"{run_dir}: summary.json cannot be written: {error}", remedy) from error
 
 
 @dataclass(frozen=True)
