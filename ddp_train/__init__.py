@@ -1,7 +1,8 @@
 """Data-parallel PyTorch training, one process per GPU. Start reading at `__main__.py`, then docs/architecture.md.
 
-For code of your own: `Task` documents the parts that a task may have; `all_gather` gives the rows of all processes to
-losses that compare samples. Both are imported when they are first asked for: `import ddp_train` does not import torch.
+`run` trains with the words of the command line, and `load` gives the model of a run. For code of your own: `Task`
+documents the parts that a task may have; `all_gather` gives the rows of all processes to losses that compare samples.
+All are imported when they are first asked for: `import ddp_train` does not import torch.
 """
 
 from __future__ import annotations
@@ -12,11 +13,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ddp_train.distributed.all_gather import all_gather
     from ddp_train.tasks.task import Task
+    from ddp_train.training.from_python import Result, RunFailedError, run
+    from ddp_train.training.load import load
 
 __version__ = "0.1.0"
-__all__ = ["Task", "all_gather"]
+__all__ = ["Result", "RunFailedError", "Task", "all_gather", "load", "run"]
 
-_PLACES = {"Task": "ddp_train.tasks.task", "all_gather": "ddp_train.distributed.all_gather"}
+_PLACES = {
+    "Task": "ddp_train.tasks.task",
+    "all_gather": "ddp_train.distributed.all_gather",
+    "load": "ddp_train.training.load",
+    **dict.fromkeys(("run", "Result", "RunFailedError"), "ddp_train.training.from_python"),
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -25,7 +25,7 @@ ROOMS = """
 LINES = {
     "errors": 70, "text": 30, "linux": 95, "stdio": 45, "tensor_tree": 25,
     "distributed": 670, "resilience": 830, "config": 2850, "launcher": 1140, "data": 1940, "models": 170,
-    "telemetry": 750, "tasks": 860, "optim": 660, "parallel": 290, "performance": 330, "training": 2365,
+    "telemetry": 750, "tasks": 860, "optim": 660, "parallel": 290, "performance": 330, "training": 2490,
     "study": 2450, "doctor": 1600, "__main__": 110,
 }  # fmt: skip
 """The most lines of code that each room may hold: not blank, no comment, no docstring. No file is left out."""
@@ -111,7 +111,7 @@ def test_config_objects_stop_where_a_run_is_set_up() -> None:
         for path in (PACKAGE / "training").glob("*.py")
         if any(module.startswith(("config.schema", "config.options")) for module in modules_imported(path))
     }
-    assert users == {"open_data", "setup", "metrics", "run", "summary", "worker", "plan_report"}
+    assert users == {"from_python", "open_data", "setup", "metrics", "run", "summary", "worker", "plan_report"}
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:

@@ -74,4 +74,4 @@ def test_a_model_with_two_outputs_is_told() -> None:
 def test_what_is_no_model_is_told() -> None:
     target = CustomConfig(target="collections.OrderedDict")
     with pytest.raises(ConfigError, match="an object of OrderedDict, which is no"):
-        setup._own_model(target)
+        setup.own_model(target)

@@ -240,13 +240,19 @@ def _code(asked: Config, config: Config, hardware: Hardware, world: World | None
             typed = shown(custom.arguments["target"])
             problems.append(f"{section}.target={typed}: the key is {section}._target_; use {section}._target_={typed}")
             continue
-        for key, path in custom.code():
-            found = f"{section}.{key}={shown(path or None)}"
-            problems += _not_loadable(found, path, trusted_for(section), config.trusted_modules)
+        problems += code_problems(section, custom, config.trusted_modules)
     for path in config.hooks:
         found = f"hooks=[{path}]"
         problems += _not_loadable(found, path, TRUSTED_HOOKS, config.trusted_modules) or _no_hook(found, path)
     return problems
+
+
+def code_problems(section: str, options: Any, trusted_modules: Sequence[str]) -> list[str]:
+    """Why the code that a section names cannot be loaded. options: those of the section, a class of ours or yours."""
+    code = options.code() if isinstance(options, CustomConfig) else []
+    named = [(f"{section}.{key}={shown(path or None)}", path) for key, path in code]
+    trusted = trusted_for(section)
+    return [problem for found, path in named for problem in _not_loadable(found, path, trusted, list(trusted_modules))]
 
 
 def _own_code(config: Config) -> dict[str, CustomConfig]:

@@ -255,6 +255,8 @@ def find(resume: str, run_dir: Path, which: str = "last") -> Path | None:
         if done := last_step(run_dir):
             log.warning("%s holds no checkpoint, and was at step %d before: it begins again at step 0", run_dir, done)
         return None
+    if not candidates:
+        raise DataError(f"{place} holds no valid checkpoint", "name a checkpoint, or a run that has saved one")
     last = "checkpoint.which=last, " if candidates[0].parent == link.parent and which != "last" else ""
     raise DataError(
         f"{place} holds no valid checkpoint", f"name another checkpoint.resume=PATH, or {last}checkpoint.resume=never"

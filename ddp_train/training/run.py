@@ -151,7 +151,8 @@ class Run:
             self.restore(found, job, record, select, data_digests)
             hooks_owed = hooks_owed or record.owes_score
         job.stepper.continue_from(first_step)
-        save = self.checkpoint_hook(record, select, data_digests)
+        facts = {"data_digests": data_digests, **setup.facts_of_model(config, sources.train)}
+        save = self.checkpoint_hook(record, select, facts)
         self.start_trackers(tracking, log, first_step)
         details = []
         if config.tracker.details:
@@ -204,9 +205,8 @@ class Run:
         if self.run_dir in found.parents:  # another run's may be of other data, and its checkpoints are not here
             select.load_state(training.get("selection", {}))  # older checkpoints have none
 
-    def checkpoint_hook(
-        self, record: MetricsHook, select: SelectionHook, data_digests: dict[str, str]
-    ) -> CheckpointHook:
+    def checkpoint_hook(self, record: MetricsHook, select: SelectionHook, facts: dict[str, Any]) -> CheckpointHook:
+        """facts: of data and model, for every manifest."""
         section = self.config.checkpoint
         writer = None
         if self.world.is_leader:
@@ -216,7 +216,7 @@ class Run:
             "config": to_values(self.config),
             "world_size": self.world.size,
             "torch": torch.__version__,
-            "data_digests": data_digests,
+            **facts,
             "best_by": dataclasses.asdict(select.best.selection),
         }
         return CheckpointHook(

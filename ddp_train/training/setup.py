@@ -81,7 +81,7 @@ def build_module(config: Config, source: BatchSource, strategy: Strategy, device
     task = build_task(config.task, source, sample)
     torch.manual_seed(hash_key(config.seed, "model"))
     if config.model.name == "custom":
-        model = _own_model(config.model)
+        model = own_model(config.model)
     else:
         shape = _input_shape(sample, config.model.name)
         model = build_model(config.model.name, shape, source.outputs, **arguments_of(config.model))
@@ -167,7 +167,15 @@ def _input_shape(sample: Any, model: str) -> torch.Size:
     )
 
 
-def _own_model(model: Any) -> nn.Module:
+def facts_of_model(config: Config, source: BatchSource) -> dict[str, Any]:
+    """What `load` needs, beside the config, to build a model of ours without the data."""
+    if config.model.name == "custom":
+        return {}
+    shape = _input_shape(source.get_batch(np.array([0]), None), config.model.name)
+    return {"input_shape": list(shape), "outputs": source.outputs}
+
+
+def own_model(model: Any) -> nn.Module:
     made = instantiate("model", model)
     if not isinstance(made, nn.Module):
         kind = type(made).__name__
