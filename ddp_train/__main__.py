@@ -6,6 +6,8 @@ import sys
 
 if __name__ == "__main__" and not sys.flags.safe_path:  # the working folder comes last: `import_from_working_folder`
     del sys.path[0]
+    if not __package__:  # started by its path: the package need not be installed
+        sys.path.append(__file__.rpartition("/ddp_train/")[0])
 
 from pathlib import Path
 from typing import NoReturn
@@ -28,12 +30,13 @@ def main(script: Path | None, argv: list[str]) -> int:
     """Does what the words ask. script: launch.py, if that was started. Returns the exit code."""
     try:
         Path.cwd()
+    except FileNotFoundError:
+        return refuse(None, ConfigError(["the working directory has been removed; change into one that exists"]))
+    try:
         if argv[:1] == [INIT]:
             return create(argv[1:])
         program, argv = started(script, argv)
         world = world_from_environment()
-    except FileNotFoundError:
-        return refuse(None, ConfigError(["the working directory has been removed; change into one that exists"]))
     except ConfigError as error:
         return refuse(None, error)
     if world:  # before torch is imported, which takes seconds: an agent that is killed meanwhile leaves nobody behind

@@ -90,11 +90,11 @@ def test_weights_that_are_nan_are_passed_over(tmp_path: Path, caplog: pytest.Log
     """Whoever wrote them: the run went on from there, and completed without a score."""
     good = write(tmp_path, snapshot(1))
     model = {"weight": torch.tensor([1.0, math.nan]), "norm.running_var": torch.ones(2)}
-    write(tmp_path, Snapshot(2, model, {}, {}))
+    write(tmp_path, Snapshot(2, model, {}, {"trained": ["weight"]}))
     assert find("auto", tmp_path) == find(str(tmp_path), tmp_path / "other") == good
     assert "step_00000002 is passed over: weight is NaN in model.safetensors" in caplog.messages[0]
-    skipped = {"weight": torch.ones(2), "mask": torch.tensor([-math.inf]), "norm.running_var": torch.tensor([math.nan])}
-    kept = write(tmp_path, Snapshot(3, skipped, {}, {}))
+    skipped = {"weight": torch.ones(2), "unset": torch.tensor([math.nan]), "norm.running_var": torch.tensor([math.nan])}
+    kept = write(tmp_path, Snapshot(3, skipped, {}, {"trained": ["weight"]}))
     assert find("auto", tmp_path) == kept
     shutil.rmtree(good)
     shutil.rmtree(kept)

@@ -19,6 +19,7 @@ from torch import nn
 
 from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.distributed.connections import PeersLostError
+from ddp_train.distributed.process_group import buffer_places
 from ddp_train.errors import LaunchError
 from ddp_train.optim.nan_guard import DeviceNonFiniteCheck, NonFiniteCheck
 from ddp_train.resilience.failure_report import is_peer_error
@@ -26,7 +27,7 @@ from ddp_train.resilience.heartbeat import NOT_SAVED, SAVE, SAVED, STOP, STOPPED
 from ddp_train.resilience.just_in_time import save_by_survivor
 from ddp_train.tasks.mean_loss import Mean, RunningLoss
 from ddp_train.training import own_state
-from ddp_train.training.own_state import OfRank, Published, Row, buffer_places
+from ddp_train.training.own_state import OfRank, Published, Row
 from tests.commands import checkpoints, read, run, running
 from tests.lost_ranks import Kill, Outcome, differences, kill, outcome
 
@@ -173,7 +174,7 @@ def test_a_survivor_goes_back_to_the_last_completed_step(monkeypatch: pytest.Mon
         own.settle(job)
         assert own.of_ranks(6)[1] == OfRank(Mean(), own.before), "the noted ones count: hooks had begun after step 6"
         module.mask += 1
-        with pytest.raises(LaunchError, match="buffers of its model change in training"):
+        with pytest.raises(LaunchError, match="the buffer mask changes in training"):
             own.settle(job)
 
 

@@ -532,14 +532,15 @@ def test_a_study_goes_on_where_it_was_left(
     monkeypatch.setattr(main, "run", lambda trial, script, _: leave(trial, script, [], summary))
     only = [word.replace(",bad]", "]") for word in STUDY if not word.startswith("study.variants")]
     words = [*only, "study.repeats=2", f"run_dir={folder}"]
-    assert main.study(PROGRAM, words, None) == 0
+    program = dataclasses.replace(PROGRAM, own=Path("conf"))  # as the first round had, a real command in this folder
+    assert main.study(program, words, None) == 0
     assert (folder / "trials/ddp/0/summary.json").stat().st_mtime_ns == before
     out = capsys.readouterr().out
     order = [line.split("  ")[1] for line in out.splitlines() if line.startswith("trial ")]
     assert order == ["single, repeat 1", "ddp, repeat 1", "ddp, repeat 2", "single, repeat 2"]
     assert out.count("(from an earlier run)") == 2
     with pytest.raises(ConfigError, match=r"holds a trial with other settings \(train.max_steps=3\)"):
-        main.study(PROGRAM, [*words, "train.max_steps=3"], None)
+        main.study(program, [*words, "train.max_steps=3"], None)
 
 
 @pytest.mark.slow

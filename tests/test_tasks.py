@@ -458,6 +458,7 @@ def test_a_mean_and_wrong_units_are_refused_before_the_first_step(task: Any, mes
 def test_a_trial_leaves_no_trace() -> None:
     def enqueue(model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
         model.running_mean.add_(1)
+        model.running_var = model.running_var * 2  # another tensor in its place
         return (model(batch) * torch.rand(())).sum(), len(batch)
 
     task = OfOutputs(lambda _: None)
@@ -465,7 +466,14 @@ def test_a_trial_leaves_no_trace() -> None:
     before = torch.get_rng_state()
     module = tried(task)
     assert torch.equal(before, torch.get_rng_state())
+    assert (module.model.running_var == 1).all()
     assert not module.model.running_mean.any() and module.model.num_batches_tracked == 0
+
+
+def test_a_loss_that_cannot_be_tried_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    """A gradient penalty, for one: the trial has no gradients."""
+    tried(OfOutputs(lambda outputs: (torch.autograd.grad(outputs.sum(), outputs)[0].sum(), len(outputs))))
+    assert "task._target_=mine.Task: its loss could not be tried: RuntimeError: " in caplog.text
 
 
 class Scores(Returns):

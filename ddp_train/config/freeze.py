@@ -40,8 +40,9 @@ def freeze(config: Config) -> str:
         part.replace(run_dir / FILE)
         for name in (FAILURE, SUMMARY):  # these two describe the latest run only
             (run_dir / name).unlink(missing_ok=True)
-        for left in run_dir.glob("*.part*"):  # of processes that were killed while they wrote
-            left.unlink()
+        for name in (FILE, FAILURE, SUMMARY):  # of processes that were killed while they wrote
+            for left in run_dir.glob(f"{name}.part*"):
+                left.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError([unwritable(config.run_dir, error.strerror or str(error))]) from None
     return text

@@ -59,11 +59,14 @@ class StopFlag:
         return bool(self.host)
 
 
-def watch_for_losses(device: str) -> StopFlag:
+def watch_for_losses(device: str) -> StopFlag | None:
     """From here on the host asks a flag after each collective of this package that it reads. Returns the flag, for the
-    kernels that update weights. One for each process."""
+    kernels that update weights; None if they could not read it. One for each process."""
     if not _stop_flag:
-        _stop_flag.append(StopFlag(device))
+        flag = StopFlag(device)
+        if flag.on_device.data_ptr() != flag.host.data_ptr():  # a copy, which would be 0 for ever
+            return None
+        _stop_flag.append(flag)
     return _stop_flag[0]
 
 

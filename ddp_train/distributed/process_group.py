@@ -103,6 +103,11 @@ def ranks() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def backend() -> str:
+    """nccl or gloo; empty without a process group."""
+    return dist.get_backend() if ranks() > 1 else ""
+
+
 def side_group() -> Any:
     """A second process group of all ranks, for collectives whose place among those of DDP may differ between ranks. It
     is made when it is first asked for, by all ranks alike."""
@@ -153,7 +158,7 @@ def from_leader(value: Any, device: str) -> Any:
 def mean_later(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     """Begins to take the mean of `tensor` over all ranks, in place (all-reduce), while other work goes on. Returns a
     function that waits for it (on a GPU its stream does) and returns it."""
-    if not dist.is_initialized():
+    if ranks() == 1:
         return lambda: tensor
     work = dist.all_reduce(tensor, async_op=True)
 
@@ -194,6 +199,12 @@ def averaged_buffers(module: torch.nn.Module) -> Iterator[torch.Tensor]:
         yield gathered
     finally:
         set_buffers(module, own)
+
+
+def buffer_places(module: torch.nn.Module) -> list[tuple[dict[str, torch.Tensor | None], str]]:
+    """Where each buffer is kept, in the order of `module.buffers()`."""
+    names = [name.rpartition(".") for name, _ in module.named_buffers()]
+    return [(module.get_submodule(parent)._buffers, name) for parent, _, name in names]
 
 
 def set_buffers(module: torch.nn.Module, values: torch.Tensor) -> None:

@@ -161,7 +161,7 @@ class DeviceNonFiniteCheck(NonFiniteCheck):
             bad = int(from_all_ranks(first_bad).min())
         else:
             # The same on all ranks, as the exchanged gradients are. Exchanged all the same: NCCL watches no collective
-            # of a replayed graph, but this one it ends after launch.timeout_seconds if a rank hangs.
+            # of a replayed graph, but under torchrun it ends this one after launch.timeout_seconds if a rank hangs.
             bad = steps_done - int(from_all_ranks(self.steps_skipped).max())
         if bad < steps_done:
             raise self._explain(bad)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 from torch import Tensor
@@ -43,10 +44,10 @@ def checked_predictions(found: Any, task: object) -> Predictions:
 
 
 def _classes(part: Any) -> int | None:
-    """Of a sum or a weight: 0 for a scalar; None if it is neither a number nor a tensor [k]."""
+    """Of a sum or a weight: 0 for a scalar, [1] too; None if it is neither a number nor a tensor [k]."""
     if isinstance(part, Tensor):
-        return None if part.ndim > 1 else part.numel() * part.ndim
-    return 0 if isinstance(part, int | float) else None
+        return None if part.ndim > 1 else 0 if part.numel() == 1 else part.numel()
+    return 0 if isinstance(part, Real) else None  # numpy's too
 
 
 def _error(method: str, found: Any, task: object, remedy: str, what: str = "") -> TaskError:

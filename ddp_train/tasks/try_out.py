@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from ddp_train.errors import ConfigError
+from ddp_train.distributed.process_group import buffer_places
+from ddp_train.errors import ConfigError, LaunchError
 from ddp_train.tasks.task import ModelWithTask
+from ddp_train.text import first_line
+
+log = logging.getLogger(__name__)
 
 COPIES = (1, 2, 5)
 """How often the same sample stands in a batch."""
@@ -30,10 +34,16 @@ def check_loss(module: ModelWithTask, batch_of: Callable[[np.ndarray], Any], sam
     is; it would weight the samples of a small micro-batch more than those of a large one. batch_of: a batch of the
     samples of these numbers, on the device. samples: of the data set. key: of the task, with its value.
     """
-    with _undisturbed(module):
-        found = [_numbers(module, batch_of(np.zeros(copies, dtype=np.int64))) for copies in COPIES]
-        numbers = np.arange(min(samples, DIFFERENT))
-        _, of_different = _numbers(module, batch_of(numbers))
+    numbers = np.arange(min(samples, DIFFERENT))
+    try:
+        with _undisturbed(module):
+            found = [_numbers(module, batch_of(np.zeros(copies, dtype=np.int64))) for copies in COPIES]
+            _, of_different = _numbers(module, batch_of(numbers))
+    except LaunchError:
+        raise
+    except Exception as error:  # noqa: BLE001  a sound loss may need gradients, or train mode, or other samples
+        log.warning("%s: its loss could not be tried: %s: %s", key, type(error).__name__, first_line(error))
+        return
     losses, units = zip(*found, strict=True)
     remedy = "return the sum of the losses of all units, and their number"
     if module.task.units_are_samples:
@@ -61,13 +71,18 @@ def _numbers(module: ModelWithTask, batch: Any) -> tuple[float, float]:
 
 @contextlib.contextmanager
 def _undisturbed(module: ModelWithTask) -> Iterator[None]:
-    """Inside, a loss may draw random numbers and write into buffers (a queue of keys): all is as before at the end."""
-    buffers: list[Tensor] = list(module.buffers())
-    before = [buffer.clone() for buffer in buffers]
+    """Inside, a loss may draw torch's random numbers, write into buffers (a queue of keys) and put others in their
+    place: all is as before at the end."""
+    before = [(holder, name, holder[name]) for holder, name in buffer_places(module)]
+    values = [None if buffer is None else buffer.clone() for _, _, buffer in before]
     gpus = sorted({one.device.index or 0 for one in module.parameters() if one.is_cuda})
     module.eval()
-    with torch.random.fork_rng(gpus):
-        yield
-    module.train()
-    for buffer, value in zip(buffers, before, strict=True):
-        buffer.copy_(value)
+    try:
+        with torch.random.fork_rng(gpus):
+            yield
+    finally:
+        module.train()
+        for (holder, name, buffer), value in zip(before, values, strict=True):
+            holder[name] = buffer
+            if buffer is not None and value is not None:
+                buffer.copy_(value)

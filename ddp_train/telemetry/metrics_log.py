@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import logging
 import math
@@ -78,12 +79,13 @@ class MetricsFile:
 
 
 def last_step(run_dir: Path) -> int:
-    """The last one of which there is a line; 0 if there is none."""
+    """The last one of which there is a line; 0 if there is none, or if it is no file but a device, which has no end."""
+    file = run_dir / METRICS
     try:
-        lines = (run_dir / METRICS).read_bytes().splitlines()
+        with file.open("rb") if file.is_file() else io.BytesIO() as lines:
+            return max((line["step"] for line in map(_parsed, lines) if line), default=0)
     except OSError:
         return 0
-    return max((line["step"] for line in map(_parsed, lines) if line), default=0)
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:

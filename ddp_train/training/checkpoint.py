@@ -24,7 +24,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -332,11 +332,13 @@ def _defect(path: Path) -> str | None:
 
 
 def _nan(path: Path) -> str | None:
-    """Which weight is NaN; None if none is. No run saves such: every loss would be NaN. Statistics of batch norm may
-    be, where on_non_finite=skip has kept a step out of the weights."""
-    for name, weight in load_file(path / MODEL).items():
-        if weight.is_floating_point() and "running_" not in name and weight.isnan().any():
-            return f"{name} is NaN in {MODEL}"
+    """Which trained weight is NaN; None if none is. No run saves such: every loss would be NaN. Buffers may be NaN, and
+    what is not trained; older checkpoints do not say which is which."""
+    trained = read_manifest(path).get("trained", [])
+    with safe_open(path / MODEL, "pt") as file:
+        for name in set(trained) & set(file.keys()):
+            if file.get_tensor(name).isnan().any():
+                return f"{name} is NaN in {MODEL}"
     return None
 
 

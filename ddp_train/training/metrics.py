@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -17,12 +18,14 @@ from ddp_train.data.loader import Batch
 from ddp_train.data.splits import Splits
 from ddp_train.errors import ConfigError
 from ddp_train.tasks.further_metrics import PREDICTIONS, FurtherMetrics, NamedMetric, Predictions
-from ddp_train.tasks.task import ModelWithTask, Task, can_predict
+from ddp_train.tasks.task import ModelWithTask, ScoreSums, Task, can_predict
 from ddp_train.text import OF_AVERAGE, did_you_mean, first_line
 from ddp_train.training.averaging import with_average
 from ddp_train.training.early_stopping import SelectionHook
 from ddp_train.training.hooks import MetricsHook
 from ddp_train.training.selection import AUTO, Best, Selection
+
+log = logging.getLogger(__name__)
 
 
 def build_further(items: Sequence[FurtherMetric], task: Task, device: str) -> FurtherMetrics | None:
@@ -57,13 +60,24 @@ def metric_names(module: ModelWithTask, batches: Iterable[Batch]) -> list[str]:
         scores = dict(module.score(batch.data))
         module.train()
         predictions = cast(Predictions, scores.pop(PREDICTIONS, None))
-        names = [*scores, *module.task.derive(dict.fromkeys(scores, 0.5))]
+        names = [*scores, *_derived(module.task, scores)]
         if not module.further:
             return names
         if predictions.targets.numel():
             return names + module.further.try_out(predictions, names)
     problem = f"no {module.task.unit} of the set that is scored counts, and they would have no value; use metrics=[]"
     raise ConfigError([f"metrics=[...]: {problem}"])
+
+
+def _derived(task: Task, scores: ScoreSums) -> list[str]:
+    """The names of what the task derives from the scores of a batch; none if that fails, of which the log tells."""
+    known = {name: float(torch.as_tensor(total).sum()) / float(torch.as_tensor(weight).sum() or 1)
+             for name, (total, weight) in scores.items()}  # fmt: skip
+    try:
+        return list(task.derive(known))
+    except Exception as error:  # noqa: BLE001  of one batch, of a model that has not learned anything
+        log.warning("derive() could not be tried with one batch: %s: %s", type(error).__name__, first_line(error))
+        return []
 
 
 def directions(module: ModelWithTask) -> dict[str, str | None]:

@@ -16,11 +16,13 @@ import mmap
 import struct
 from typing import NamedTuple, Protocol, cast
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ddp_train.distributed.connections import break_connections, watch_for_losses
 from ddp_train.distributed.environment import nccl_handles_errors
+from ddp_train.distributed.process_group import backend, buffer_places
 from ddp_train.errors import LaunchError
 from ddp_train.optim.nan_guard import DeviceNonFiniteCheck
 from ddp_train.resilience.heartbeat import ROW_BYTES, STARTING, StatusBoard
@@ -84,12 +86,6 @@ class OfRank(NamedTuple):
 
 def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def buffer_places(module: nn.Module) -> list[tuple[dict[str, Tensor | None], str]]:
-    """Where each buffer is kept, in the order of `module.buffers()`."""
-    names = [name.rpartition(".") for name, _ in module.named_buffers()]
-    return [(module.get_submodule(parent)._buffers, name) for parent, _, name in names]
 
 
 class OwnState(Protocol):
@@ -200,21 +196,28 @@ class OnDevice:
             return f"batch norm's statistics on a GPU ({type(normalised[0]).__name__}) die with their rank"
         if not job.strategy.buffers_differ:
             return "strategy=ordered has nothing to offer on GPUs"
+        if len(self.board.ranks) > 2:
+            # One that aborts may pass garbage on to another that has not set its flag yet: all would have to first.
+            return "on GPUs this is done with two processes only"
+        if backend() != "nccl":
+            return "launch.backend=gloo on GPUs"
         if nccl_handles_errors():
             return "TORCH_NCCL_ASYNC_ERROR_HANDLING is set: NCCL may end a collective before it is known to be lost"
         if job.stepper.scaled:
             return "the loss scaler of tuning.precision=fp16 moves with steps that are skipped"
         if isinstance(check, DeviceNonFiniteCheck) and job.stepper.average:
             return "the average of the weights (train.ema_decay) moves with steps that are skipped"
-        return ""
+        return "" if watch_for_losses(self.device) else "kernels cannot read this host's memory"
 
     def begin(self, job: Job) -> None:
         job.stepper.check_finite.peers = watch_for_losses(self.device)
         self.before = [buffer.cpu() for buffer in job.module.buffers()]
 
     def is_intact(self, job: Job, phase: str, of_peer: bool) -> bool:
-        """Wherever the host is: it runs ahead. Where it looks at a gradient before each update, it is right unless
-        an optimizer of the user's own fails in the middle of one."""
+        """After a peer's error wherever the host is, for it runs ahead; an optimizer of the user's own may have failed
+        in the middle of an update. Any other error, a signal handler's above all, may come out of anything."""
+        if not of_peer:
+            return phase == "data"
         known = type(job.stepper.optimizer).__module__.startswith(("torch.optim.", "ddp_train."))
         return known or phase != "optimizer step"
 
@@ -227,8 +230,10 @@ class OnDevice:
         losses = noted if noted_at == job.step else stepper.losses.seen
         stepper.norm = None  # of a step that was skipped
         buffers = [buffer.cpu() for buffer in job.module.buffers()]
-        if not all(torch.equal(one, other) for one, other in zip(buffers, self.before, strict=True)):
-            raise LaunchError("buffers of its model change in training, and those of the dead rank died with it")
+        names = [name for name, _ in job.module.named_buffers()]
+        for name, now, before in zip(names, buffers, self.before, strict=True):
+            if not np.array_equal(now.numpy(), before.numpy(), equal_nan=now.is_floating_point()):
+                raise LaunchError(f"the buffer {name} changes in training, and that of the dead rank died with it")
         seen = [one for one in losses if one.micro_batch.step < job.step and one.micro_batch.num_real]
         seen = [one for one in seen if is_finite(one.loss)]
         loss = Mean(math.fsum(float(one.loss) for one in seen), math.fsum(float(one.units) for one in seen))

@@ -151,7 +151,8 @@ class Run:
             self.restore(found, job, record, select, data_digests)
             hooks_owed = hooks_owed or record.owes_score
         job.stepper.continue_from(first_step)
-        facts = {"data_digests": data_digests, **setup.facts_of_model(config, sources.train)}
+        trained = [name for name, parameter in module.model.named_parameters() if parameter.requires_grad]
+        facts = {"data_digests": data_digests, "trained": trained, **setup.facts_of_model(config, sources.train)}
         save = self.checkpoint_hook(record, select, facts)
         self.start_trackers(tracking, log, first_step)
         details = []
