@@ -376,10 +376,9 @@ def spoil_newest(stage: Stage) -> None:
     for newest in places(stage.run_dir)[:1]:
         model = newest / "model.safetensors"
         weights = load_file(model)
-        name = stage.draw.choice(sorted(name for name, tensor in weights.items() if tensor.is_floating_point()))
-        weights[name].view(-1)[0] = float("nan")
-        save_file(weights, model)
         manifest = read_manifest(newest)
+        weights[stage.draw.choice(sorted(manifest["trained"]))].view(-1)[0] = float("nan")
+        save_file(weights, model)
         manifest["files"]["model.safetensors"] = {"bytes": model.stat().st_size, "sha256": _digest(model)}
         (newest / MANIFEST).write_text(json.dumps({**manifest, "sha256": digest_of(manifest)}))
         stage.say(f"NaN in {newest.name}")

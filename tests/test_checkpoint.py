@@ -112,6 +112,16 @@ def test_a_run_whose_checkpoints_are_gone_says_that_it_begins_again(
     assert caplog.messages == [f"{tmp_path} holds no checkpoint, and was at step 6 before: it begins again at step 0"]
 
 
+def test_a_save_that_was_killed_between_its_two_renames_loses_nothing(tmp_path: Path) -> None:
+    """Of the same step once more: the one that was there is aside, the new one has not taken its place."""
+    only = write(tmp_path, snapshot(4))
+    only.rename(only.with_name("step_00000004.part-corrupt-123"))
+    (tmp_path / "checkpoints" / "step_00000004.part-456").mkdir()
+    Writer(tmp_path, keep=1)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000004"]
+    assert find("auto", tmp_path) == only
+
+
 def test_leftovers_of_a_torn_save_are_never_taken_and_are_removed(tmp_path: Path) -> None:
     good = write(tmp_path, snapshot(1))
     for name in ("step_00000002.part-123", "step_00000001.part-old"):

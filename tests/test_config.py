@@ -648,8 +648,14 @@ def test_a_run_directory_alone_goes_on_with_its_run_as_it_was() -> None:
     again = read_again("run_dir=earlier")
     assert again.checkpoint.resume == "auto" and again.run_dir == "earlier" and again.mode == "train"
     assert (again.data.limit, before.data.placement, again.data.placement) == (200, "device", "auto")
-    for section in ("model", "optimizer", "schedule", "train", "seed", "launch"):
+    for section in ("model", "optimizer", "schedule", "train", "seed"):
         assert getattr(again, section) == getattr(before, section), section
+    assert again.launch == dataclasses.replace(before.launch, threads_per_process="auto", backend="auto"), (
+        "one was typed"
+    )
+    assert (before.device, again.device) == ("cpu", "auto"), "begun without a GPU, it may go on with one"
+    Path("earlier/commands.jsonl").unlink()
+    assert read_again("run_dir=earlier").launch == before.launch, "nobody knows what was typed"
     assert before.tuning.num_workers == 0 and again.tuning.num_workers == "auto", "for the hardware of today"
     other = read_again("run_dir=earlier", "train.epochs=9", "optimizer.lr=0.1", "seed=4")
     assert (other.train.epochs, other.optimizer.lr, other.optimizer.name, other.seed) == (9, 0.1, "adamw", 4)

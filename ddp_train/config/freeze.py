@@ -40,7 +40,7 @@ def freeze(config: Config) -> str:
         part.replace(run_dir / FILE)
         for name in (FAILURE, SUMMARY):  # these two describe the latest run only
             (run_dir / name).unlink(missing_ok=True)
-        for name in (FILE, FAILURE, SUMMARY):  # of processes that were killed while they wrote
+        for name in (FILE, FAILURE, SUMMARY, "metrics.jsonl"):  # of processes that were killed while they wrote
             for left in run_dir.glob(f"{name}.part*"):
                 left.unlink(missing_ok=True)
     except OSError as error:

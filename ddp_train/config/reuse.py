@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,9 @@ from ddp_train.config.migrate import migrated
 KEY = "config"
 OF_A_RUN = "the config of an earlier run, its folder or its config.yaml, which further words change"
 FILE = "config.yaml"
+COMMANDS = "commands.jsonl"
+OF_THE_HOST = ("device", "deterministic", "launch.nproc_per_node", "launch.threads_per_process", "launch.backend")
+"""What the hardware decides with `auto`, unless a command of the run has named the key."""
 OF_THE_RUN = ("mode", "run_dir", "trusted_modules")
 """Not taken over. Whether code may be loaded, the person decides who types: SECURITY.md."""
 
@@ -30,18 +35,18 @@ def named_config(path: Path) -> tuple[dict[str, Any], list[str]]:
         return {}, [f"{found}: is not plain YAML; name the {FILE} of a run"]
     if not isinstance(values, dict) or not {"model", "data", "optimizer", "train"} <= values.keys():
         return {}, [f"{found}: is no whole config; name the {FILE} of a run, or for a preset use experiment=NAME"]
-    return _ground(values), []
+    return _ground(values, file.parent), []
 
 
 def held_config(run_dir: Path) -> dict[str, Any]:
     """The ground that the run in a directory gives, which has a checkpoint to go on from; {} if there is none."""
-    ground = _ground(manifest_config(run_dir))
+    ground = _ground(manifest_config(run_dir), run_dir)
     if isinstance(checkpoint := ground.get("checkpoint"), dict):
         checkpoint.pop("resume", None)  # from its own checkpoint, wherever it once began
     return ground
 
 
-def _ground(frozen: dict[str, Any]) -> dict[str, Any]:
+def _ground(frozen: dict[str, Any], run_dir: Path) -> dict[str, Any]:
     """A frozen config without what belongs to its run; what `auto` chose for its hardware is `auto` again."""
     values = migrated({name: value for name, value in frozen.items() if name not in OF_THE_RUN})
     reasons, data, tuning = values.pop("reasons", None), values.get("data"), values.get("tuning")
@@ -49,4 +54,19 @@ def _ground(frozen: dict[str, Any]) -> dict[str, Any]:
         tuning.update((name, "auto") for name in reasons if name in tuning)
     if isinstance(data, dict) and data.get("name") != "custom" and "placement" in data:
         data["placement"] = "auto"
+    typed = _typed_keys(run_dir)
+    for key in OF_THE_HOST:
+        section, _, name = key.rpartition(".")
+        holder = values.get(section) if section else values
+        if typed is not None and key not in typed and isinstance(holder, dict) and name in holder:
+            holder[name] = "auto"
     return {name: custom_fields(name, value) if isinstance(value, dict) else value for name, value in values.items()}
+
+
+def _typed_keys(run_dir: Path) -> set[str] | None:
+    """The keys that the commands of a run have named; None if they cannot be read."""
+    try:
+        commands = [json.loads(line)["command"] for line in (run_dir / COMMANDS).read_text().splitlines()]
+        return {word.partition("=")[0] for command in commands for word in shlex.split(command)}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None

@@ -130,8 +130,12 @@ class Writer:
         """What a killed process had half written or removed, and what could not be removed before."""
         folder = self.run_dir / "checkpoints"
         for part in [*folder.glob("step_*.part-*"), *folder.glob(f"{BEST}.part-*")]:
+            whole = part.with_name(part.name.partition(".")[0])
             with self._removing(part):
-                part.unlink() if part.is_symlink() else shutil.rmtree(part)
+                if ".part-corrupt-" in part.name and not whole.exists():  # killed between the two renames of `write`
+                    part.rename(whole)
+                else:
+                    part.unlink() if part.is_symlink() else shutil.rmtree(part)
 
     @contextlib.contextmanager
     def _removing(self, path: Path) -> Iterator[None]:
