@@ -164,7 +164,7 @@ def report(
     run_facts: dict[str, Any],
     trace: str = "",
     stream: TextIO | TolerantStream | None = None,
-    goes_on: Callable[[], bool] = bool,
+    goes_on: Callable[[], bool] = lambda: False,
 ) -> bool:
     """Writes failure.json and summary.json and prints the failure, unless another process has reported one.
 
