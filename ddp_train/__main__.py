@@ -75,7 +75,7 @@ def lead(program: Program, world: World | None, argv: list[str], server: ForkSer
         prepared = prepare(program, argv, world)
     except ConfigError as error:
         return refuse(world, error)
-    for notice in prepared.notices:
+    for notice in (*program.notes, *prepared.notices):
         print(f"note: {notice}", file=sys.stderr)
     if world:
         return under_torchrun(program, world, argv, prepared.text)

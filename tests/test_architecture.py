@@ -24,7 +24,7 @@ ROOMS = """
 
 LINES = {
     "errors": 70, "text": 30, "linux": 95, "stdio": 45, "tensor_tree": 25,
-    "distributed": 680, "resilience": 830, "config": 2870, "launcher": 1140, "data": 1940, "models": 170,
+    "distributed": 680, "resilience": 830, "config": 2880, "launcher": 1140, "data": 1940, "models": 170,
     "telemetry": 750, "tasks": 870, "optim": 660, "parallel": 290, "performance": 330, "training": 2510,
     "study": 2450, "doctor": 1600, "__main__": 110,
 }  # fmt: skip

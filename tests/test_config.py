@@ -952,7 +952,17 @@ def test_commands_are_shown_as_they_were_typed(
     assert program.command(words) == f"{typed} --config-dir=mine seed=1 -m"
     assert program.again(["seed=1"])[2:] == ["--config-dir=mine", "seed=1"]
     assert f"torchrun --nproc_per_node=N {torchrun} [key=value ...]  " in usage(typed)
-    assert started(script, [])[0].own == (None if script is None else Path(os.path.relpath(ROOT / "conf")))
+    beside = None if script is None else Path(os.path.relpath(ROOT / "conf"))
+    assert (started(script, [])[0].own, started(script, [])[0].notes) == (beside, ())
+    Path("conf").mkdir()
+    assert started(script, [])[0].own == Path("conf")
+    Path("conf/config.yaml").touch()
+    other = started(script, [])[0]
+    assert other.own == beside, "another program's"
+    assert other.notes == (
+        "conf is another program's, for it has a config.yaml: not used; name presets of yours with --config-dir=FOLDER",
+    )
+    assert started(script, ["-cd", "mine"])[0].notes == ()
     for flag in (["--config-dir"], ["-cd", "seed=1"], ["-cd="]):
         with pytest.raises(ConfigError, match="needs a folder; use"):
             started(script, flag)

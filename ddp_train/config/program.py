@@ -32,6 +32,8 @@ class Program:
     """Your own presets, in the same groups."""
     own_is_named: bool = False
     """Whether the command line names that folder."""
+    notes: tuple[str, ...] = ()
+    """What the user should know of it."""
 
     @property
     def words(self) -> list[str]:
@@ -103,14 +105,17 @@ def started(script: Path | None, argv: list[str]) -> tuple[Program, list[str]]:
     words, named = _without_config_dir(argv)
     checkout = script.parent if script else PACKAGE.parent
     beside = [Path(FOLDER), *([Path(os.path.relpath(script.parent / FOLDER))] if script else [])]
-    unnamed = (path for path in beside if path.is_dir() and path.resolve() != PACKAGE / FOLDER)
-    own = Path(named) if named is not None else next(unnamed, None)
+    unnamed = [path for path in beside if path.is_dir() and path.resolve() != PACKAGE / FOLDER]
+    others = [path for path in unnamed if (path / "config.yaml").exists()] if named is None else []
+    own = Path(named) if named is not None else next((path for path in unnamed if path not in others), None)
+    remedy = f"name presets of yours with {CONFIG_DIR[1]}=FOLDER"
     program = Program(
         typed=typed(),
         script=script or PACKAGE / "__main__.py",
         import_path=None if checkout.name in ("site-packages", "dist-packages") else checkout,
         own=own,
         own_is_named=named is not None,
+        notes=tuple(f"{other} is another program's, for it has a config.yaml: not used; {remedy}" for other in others),
     )
     program.check()
     import_from_working_folder()
