@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import shlex
 import signal
@@ -12,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from ddp_train.errors import WriteError
 from ddp_train.resilience.failure_report import Failure, report
 from ddp_train.resilience.heartbeat import UNREPORTED, RankStatus
+from ddp_train.telemetry.console import start_logging
 from tests.commands import LAUNCH, ONE, ROOT, SMALL, environment, fatal_lines, processes_of, read, run, running
 from tests.test_checkpoint import small_disk
 
@@ -98,6 +101,14 @@ def test_a_failure_is_told_where_no_file_can_be_written(tmp_path: Path, caplog: 
         assert report(disk, failure, {}, stream=said)
     assert said.getvalue().startswith("FATAL write (rank 0 on here, step 3, checkpoint): full")
     assert "failure.json cannot be written" in caplog.text
+
+
+def test_a_log_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a disk that becomes read-only while the processes start: then there are no checkpoints either."""
+    monkeypatch.setattr(logging.root, "handlers", list(logging.root.handlers))
+    (tmp_path / "logs").write_text("no folder")
+    with pytest.raises(WriteError, match=r"the log .*rank_0\.log cannot be written: File exists"):
+        start_logging(tmp_path / "logs/rank_0.log", rank=0, to_terminal=True)
 
 
 def test_what_costs_nothing_is_not_fatal(tmp_path: Path) -> None:
