@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from ddp_train.distributed.world import World
 from ddp_train.errors import WriteError
 from ddp_train.resilience.failure_report import Failure, report
 from ddp_train.resilience.heartbeat import UNREPORTED, RankStatus
-from ddp_train.telemetry.console import start_logging
+from ddp_train.training.worker import open_logs
 from tests.commands import LAUNCH, ONE, ROOT, SMALL, environment, fatal_lines, processes_of, read, run, running
 from tests.test_checkpoint import small_disk
 
@@ -107,8 +108,8 @@ def test_a_log_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pyte
     """Of a disk that becomes read-only while the processes start: then there are no checkpoints either."""
     monkeypatch.setattr(logging.root, "handlers", list(logging.root.handlers))
     (tmp_path / "logs").write_text("no folder")
-    with pytest.raises(WriteError, match=r"the log .*rank_0\.log cannot be written: File exists"):
-        start_logging(tmp_path / "logs/rank_0.log", rank=0, to_terminal=True)
+    with pytest.raises(WriteError, match=r"the logs in .*logs cannot be written: File exists"):
+        open_logs(tmp_path, tmp_path / "logs/rank_0.log", World(0, 1, 0, 1))
 
 
 def test_what_costs_nothing_is_not_fatal(tmp_path: Path) -> None:

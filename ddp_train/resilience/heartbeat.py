@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import fcntl
 import mmap
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -184,6 +185,15 @@ class StatusBoard:
 
     def close(self) -> None:
         os.close(self.descriptor)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """One process at a time is inside. The kernel unlocks it if that process dies."""
+        fcntl.lockf(self.descriptor, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.lockf(self.descriptor, fcntl.LOCK_UN)
 
     def has_told(self) -> bool:
         """Whether a worker of this host has told the user of a failure."""

@@ -14,7 +14,6 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from ddp_train.errors import WriteError
 from ddp_train.telemetry.hardware_monitor import summary_line
 from ddp_train.telemetry.rates import in_words
 from ddp_train.telemetry.score_lines import headline, score_line, shown_metric
@@ -37,17 +36,9 @@ class LogFile(logging.FileHandler):
 
 
 def start_logging(log_file: Path, rank: int, to_terminal: bool) -> None:
-    """Sends this process's log to its own file, and what it prints too, unless it may use the terminal.
-
-    Raises WriteError if there can be no such file: then there will be no checkpoint either.
-    """
-    try:
-        log_file.parent.mkdir(parents=True, exist_ok=True)
-        handler = LogFile(log_file)
-    except OSError as error:
-        logging.getLogger().addHandler(logging.NullHandler())  # the report says it all
-        remedy = "free space, or give permission to write there, and start the same command again"
-        raise WriteError(f"the log {log_file} cannot be written: {error.strerror}", remedy) from error
+    """Sends this process's log to its own file, and what it prints too, unless it may use the terminal."""
+    log_file.parent.mkdir(parents=True, exist_ok=True)
+    handler = LogFile(log_file)
     handler.setFormatter(logging.Formatter(f"%(asctime)s rank {rank} %(levelname)s %(message)s"))
     handlers: list[logging.Handler] = [handler]
     if to_terminal:

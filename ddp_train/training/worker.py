@@ -29,7 +29,7 @@ from ddp_train.distributed.environment import (
 from ddp_train.distributed.preflight import agree
 from ddp_train.distributed.process_group import Store, open_store, session, share_config
 from ddp_train.distributed.world import World
-from ddp_train.errors import LaunchError, NonFiniteLossError, PeerError
+from ddp_train.errors import LaunchError, NonFiniteLossError, PeerError, WriteError
 from ddp_train.linux import end_with_parent
 from ddp_train.resilience import failure_report, heartbeat, peer_check
 from ddp_train.resilience.heartbeat import RankStatus, StatusBoard
@@ -95,8 +95,7 @@ def run(config: Config, world: World, get_store: Callable[[], Store]) -> int:
         leave(status.leaving(code))
 
     try:
-        start_logging(reporter.log_file, world.rank, to_terminal=world.is_leader)
-        heartbeat.show_stacks(run_dir, world.rank)
+        open_logs(run_dir, reporter.log_file, world)
         status.keep_beating()
         device = world.device(config.device)
         if config.device == "cuda":
@@ -118,6 +117,17 @@ def run(config: Config, world: World, get_store: Callable[[], Store]) -> int:
         return status.leaving(reporter.report(error, store))
     finally:
         status.wait_until_saved(config.launch.grace_seconds)
+
+
+def open_logs(run_dir: Path, log_file: Path, world: World) -> None:
+    """Raises WriteError if there can be none: then there will be no checkpoints either."""
+    try:
+        start_logging(log_file, world.rank, to_terminal=world.is_leader)
+        heartbeat.show_stacks(run_dir, world.rank)
+    except OSError as error:
+        logging.getLogger().addHandler(logging.NullHandler())  # the report says it all
+        remedy = "free space, or give permission to write there, and start the same command again"
+        raise WriteError(f"the logs in {log_file.parent} cannot be written: {error.strerror}", remedy) from error
 
 
 class FailureReporter:
@@ -150,10 +160,13 @@ class FailureReporter:
         if peer_error and store and not board:
             failure = peer_check.attribute_failure(failure, error, store, self.world)
         trace = "" if peer_error else failure_report.traceback_of(error)
-        if failure_report.report(self.run_dir, failure, self.run_facts, trace, self.terminal):
-            status.has_told = 1
-            write_reported()
-            write_torchrun_error_file(failure_report.headline(failure).removeprefix("FATAL "))
+        with board.locked() if board else contextlib.nullcontext():
+            if told():  # by a rank that could write no file, or this one would not tell either
+                return failure.exit_code
+            if failure_report.report(self.run_dir, failure, self.run_facts, trace, self.terminal):
+                status.has_told = 1
+                write_reported()
+                write_torchrun_error_file(failure_report.headline(failure).removeprefix("FATAL "))
         return failure.exit_code
 
 
