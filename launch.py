@@ -3,6 +3,8 @@
 python launch.py [key=value ...]                         train
 torchrun --nproc_per_node=N launch.py [key=value ...]    the same run under torchrun
 python launch.py mode=evaluate checkpoint.resume=PATH    score the test set with a checkpoint
+python launch.py mode=predict checkpoint.resume=PATH     write what a trained model predicts for each sample
+python launch.py mode=export checkpoint.resume=PATH      write a trained model for torch.export, or as ONNX
 python launch.py mode=doctor [key=value ...]             is this host, or under torchrun are these hosts, fit to train?
 python launch.py -m optimizer.lr=0.1,0.2 [...]           a sweep: fresh processes for each trial, one table
 python launch.py mode=study study=NAME [...]             runs of several variants, compared in one report

@@ -24,8 +24,8 @@ ROOMS = """
 
 LINES = {
     "errors": 70, "text": 30, "linux": 95, "stdio": 45, "tensor_tree": 25,
-    "distributed": 680, "resilience": 830, "config": 2880, "launcher": 1140, "data": 1940, "models": 170,
-    "telemetry": 750, "tasks": 870, "optim": 660, "parallel": 290, "performance": 330, "training": 2510,
+    "distributed": 680, "resilience": 830, "config": 2920, "launcher": 1140, "data": 2040, "models": 170,
+    "telemetry": 750, "tasks": 900, "optim": 660, "parallel": 290, "performance": 330, "training": 2950,
     "study": 2450, "doctor": 1600, "__main__": 110,
 }  # fmt: skip
 """The most lines of code that each room may hold: not blank, no comment, no docstring. No file is left out."""
@@ -111,7 +111,10 @@ def test_config_objects_stop_where_a_run_is_set_up() -> None:
         for path in (PACKAGE / "training").glob("*.py")
         if any(module.startswith(("config.schema", "config.options")) for module in modules_imported(path))
     }
-    assert users == {"from_python", "open_data", "setup", "metrics", "run", "summary", "worker", "plan_report"}
+    assert users == {
+        *("worker", "run", "setup", "open_data", "metrics", "plan_report", "summary", "failure_reporter"),
+        *("inference", "trained", "load", "from_python"),
+    }
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:

@@ -358,7 +358,7 @@ def test_what_trains_neither_tests_nor_validates() -> None:
 
 def test_samples_that_are_scored_are_not_augmented() -> None:
     def augmented(**keys: Any) -> list[float]:
-        return [batch(source, 0)[0][0, 0].item() for source in opened(f"{__name__}.Plain", **keys) if source]
+        return [batch(source, 0)[0][0, 0].item() for source in opened(f"{__name__}.Plain", **keys)[:3] if source]
 
     assert augmented() == augmented(arguments={"augment": True}) == [1, 0]
     sets = {"test": {"train": False}, "validation": {"train": False, "first": 1}}

@@ -39,7 +39,7 @@ def resolve(config: Config, hardware: Hardware, world: World | None) -> Config:
     if world:
         launch.nproc_per_node, launch.nnodes = world.local_size, world.hosts
     elif launch.nproc_per_node == "auto":
-        several = config.strategy.has_process_group
+        several = config.strategy.has_process_group and config.mode != "export"
         launch.nproc_per_node = 1 if not several else hardware.gpus if device == "cuda" else 2
     if launch.backend == "auto":
         launch.backend = "nccl" if device == "cuda" else "gloo"

@@ -5,7 +5,9 @@ Each check is given what the user wrote (asked), the same after `resolve` (confi
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,8 @@ from ddp_train.text import counted, shown
 def _batch(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
     batch, accumulation = config.train.global_batch_size, config.train.accumulation_steps
     processes = process_count(config)
+    if config.uses_trained:
+        return []
     if config.data.batch_by == "tokens":
         return []  # samples are dealt out, and a process may go without
     if isinstance(config.strategy, OrderedConfig):
@@ -35,6 +39,27 @@ def _batch(asked: Config, config: Config, hardware: Hardware, world: World | Non
     lower, upper = batch // unit * unit, -(-batch // unit) * unit
     use = f"{lower} or {upper}" if lower else f"{upper}"
     return [f"train.global_batch_size={batch}: cannot be split over {over}; use train.global_batch_size={use}"]
+
+
+def _export(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
+    if config.mode != "export":
+        return []
+    processes, libraries = process_count(config), ("onnx", "onnxscript", "onnxruntime")
+    missing = [name for name in libraries if importlib.util.find_spec(name) is None]
+    formats = shown(config.export.formats)
+    return _true({
+        f"mode=export: one process exports, and there would be {processes}; use launch.nproc_per_node=1": processes > 1,
+        f"export.formats={formats}: {' and '.join(missing)} must be installed; run {sys.executable} -m pip install "
+        "'.[onnx]'": missing and "onnx" in config.export.formats,
+        "export.formats=[]: names none; use export.formats=[torch]": not config.export.formats,
+    })  # fmt: skip
+
+
+def _predict(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
+    if config.mode != "predict" or config.predict.format != "parquet" or importlib.util.find_spec("pyarrow"):
+        return []
+    remedy = f"run {sys.executable} -m pip install '.[parquet]', or use predict.format=npz"
+    return [f"predict.format=parquet: pyarrow is not installed; {remedy}"]
 
 
 def _ddp(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
@@ -239,7 +264,7 @@ def _true(problems: dict[str, Any]) -> list[str]:
 
 CHECKS = (
     *(_batch, _ddp, _ordered, _precision, _tuning, _placement, _optimizer, _warmup),
-    *(_task, _recipe, _sampling, _metrics),
+    *(_task, _recipe, _sampling, _metrics, _predict, _export),
 )
 
 
@@ -277,6 +302,8 @@ def notices(asked: Config, config: Config) -> list[str]:
             config.tracker.details and not config.tracker.tensorboard,
         "launch.backend=gloo copies the gradients of GPUs through host memory; launch.backend=nccl is faster":
             launch.backend == "gloo" and config.device == "cuda",
-        f"hooks={shown(config.hooks)} has no effect: mode=evaluate does not train":
-            config.hooks and config.mode == "evaluate",
+        f"hooks={shown(config.hooks)} has no effect: mode={config.mode} does not train":
+            config.hooks and config.uses_trained,
+        f"checkpoint.average=true has no effect: it is for mode=predict and export, and mode={config.mode}":
+            config.checkpoint.average and config.mode not in ("predict", "export"),
     })  # fmt: skip

@@ -19,7 +19,7 @@ SPLITS = ("train", "validation", "test")
 def missing_data(config: Config) -> list[str]:
     """What this host lacks of the data set, or cannot do with it."""
     data = config.data
-    weights = None if config.mode == "evaluate" else data.weights  # nothing trains
+    weights = None if config.uses_trained else data.weights  # nothing trains
     if weights not in (None, "balanced") and not Path(weights).is_file():
         guess = did_you_mean(weights, ["balanced"])
         return [f"data.weights={weights}: no such file; use balanced, or the path of a .npy or text file{guess}"]

@@ -86,6 +86,8 @@ def torchvision_classifiers() -> list[str]:
 
 
 def _data(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
+    if config.mode == "export":  # it reads no data
+        return []
     own = wrong_own_data(config.data) if isinstance(config.data, CustomDataConfig) else []
     return own if config.mode == "doctor" else own + missing_data(config)  # the doctor asks on every host
 
@@ -94,8 +96,10 @@ def _checkpoint(asked: Config, config: Config, hardware: Hardware, world: World 
     resume = config.checkpoint.resume
     if resume not in ("auto", "never") and not Path(resume).is_dir():
         return [f"checkpoint.resume={resume}: no such folder; use auto, never, or the path of a run or a checkpoint"]
-    if config.mode == "evaluate" and resume in ("auto", "never"):
-        return [f"mode=evaluate: needs a checkpoint, checkpoint.resume={resume} names none; add checkpoint.resume=PATH"]
+    if config.uses_trained and resume in ("auto", "never"):
+        return [
+            f"mode={config.mode}: needs a checkpoint, checkpoint.resume={resume} names none; add checkpoint.resume=PATH"
+        ]
     if resume in ("auto", "never"):
         if config.checkpoint.which != "best":
             return []
@@ -106,7 +110,7 @@ def _checkpoint(asked: Config, config: Config, hardware: Hardware, world: World 
     if not _with_manifests(Path(resume)):
         return [f"checkpoint.resume={resume}: holds no checkpoint; use the path of a run or a checkpoint"]
     before = manifest_config(Path(resume))
-    if config.mode == "evaluate" or not before:
+    if config.uses_trained or not before:
         return []
     then = bind_frozen(before)[0]
     values = _of_the_state(then, config)
@@ -171,9 +175,9 @@ def _same_run(asked: Config, config: Config, hardware: Hardware, world: World | 
         return []
     if not asked.run_dir or not places(held):
         return []
-    if config.mode == "evaluate":
+    if config.uses_trained:
         return [
-            f"run_dir={config.run_dir}: holds a training run; leave run_dir out, or name another for the evaluation"
+            f"run_dir={config.run_dir}: holds a training run; leave run_dir out, or name another for mode={config.mode}"
         ]
     before = held_run(config)
     if before is None:

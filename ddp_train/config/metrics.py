@@ -99,7 +99,7 @@ def _with_average(config: Config, better: dict[str, Any]) -> dict[str, Any]:
 
 
 def _may_average(config: Config) -> bool:
-    return config.train.ema_decay is not None or config.mode == "evaluate"
+    return config.train.ema_decay is not None or config.uses_trained
 
 
 def _of_task(config: Config) -> dict[str, str]:

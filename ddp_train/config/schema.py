@@ -119,8 +119,24 @@ class CheckpointConfig:
     )
     which: str = key(
         "auto",
-        "which checkpoint of the run that resume names; auto: for mode=evaluate the best if it has one, else the last",
+        "which checkpoint of the run that resume names; auto: the best if it has one, for a run that trains the last",
         choices=("auto", "best", "last"),
+    )
+    average: bool = key(False, "for mode=predict and export: the average of the weights (train.ema_decay)")
+
+
+@dataclass
+class PredictConfig:
+    split: str = key("test", "the samples that mode=predict predicts for", choices=("train", "validation", "test"))
+    format: str = key("npz", "of the file of predictions; parquet needs pyarrow", choices=("npz", "parquet"))
+
+
+@dataclass
+class ExportConfig:
+    formats: list[str] = key(
+        ["torch"],
+        "what mode=export writes: torch is torch.export's .pt2, onnx needs '.[onnx]'",
+        choices=("torch", "onnx"),
     )
 
 
@@ -194,8 +210,8 @@ class Config:
 
     mode: str = key(
         "train",
-        "train, score a checkpoint, compare runs, or examine this host",
-        choices=("train", "evaluate", "study", "doctor"),
+        "train; score a checkpoint, predict with it, or export its model; compare runs; examine this host",
+        choices=("train", "evaluate", "predict", "export", "study", "doctor"),
     )
     name: str = key("default", "name of the run; it is kept in runs/NAME/... unless run_dir is given", is_path=True)
     run_dir: str | None = key(
@@ -228,7 +244,14 @@ class Config:
     schedule: Any = field(default_factory=CosineConfig)
     tuning: TuningConfig = field(default_factory=TuningConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    predict: PredictConfig = field(default_factory=PredictConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
+
+    @property
+    def uses_trained(self) -> bool:
+        """Whether the model comes from a checkpoint, with task and data as they were, and nothing trains."""
+        return self.mode in ("evaluate", "predict", "export")
 
 
 def _by_name(*schemas: type) -> dict[str, Any]:
@@ -278,6 +301,8 @@ SECTIONS: dict[str, type] = {
     "train": TrainConfig,
     "tuning": TuningConfig,
     "checkpoint": CheckpointConfig,
+    "predict": PredictConfig,
+    "export": ExportConfig,
     "tracker": TrackerConfig,
 }
 """The sections that have one schema."""

@@ -97,12 +97,21 @@ class ArraySource:
         """classes: how many there are, where the labels may not show it."""
         self.inputs, self.targets, self.augmentation, self.seed = inputs, targets, augmentation, seed
         self.mean, self.std = mean, std
+        self.classes: list[str] | None = None
+        """Their names."""
+        self.scaled: tuple[tuple[float, ...], tuple[float, ...]] | None = None
+        """Mean and standard deviation with which pixels from 0 to 1 became `inputs`, if they are not scaled here."""
         self.erasing: augmentation.Erasing | None = None
         numbers = 1 if targets.ndim == 1 else targets[0].numel()
         self.outputs = numbers if targets.is_floating_point() else classes or int(targets.max()) + 1
 
     def __len__(self) -> int:
         return len(self.inputs)
+
+    def image_facts(self) -> dict[str, Any]:
+        """What `data.raw.ImageInput` needs; {} if its inputs are no pixels."""
+        mean, std = self.scaled or (self.mean, self.std)
+        return {"shape": list(self.inputs.shape[1:]), "mean": mean, "std": std} if std else {}
 
     @property
     def sample_bytes(self) -> int:
@@ -203,9 +212,13 @@ def _digits(augment: bool, seed: int) -> tuple[BatchSource, BatchSource]:
     for label in range(10):
         test[(labels == label).nonzero().flatten()[::5]] = True
     moved = functools.partial(augmentation.move, by=1, flips=False) if augment else None
-    return ArraySource(images[~test], labels[~test], augmentation=moved, seed=seed), ArraySource(
-        images[test], labels[test]
+    splits = (
+        ArraySource(images[~test], labels[~test], augmentation=moved, seed=seed),
+        ArraySource(images[test], labels[test]),
     )
+    for split in splits:
+        split.scaled, split.classes = ((0.5,), (0.5,)), list("0123456789")
+    return splits
 
 
 def _torchvision(
@@ -235,6 +248,7 @@ def _torchvision(
         images = images[:, None] if images.ndim == 3 else images.permute(0, 3, 1, 2).contiguous()
         moved = functools.partial(augmentation.move, by=shift, flips=flips) if augment and train else None
         splits.append(ArraySource(images, torch.as_tensor(split.targets), mean, std, moved, seed))
+        splits[-1].classes = list(split.classes)
     return splits[0], splits[1]
 
 

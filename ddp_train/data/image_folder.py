@@ -6,6 +6,7 @@ import copy
 import io
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -56,6 +57,11 @@ class FolderSource:
     @property
     def outputs(self) -> int:
         return len(self.classes)
+
+    def image_facts(self) -> dict[str, Any]:
+        """What `data.raw.ImageInput` needs."""
+        side = self.image_size
+        return {"shape": [3, side, side], "mean": IMAGENET_MEAN, "std": IMAGENET_STD, "crop": True}
 
     def get_batch(self, indices: np.ndarray, epoch: int | None) -> tuple[Tensor, Tensor]:
         """Crops, uint8 [n, 3, size, size], which `finish` flips and normalises, and labels, int64 [n]."""

@@ -56,6 +56,12 @@ def labels_of(source: BatchSource) -> np.ndarray:
     return labels
 
 
+def class_names(source: BatchSource) -> list[str] | None:
+    """The names of the classes, in the order of their labels; None if the data set has none."""
+    names = getattr(source, "classes", None) or getattr(getattr(source, "dataset", None), "classes", None)
+    return [str(name) for name in names] if isinstance(names, list | tuple) else None
+
+
 def lengths_of(source: BatchSource, longest: int) -> np.ndarray:
     """The length of each sample, int64 [n]. Raises ConfigError if the data set does not tell, or if one is longer than
     `longest`, the tokens of a global batch."""

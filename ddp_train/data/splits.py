@@ -20,6 +20,13 @@ class Splits(NamedTuple):
     weights: np.ndarray | None = None
     """Of the samples that train, float64 [n]: they are drawn by them, with replacement. None: each once in an epoch."""
 
+    numbers: dict[str, np.ndarray] = {}  # noqa: RUF012  nobody changes it
+    """Of parts of the training set, `train` and `validation`: which of its samples they have, int64 [n]."""
+
+    def named(self, name: str) -> BatchSource | None:
+        """train, validation or test; None if there is none."""
+        return {"train": self.train, "validation": self.validation, "test": self.test}[name]
+
     @property
     def scored(self) -> tuple[str, BatchSource]:
         """The split that is scored while a run trains, and by which it may select: its name, and itself."""
@@ -29,7 +36,7 @@ class Splits(NamedTuple):
         """The first `limit` samples of each, or all of them."""
         validation = None if self.validation is None else first(self.validation, limit)
         weights = None if self.weights is None else self.weights[:limit]
-        return Splits(first(self.train, limit), first(self.test, limit), validation, weights)
+        return Splits(first(self.train, limit), first(self.test, limit), validation, weights, self.numbers)
 
 
 def first(source: BatchSource, limit: int | None) -> BatchSource:

@@ -35,6 +35,8 @@ USES = {
     "{} [key=value ...]": "train",
     "torchrun --nproc_per_node=N {torchrun} [key=value ...]": "the same run under torchrun",
     "{} mode=evaluate checkpoint.resume=PATH": "score the test set with a checkpoint",
+    "{} mode=predict checkpoint.resume=PATH": "write what a trained model predicts for each sample",
+    "{} mode=export checkpoint.resume=PATH": "write a trained model for torch.export, or as ONNX",
     "{} mode=doctor [key=value ...]": "is this host, or under torchrun are these hosts, fit to train?",
     "{} -m optimizer.lr=0.1,0.2 [...]": "a sweep: fresh processes for each trial, one table",
     "{} mode=study study=NAME [...]": "runs of several variants, compared in one report",

@@ -74,6 +74,17 @@ class _Supervised(_BuiltIn):
     def sum_of_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         raise NotImplementedError
 
+    def predictions(self, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
+        """Of a batch of inputs alone, too: data to be predicted may have no targets."""
+        if isinstance(batch, Tensor):
+            return self.columns(one_tensor(of_torchvision(model(batch))))
+        inputs, targets = self.pair(batch)
+        return {**self.columns(one_tensor(of_torchvision(model(inputs)))), "target": targets}
+
+    def columns(self, outputs: Tensor) -> dict[str, Tensor]:
+        """What a model's outputs say of each sample."""
+        raise NotImplementedError
+
 
 class Classification(_Supervised):
     """Class labels, int64 [n], or soft labels, a part for each class, [n, k]. Outputs: logits [n, k]."""
@@ -121,6 +132,9 @@ class Classification(_Supervised):
     def predictions_of(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         return _wide(outputs).log_softmax(-1), targets.argmax(-1) if targets.ndim == 2 else targets
 
+    def columns(self, outputs: Tensor) -> dict[str, Tensor]:
+        return {"prediction": outputs.argmax(-1), "probability": _wide(outputs).softmax(-1)}
+
 
 class Multilabel(_Supervised):
     """Any number of labels per sample: float targets [n, k], each 0 or 1 (or between). Outputs: logits [n, k]."""
@@ -153,6 +167,9 @@ class Multilabel(_Supervised):
     def predictions_of(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         return _wide(outputs).sigmoid(), (targets > 0.5).long()
 
+    def columns(self, outputs: Tensor) -> dict[str, Tensor]:
+        return {"prediction": outputs > 0, "probability": _wide(outputs).sigmoid()}
+
 
 class Regression(_Supervised):
     """Numbers: float targets [n] or [n, k]. Outputs of as many numbers; dimensions of size 1 may differ."""
@@ -181,6 +198,9 @@ class Regression(_Supervised):
 
     def predictions_of(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         return _wide(outputs), targets
+
+    def columns(self, outputs: Tensor) -> dict[str, Tensor]:
+        return {"prediction": _wide(outputs.squeeze(-1) if outputs.ndim == 2 else outputs)}
 
     def derive(self, scores: dict[str, float]) -> dict[str, float]:
         return {"rmse": math.sqrt(scores["mse"])}
@@ -230,6 +250,10 @@ class Segmentation(_Supervised):
     def predictions_of(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         return _wide(outputs).log_softmax(1), targets
 
+    def columns(self, outputs: Tensor) -> dict[str, Tensor]:
+        """Of each pixel the class; the logits would take classes times four bytes a pixel."""
+        return {"prediction": outputs.argmax(1).int()}
+
     def units_per_sample(self, batch: Any) -> float:
         return self.pair(batch)[1][0].numel()
 
@@ -250,6 +274,18 @@ class LanguageModel(_BuiltIn):
 
     def outputs_and_targets(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         """[n, v] and [n]."""
+        logits, targets = self.by_sequence(model, batch)
+        return logits.flatten(0, 1), targets.flatten()
+
+    def predictions(self, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
+        """How well each sequence is predicted: the mean loss of its tokens, in nats, and their number."""
+        logits, targets = self.by_sequence(model, batch)
+        losses = functional.cross_entropy(_wide(logits).transpose(1, 2), targets, reduction="none")
+        tokens = (targets != IGNORED).sum(1)
+        return {"loss": losses.sum(1) / tokens, "tokens": tokens}
+
+    def by_sequence(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        """Logits [n, t, v] and targets [n, t]."""
         if isinstance(batch, Mapping):
             given = {name: value for name, value in batch.items() if name != "labels"}
             labels = batch.get("labels", _padding_ignored(batch))
@@ -261,7 +297,7 @@ class LanguageModel(_BuiltIn):
             logits = one_tensor(model(ids))
         if logits.ndim != 3 or logits.shape[:2] != targets.shape:
             _refuse(logits, f"the targets are of shape {list(targets.shape)}; [n, tokens, vocabulary] is needed")
-        return logits.flatten(0, 1), targets.flatten()
+        return logits, targets
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | float]:
         return self.sum_of_losses(*self.outputs_and_targets(model, batch))

@@ -56,6 +56,12 @@ class Task:
         """What `score` and `predict` return. Worth overriding where one forward pass serves both."""
         return self.score(model, batch), self.predict(model, batch)
 
+    def predictions(self, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
+        """name -> [n, ...], a row per sample: the columns of mode=predict. Without it: `output` and `target`, as
+        `predict` returns them."""
+        outputs, targets = self.predict(model, batch)
+        return {"output": outputs, "target": targets}
+
     def derive(self, scores: dict[str, float]) -> dict[str, float]:
         """Further metrics, computed from those of the whole set: a root, an exponential."""
         return {}
@@ -68,7 +74,7 @@ class Task:
 
 _PARTS = (
     *("unit", "units_are_samples", "loss_name", "better", "loss", "score", "predict", "score_and_predict", "derive"),
-    "units_per_sample",
+    *("units_per_sample", "predictions"),
 )
 
 
@@ -146,6 +152,11 @@ class ModelWithTask(nn.Module):
             if "loss" not in scores:
                 scores = {"loss": checked_loss(self.task.loss(self.model, batch), self.task), **scores}
         return scores if predictions is None else {**scores, PREDICTIONS: checked_predictions(predictions, self.task)}
+
+    def predictions(self, batch: Any) -> Mapping[str, Tensor]:
+        """The columns of a batch for mode=predict; see `Task.predictions`."""
+        with torch.autocast(self.device_type, self.autocast or torch.bfloat16, enabled=self.autocast is not None):
+            return self.task.predictions(self.model, batch)
 
 
 def _on_device(units: Tensor | float, loss: Tensor) -> Tensor:

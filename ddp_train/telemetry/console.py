@@ -114,6 +114,15 @@ class Display:
 
     def summary(self, summary: dict[str, Any], run_dir: Path) -> None:
         """The end of a run, or of its part until it was stopped."""
+        if written := summary.get("predictions"):
+            columns = ", ".join(name + (f" {shape}" if shape else "") for name, shape in written["columns"].items())
+            samples = counted(written["samples"], "sample")
+            self.line(f"predictions for {samples} of {written['split']} in {written['file']}: {columns}")
+            return
+        if exported := summary.get("export"):
+            for one in exported.values():
+                self.line(f"{one['file']}: differs from the model by {one['largest_difference']:.1g} at most")
+            return
         test = summary["test"]
         if summary["status"] == "preempted":
             self.line(f"stopped after step {summary['steps']:,} and saved; resume with run_dir={run_dir}")

@@ -288,6 +288,13 @@ def described(path: Path) -> dict[str, Any]:
     return found
 
 
+def weights_file(path: Path, average: bool) -> str:
+    """The file of the weights, or of their average. Raises DataError if there is no average."""
+    if average and AVERAGE not in read_manifest(path)["files"]:
+        raise DataError(f"{path} has no average of the weights", "train with train.ema_decay, or leave average out")
+    return AVERAGE if average else MODEL
+
+
 def load_model(path: Path, model: nn.Module, file: str = MODEL) -> None:
     """Loads the weights. Raises DataError with the names that differ if they belong to another model. file: AVERAGE for
     the average of the weights."""

@@ -104,9 +104,11 @@ def _checked(words: list[str]) -> tuple[Config, list[str]]:
     resolved, more = resolve_and_check(config, None)
     if problems or more:
         raise ConfigError(list(dict.fromkeys(problems + more)))
-    if resolved.mode not in ("train", "evaluate") or resolved.launch.nnodes > 1:
+    if not (resolved.mode == "train" or resolved.uses_trained) or resolved.launch.nnodes > 1:
         asked = f"mode={resolved.mode}" if resolved.launch.nnodes == 1 else f"launch.nnodes={resolved.launch.nnodes}"
-        raise ConfigError([f"ddp_train.run: trains or evaluates on one host; for {asked} use the command line"])
+        raise ConfigError(
+            [f"ddp_train.run: trains, evaluates, predicts or exports on one host; for {asked} use the command line"]
+        )
     if not config.run_dir:
         suffixes = itertools.chain([""], (f"_{number}" for number in itertools.count(2)))
         names = (f"{resolved.run_dir}{suffix}" for suffix in suffixes)

@@ -5,25 +5,71 @@ from __future__ import annotations
 from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ddp_train.config.external_checks import code_problems
 from ddp_train.config.migrate import bind_frozen
-from ddp_train.errors import ConfigError, DataError
-from ddp_train.models.zoo import build_model
-from ddp_train.training import checkpoint, setup
+from ddp_train.config.options.custom import CustomDataConfig
+from ddp_train.config.schema import Config
+from ddp_train.config.user_code import build_transforms
+from ddp_train.data.corpus import Bytes, Tokenizer
+from ddp_train.data.raw import ImageInput, TextInput, ToInput, TransformedInput, numbers
+from ddp_train.errors import ConfigError
+from ddp_train.tasks.builtin import TASKS
+from ddp_train.training import checkpoint, trained
+from ddp_train.training.predictions import labels_of
+
+
+class Trained(nn.Module):
+    """A trained model with what it takes to use it. Called, it is the model."""
+
+    def __init__(self, model: nn.Module, task: str, classes: list[str] | None, to_input: ToInput) -> None:
+        super().__init__()
+        self.model = model
+        """As the run built it, in eval mode."""
+        self.task = task
+        """The name of the built-in task that it was trained for; `custom`."""
+        self.classes = classes
+        """The names of the classes in the order of the model's outputs; None if the data set had no names for them."""
+        self._to_input = to_input
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        return self.model(*inputs, **named)
+
+    def preprocess(self, sample: Any) -> Tensor:
+        """An input of the model, without the dimension of the batch, from a raw sample, as the samples that the run
+        scored were made.
+
+        sample: of image data sets a path, an image of PIL, or pixels ([h, w], [h, w, c] or [c, h, w]; uint8, or from 0
+        to 1); of data=text a text; of your own data set what its `data.test_transform` takes, or a path of an image.
+        """
+        return self._to_input(sample)
+
+    @torch.no_grad()
+    def predict(self, samples: Sequence[Any]) -> dict[str, Any]:
+        """The columns of mode=predict for raw samples: for a classification `prediction`, `probability`, and `label`,
+        the names, if there are any. All samples are one batch. Raises ConfigError for a task of your own."""
+        if self.task not in TASKS or self.task == "language_model":
+            raise ConfigError([f"predict: knows no columns of task={self.task}; call the model, which is `.model`"])
+        device = next(self.model.parameters()).device
+        batch = torch.stack([self.preprocess(sample) for sample in samples]).to(device)
+        columns = {name: value.cpu() for name, value in TASKS[self.task]().predictions(self.model, batch).items()}
+        labels = labels_of(columns.get("prediction"), self.classes)
+        return columns if labels is None else {**columns, "label": labels}
 
 
 def load(
     run: str | PathLike[str], which: str = "auto", average: bool = False, trusted_modules: Sequence[str] = ()
-) -> nn.Module:
+) -> Trained:
     """The model of a run with its trained weights, in eval mode, on the CPU. Neither data nor processes are needed.
 
     run: a run directory, or one of its checkpoints. which: of a run's checkpoints the `best`, the `last`, or with auto
     the best if it is kept. average: the average of the weights (train.ema_decay) in their place. trusted_modules: the
-    packages of your own code, for a model that is none of ours: what a checkpoint names is not loaded unasked.
+    packages of your own code, for a model or transforms that are none of ours: what a checkpoint names is not loaded
+    unasked.
 
     Raises DataError if there is no valid checkpoint or not what is asked for, ConfigError if its model's code is not
     trusted or does not exist.
@@ -35,16 +81,30 @@ def load(
     problems += code_problems("model", config.model, trusted_modules)
     if problems:
         raise ConfigError(problems)
-    if average and checkpoint.AVERAGE not in manifest["files"]:
-        raise DataError(f"{found} has no average of the weights", "train with train.ema_decay, or leave average out")
-    if config.model.name == "custom":
-        model = setup.own_model(config.model)
-    elif "input_shape" not in manifest:
-        raise DataError(f"{found} does not say what its model takes", "go on with its run for a step, which saves that")
-    else:
-        shape, arguments = torch.Size(manifest["input_shape"]), setup.arguments_of(config.model)
-        model = build_model(config.model.name, shape, manifest["outputs"], **arguments)
+    model = trained.model_of(config.model, manifest, str(found))
     if config.tuning.precision == "fp64":
         model.double()
-    checkpoint.load_model(found, model, checkpoint.AVERAGE if average else checkpoint.MODEL)
-    return model.eval()
+    checkpoint.load_model(found, model, checkpoint.weights_file(found, average))
+    task = trained.task_name(config, manifest) or "custom"
+    to_input = _to_input(config, manifest, trusted_modules)
+    return Trained(model, task, manifest.get("classes"), to_input).eval()
+
+
+def _to_input(config: Config, manifest: dict[str, Any], trusted_modules: Sequence[str]) -> ToInput:
+    """What makes inputs of raw samples. That of a data set whose code is not trusted raises ConfigError when called."""
+    data = config.data
+    if facts := manifest.get("image"):
+        return ImageInput(**facts)
+    if data.name == "text":
+        return TextInput((Tokenizer(data.tokenizer) if data.tokenizer else Bytes()).encode)
+    if not isinstance(data, CustomDataConfig):
+        return numbers
+    key = "transform" if data.test_transform is None else "test_transform"
+    items = getattr(data, key)
+    if problems := code_problems("data", data, trusted_modules):
+
+        def refuse(_: Any) -> Tensor:
+            raise ConfigError(problems)
+
+        return refuse
+    return TransformedInput(build_transforms(f"data.{key}", items))

@@ -35,7 +35,7 @@ def open_datasets(config: Config, downloads: bool = True) -> Splits:
     data, seed = config.data, config.seed
     is_own = isinstance(data, CustomDataConfig)
     splits, whole = _OwnData(data, seed, downloads).opened() if is_own else _built_in(data, seed)
-    if not data.weights or config.mode == "evaluate":  # then nothing trains
+    if not data.weights or config.uses_trained:  # then nothing trains
         return splits
     trains = parted(whole, data.validation, seed)[0] if data.validation else np.arange(whole)
     weights = training_weights(data.weights, splits.train, trains[: len(splits.train)], whole)
@@ -49,11 +49,11 @@ def _built_in(data: Any, seed: int) -> tuple[Splits, int]:
     if data.random_erasing:
         assert isinstance(train, ArraySource | FolderSource), "only images have the key"
         train.erasing = Erasing(data.random_erasing, seed)
-    validation, whole = None, len(train)
+    validation, whole, numbers = None, len(train), {}
     if data.validation:
         kept, taken = parted(len(train), data.validation, seed)
-        train, validation = train.select(kept), train.select(taken)
-    return Splits(train, test, validation).limited(data.limit), whole
+        train, validation, numbers = train.select(kept), train.select(taken), {"train": kept, "validation": taken}
+    return Splits(train, test, validation, numbers=numbers).limited(data.limit), whole
 
 
 def arguments_of_splits(data: CustomDataConfig, parameters: list[str]) -> dict[str, dict[str, Any]]:
@@ -95,16 +95,18 @@ class _OwnData:
         data = self.data
         train = self.split("train").transformed(self.transforms)
         test, validation, whole = self.split("test", augments=False), None, len(train)
+        numbers = {}
         if data.validation:
             kept, taken = parted(len(train), data.validation, self.seed)
             plain = self.split("train", augments=False) if "augment" in self.parameters else train
             train, validation = train.select(kept), plain.transformed(self.test_transforms).select(taken)
+            numbers = {"train": kept, "validation": taken}
         elif data.validation is None and "validation" in self.arguments:
             validation = self.split("validation", augments=False)
         for scored in (test, validation):
             if scored is not None:
                 self.refuse_draws(scored)
-        return Splits(train, test, validation).limited(data.limit), whole
+        return Splits(train, test, validation, numbers=numbers).limited(data.limit), whole
 
     def called_with(self, name: str, augments: bool = True) -> dict[str, Any]:
         """The arguments of a split. augments: False for samples that are scored: an `augment` of the class is then

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -37,6 +36,7 @@ from ddp_train.training.checkpoint_hook import CheckpointHook
 from ddp_train.training.display_hooks import SAMPLE, SampleHook, tensorboard_details
 from ddp_train.training.early_stopping import SelectionHook
 from ddp_train.training.hooks import MetricsHook
+from ddp_train.training.inference import Inference
 from ddp_train.training.just_in_time import JustInTime, RecoveryHook
 from ddp_train.training.loop import Evaluation, Job, fit
 from ddp_train.training.open_data import common_digests, open_datasets, plan_digests
@@ -45,6 +45,7 @@ from ddp_train.training.phases import ReportedHook, ReportedStepper
 from ddp_train.training.plan_report import plan_rows, selects_by_test
 from ddp_train.training.summary import Scores, Summary
 from ddp_train.training.summary import write as write_summary
+from ddp_train.training.trained import facts_of_model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,16 +81,21 @@ class Run:
             deterministic=bool(self.config.deterministic),
             **setup.keys_taken_by(set_process_flags, self.config.tuning),
         )
+        use = Inference(self.config, self.world, self.device, self.status, self.display)
+        if self.config.mode == "export":  # it reads no data
+            self.publish(use.export(self.named_checkpoint()))
+            return True
         self.status.phase = "data set"
         sources = self.open_data()
         set_garbage_collection(self.config.tuning.gc_freeze)
         self.status.phase = "build"
-        found = self.find_checkpoint()
-        if self.config.mode == "evaluate":
-            assert found, "config.validate asks for a checkpoint, and find raises if it is not valid"
-            summary = self.evaluate(sources, found)
+        if self.config.uses_trained:
+            summary = (use.evaluate if self.config.mode == "evaluate" else use.predict)(
+                sources, self.named_checkpoint()
+            )
             self.publish(summary)
         else:
+            found = self.find_checkpoint()
             launch = self.config.launch
             with open_trackers(self.tracker_names(), launch.grace_seconds, launch.timeout_seconds) as tracking:
                 summary = self.train(sources, found, tracking)
@@ -112,6 +118,11 @@ class Run:
         found = found or checkpoint.find(section.resume, self.run_dir, which)
         step = checkpoint.read_manifest(found)["step"] if found else -1
         same_everywhere(step, self.device, f"the checkpoint in {self.run_dir}")
+        return found
+
+    def named_checkpoint(self) -> Path:
+        found = self.find_checkpoint()
+        assert found, "config.validate asks for a checkpoint, and find raises if it is not valid"
         return found
 
     def scored_batches(self, source: BatchSource) -> Iterator[Batch]:
@@ -152,7 +163,7 @@ class Run:
             hooks_owed = hooks_owed or record.owes_score
         job.stepper.continue_from(first_step)
         trained = [name for name, parameter in module.model.named_parameters() if parameter.requires_grad]
-        facts = {"data_digests": data_digests, "trained": trained, **setup.facts_of_model(config, sources.train)}
+        facts = {"data_digests": data_digests, "trained": trained, **facts_of_model(config, sources.train, module.task)}
         save = self.checkpoint_hook(record, select, facts)
         self.start_trackers(tracking, log, first_step)
         details = []
@@ -310,26 +321,6 @@ class Run:
             return None
         record.write_score(job, "test", tested)
         return {"validation": score, "test": tested}
-
-    # --- evaluation and summary ---------------------------------------------------------------------------------------
-
-    def evaluate(self, sources: Splits, found: Path) -> dict[str, Any]:
-        """Scores the test set with a checkpoint. Returns the summary."""
-        common_digests(sources, sources.test, self.device)
-        strategy = setup.build_strategy(self.config, self.world, self.device)
-        module = setup.build_module(self.config, sources[0], strategy, self.device)
-        if module.further:
-            metrics.check_metrics(self.config, module, sources, self.scored_batches, averaging.has_average(found))
-        evaluation = setup.build_evaluation(
-            self.config, self.world, self.device, module, strategy, sources.test, self.status
-        )
-        evaluated = checkpoint.described(found)
-        self.display.checkpoint(evaluated)
-        began = time.perf_counter()
-        score = averaging.scored_checkpoint(found, evaluation)
-        evaluation.close()
-        facts = {"steps": evaluated["step"], "seconds": time.perf_counter() - began, "evaluated": evaluated}
-        return self.summaries.of(score and {"test": score}, module, **facts)
 
     def publish(self, summary: dict[str, Any]) -> None:
         if self.world.is_leader:

@@ -85,6 +85,11 @@ def build_module(config: Config, source: BatchSource, strategy: Strategy, device
     else:
         shape = _input_shape(sample, config.model.name)
         model = build_model(config.model.name, shape, source.outputs, **arguments_of(config.model))
+    return placed(config, model, task, strategy, device)
+
+
+def placed(config: Config, model: nn.Module, task: Task, strategy: Strategy, device: str) -> ModelWithTask:
+    """A model with its task on the device of this process, tuned."""
     module = strategy.place(ModelWithTask(model, task, device, AUTOCAST[config.tuning.precision]))
     module.further = build_further(further(config), task, device)
     tuning = config.tuning
@@ -165,14 +170,6 @@ def _input_shape(sample: Any, model: str) -> torch.Size:
     raise ConfigError(
         [f"model={model}: takes one tensor, and an input is a {type(inputs).__name__}; use model._target_"]
     )
-
-
-def facts_of_model(config: Config, source: BatchSource) -> dict[str, Any]:
-    """What `load` needs, beside the config, to build a model of ours without the data."""
-    if config.model.name == "custom":
-        return {}
-    shape = _input_shape(source.get_batch(np.array([0]), None), config.model.name)
-    return {"input_shape": list(shape), "outputs": source.outputs}
 
 
 def own_model(model: Any) -> nn.Module:

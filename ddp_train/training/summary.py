@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from ddp_train.config.auto import described
 from ddp_train.config.freeze import facts_of_start
@@ -83,18 +84,30 @@ class Summary:
                 found["test"] = (tested := averaging.scored_checkpoint(Path(place), test)) and tested.as_dict()
         return found
 
+    def of_use(
+        self, model: nn.Module, used: dict[str, Any], seconds: float, **written: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Of predictions or an export. used: the checkpoint. written: what was made with it."""
+        return self.facts("completed", model) | {"steps": used["step"], "seconds": seconds, "evaluated": used} | written
+
     def of(self, scores: Scores | None, module: ModelWithTask, **numbers: Any) -> dict[str, Any]:
-        """Of any run. scores: None if it was stopped. numbers: further entries."""
-        on_gpu, better = self.config.device == "cuda", metrics.directions(module)
+        """Of a run that scores. scores: None if it was stopped. numbers: further entries."""
+        better = metrics.directions(module)
         return {
-            "status": "completed" if scores else "preempted",
-            **described(self.config),
-            **facts_of_start(self.run_dir),
-            "parameters": parameter_counts(module.model),
-            "device_name": torch.cuda.get_device_name(self.device) if on_gpu else "cpu",
-            "torch": torch.__version__,
+            **self.facts("completed" if scores else "preempted", module.model),
             **numbers,
             "better": {name: better.get(name, "min") for name in (scores["test"].metrics if scores else ())},
             "validation": scores["validation"].as_dict() if scores and "validation" in scores else None,
             "test": scores["test"].as_dict() if scores else None,
+        }
+
+    def facts(self, status: str, model: nn.Module) -> dict[str, Any]:
+        """Of any run."""
+        return {
+            "status": status,
+            **described(self.config),
+            **facts_of_start(self.run_dir),
+            "parameters": parameter_counts(model),
+            "device_name": torch.cuda.get_device_name(self.device) if self.config.device == "cuda" else "cpu",
+            "torch": torch.__version__,
         }

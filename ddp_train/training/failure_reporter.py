@@ -1,0 +1,60 @@
+"""The report of a worker that fails: on the terminal, in failure.json, to torchrun; once, by the rank that caused it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+from ddp_train.config.auto import described
+from ddp_train.config.schema import Config
+from ddp_train.distributed.environment import write_reported, write_torchrun_error_file
+from ddp_train.distributed.process_group import Store
+from ddp_train.distributed.world import World
+from ddp_train.errors import LaunchError
+from ddp_train.resilience import failure_report, peer_check
+from ddp_train.resilience.heartbeat import RankStatus, StatusBoard
+from ddp_train.stdio import TolerantStream
+
+PEER_ERROR_GRACE_SECONDS = 3.0
+"""Grace period in which a worker with a peer error lets the failing rank report first."""
+
+
+class FailureReporter:
+    """Reports why this worker failed, where the user reads. To be made before standard error is redirected."""
+
+    def __init__(self, config: Config, world: World, status: RankStatus, board: StatusBoard | None) -> None:
+        """board: of our own launcher; None under torchrun."""
+        self.world = world
+        self.status = status
+        self.board = board
+        self.run_dir = Path(str(config.run_dir))
+        self.log_file = self.run_dir / "logs" / f"rank_{world.rank}.log"
+        self.run_facts = described(config)
+        self.terminal = TolerantStream(os.fdopen(os.dup(2), "w"))  # standard error may become this rank's log file
+
+    def report(self, error: BaseException, store: Store | None) -> int:
+        """Reports an error, unless it only follows from another rank's, which then reports first. Returns the exit
+        code."""
+        rank, board, status = self.world.rank, self.board, self.status
+        peer_error = failure_report.is_peer_error(error)
+        patience = PEER_ERROR_GRACE_SECONDS
+        if peer_error and store and not board and not peer_check.respond(store, self.world, status):
+            patience = 0.0  # with the store, rank 0's host is gone: torchrun's agent here will end all this soon
+        secondary = peer_error or getattr(error, "rank", None) not in (None, rank)
+        told = board.has_told if board else bool
+        if secondary and failure_report.wait_for_report(self.run_dir, patience, told):
+            return LaunchError.exit_code
+        sizes = board.sizes() if board else f"rank {rank} {status.resident_bytes / 2**30:.2f} GiB"
+        failure = failure_report.failure_from(error, rank, status, self.log_file, sizes)
+        if peer_error and store and not board:
+            failure = peer_check.attribute_failure(failure, error, store, self.world)
+        trace = "" if peer_error else failure_report.traceback_of(error)
+        with board.locked() if board else contextlib.nullcontext():
+            if told():  # by a rank that could write no file, or this one would not tell either
+                return failure.exit_code
+            if failure_report.report(self.run_dir, failure, self.run_facts, trace, self.terminal):
+                status.has_told = 1
+                write_reported()
+                write_torchrun_error_file(failure_report.headline(failure).removeprefix("FATAL "))
+        return failure.exit_code

@@ -1,0 +1,114 @@
+"""What is done with a trained model: mode=evaluate, predict and export."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from ddp_train.config.schema import Config
+from ddp_train.data.datasets import BatchSource
+from ddp_train.data.splits import Splits
+from ddp_train.distributed.world import World
+from ddp_train.errors import ConfigError, DataError
+from ddp_train.resilience.heartbeat import RankStatus
+from ddp_train.telemetry.console import Display
+from ddp_train.training import averaging, checkpoint, metrics, setup, trained
+from ddp_train.training.export import export_model
+from ddp_train.training.open_data import common_digests
+from ddp_train.training.predictions import predicted, write_predictions
+from ddp_train.training.summary import Summary
+
+
+@dataclasses.dataclass(frozen=True)
+class Inference:
+    """One process of a run that does not train. Each method returns the content of summary.json."""
+
+    config: Config
+    world: World
+    device: str
+    status: RankStatus
+    display: Display
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(str(self.config.run_dir))
+
+    @property
+    def summaries(self) -> Summary:
+        return Summary(self.config, self.run_dir, self.device)
+
+    def evaluate(self, sources: Splits, found: Path) -> dict[str, Any]:
+        """Scores the test set with a checkpoint."""
+        config, device = self.config, self.device
+        common_digests(sources, sources.test, device)
+        strategy = setup.build_strategy(config, self.world, device)
+        module = setup.build_module(config, sources.train, strategy, device)
+        if module.further:
+            scored = averaging.has_average(found)
+            metrics.check_metrics(
+                config, module, sources, lambda source: setup.scored_batches(config, source, device), scored
+            )
+        evaluation = setup.build_evaluation(config, self.world, device, module, strategy, sources.test, self.status)
+        evaluated = checkpoint.described(found)
+        self.display.checkpoint(evaluated)
+        began = time.perf_counter()
+        score = averaging.scored_checkpoint(found, evaluation)
+        evaluation.close()
+        facts = {"steps": evaluated["step"], "seconds": time.perf_counter() - began, "evaluated": evaluated}
+        return self.summaries.of(score and {"test": score}, module, **facts)
+
+    def predict(self, sources: Splits, found: Path) -> dict[str, Any]:
+        """Writes what a checkpoint's model predicts for each sample of a split. Raises ConfigError, DataError,
+        TaskError and WriteError."""
+        config, split = self.config, self.config.predict.split
+        source = sources.named(split)
+        if source is None:
+            raise ConfigError([f"predict.split={split}: there is none; use predict.split=test"])
+        manifest = checkpoint.read_manifest(found)
+        _refuse_other_shape(source, manifest)
+        common_digests(sources, source, self.device)
+        strategy = setup.build_strategy(config, self.world, self.device)
+        module = trained.module_of(config, manifest, strategy, self.device)
+        checkpoint.load_model(found, module.model, checkpoint.weights_file(found, config.checkpoint.average))
+        evaluation = setup.build_evaluation(config, self.world, self.device, module, strategy, source, self.status)
+        used = checkpoint.described(found)
+        self.display.checkpoint(used)
+        file = self.run_dir / f"predictions.{config.predict.format}"
+        began = time.perf_counter()
+        rows = predicted(evaluation, -(-len(source) // config.train.evaluate_batch_size), self.device)
+        numbers = sources.numbers.get(split, np.arange(len(source)))[: len(source)]
+        if self.world.is_leader:
+            columns = write_predictions(rows, file, numbers, getattr(source, "paths", None), manifest.get("classes"))
+        else:
+            columns = {name: [] for one in rows for name in one}
+        evaluation.close()
+        seconds = time.perf_counter() - began
+        written = {"file": str(file), "split": split, "samples": len(source), "columns": columns}
+        return self.summaries.of_use(module.model, used, seconds, predictions=written)
+
+    def export(self, found: Path) -> dict[str, Any]:
+        """Writes a checkpoint's model in other forms, each compared with the model. Raises ConfigError, DataError and
+        WriteError."""
+        manifest, used = checkpoint.read_manifest(found), checkpoint.described(found)
+        model = trained.model_of(self.config.model, manifest, str(found))  # as it is: nothing is tuned
+        checkpoint.load_model(found, model, checkpoint.weights_file(found, self.config.checkpoint.average))
+        self.display.checkpoint(used)
+        began = time.perf_counter()
+        written = export_model(model, manifest, self.run_dir, self.config.export.formats)
+        return self.summaries.of_use(model, used, time.perf_counter() - began, export=written)
+
+
+def _refuse_other_shape(source: BatchSource, manifest: dict[str, Any]) -> None:
+    """Raises DataError if a model of ours was trained with inputs of another shape."""
+    sample = source.get_batch(np.array([0]), None)
+    inputs = sample[0] if isinstance(sample, tuple | list) else sample
+    if "outputs" in manifest and isinstance(inputs, Tensor) and list(inputs.shape[1:]) != manifest["input_shape"]:
+        raise DataError(
+            f"an input is {list(inputs.shape[1:])}, and the model was trained with {manifest['input_shape']}",
+            "name data of that shape, or transform them with data.test_transform",
+        )

@@ -1,0 +1,62 @@
+"""A trained model without its data: what a checkpoint must say for it, and how it is built again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ddp_train.config.schema import Config
+from ddp_train.config.user_code import instantiate
+from ddp_train.data.datasets import BatchSource
+from ddp_train.data.sample_facts import class_names
+from ddp_train.errors import ConfigError, DataError
+from ddp_train.models.zoo import build_model
+from ddp_train.parallel.strategy import Strategy
+from ddp_train.tasks.builtin import TASKS
+from ddp_train.tasks.task import ModelWithTask, Task, complete
+from ddp_train.training import setup
+
+
+def facts_of_model(config: Config, source: BatchSource, task: Task) -> dict[str, Any]:
+    """What it takes to use the model without the config's data: to load it, to export it, to read its outputs."""
+    sample = source.get_batch(np.array([0]), None)
+    inputs = sample[0] if isinstance(sample, tuple | list) else sample
+    facts: dict[str, Any] = {"task": next((name for name, one in TASKS.items() if type(task) is one), "custom")}
+    if isinstance(inputs, Tensor):
+        facts |= {"input_shape": list(inputs.shape[1:]), "input_dtype": str(inputs.dtype).removeprefix("torch.")}
+    if config.model.name != "custom":
+        facts["outputs"] = source.outputs
+    if image := getattr(source, "image_facts", dict)():
+        facts |= {"image": image, "input_dtype": "float32"}
+    if classes := class_names(source):
+        facts["classes"] = classes
+    return facts
+
+
+def model_of(section: Any, manifest: dict[str, Any], where: str) -> nn.Module:
+    """The model of a checkpoint, without its weights. Raises DataError if its manifest is too old to say what."""
+    if section.name == "custom":
+        return setup.own_model(section)
+    if "input_shape" not in manifest:
+        raise DataError(f"{where} does not say what its model takes", "go on with its run for a step, which saves that")
+    shape, arguments = torch.Size(manifest["input_shape"]), setup.arguments_of(section)
+    return build_model(section.name, shape, manifest["outputs"], **arguments)
+
+
+def task_name(config: Config, manifest: dict[str, Any]) -> str:
+    """What a checkpoint's model was trained for: the name of a built-in task, or custom; "" if it does not say."""
+    return manifest.get("task") or (config.task.name if config.task.name != "auto" else config.data.task or "")
+
+
+def module_of(config: Config, manifest: dict[str, Any], strategy: Strategy, device: str) -> ModelWithTask:
+    """The model of a checkpoint with its task, placed and tuned, without its weights. It asks no data set: one that is
+    to be predicted may have no targets. Raises DataError and ConfigError."""
+    name = task_name(config, manifest)
+    if not name:
+        raise ConfigError([f"mode={config.mode}: the checkpoint does not say its task; add task=NAME"])
+    task = complete(instantiate("task", config.task)) if name == "custom" else TASKS[name]()
+    model = model_of(config.model, manifest, config.checkpoint.resume)
+    return setup.placed(config, model, task, strategy, device)
