@@ -1,4 +1,4 @@
-"""The report of a worker that fails: on the terminal, in failure.json, to torchrun; once, by the rank that caused it."""
+"""The report of a worker that fails: on the terminal, in failure.json, to torchrun; once, by the rank at fault."""
 
 from __future__ import annotations
 
