@@ -401,6 +401,9 @@ BAD: dict[str, list[str]] = {
     "model._target_=torch.nn..Linear": ["must be a dotted path, package.Name"],
     "optimizer._target_=nosuch.Thing": ["no module nosuch in"],
     "hooks=[nosuch.Hook]": ["no module nosuch in"],
+    "hooks=[{every:5}]": ["hooks[0]._target_=: must be a dotted path, package.Name"],
+    "hooks=[{_target_:nosuch.Hook,every:5}]": ["hooks[0]._target_=nosuch.Hook: no module nosuch in"],
+    "hooks=[{_target_:json.JSONDecoder,api_key:abc}]": ["hooks[0].api_key=(hidden): the config is written to files"],
     "hooks=[nosuch]": ["must be a dotted path, package.Name"],
     "tuning.optimizer=foreach optimizer._target_=torch.optim.NAdam": ["has no effect", "optimizer.foreach=true"],
     "model=custom": ["model._target_=null: must be a dotted path"],
@@ -425,6 +428,9 @@ STARTS = {
     "data=linear_regression": "model=cnn",
     "launch.nnodes=2 launch.rdzv_endpoint=host:29500": "launch.nnodes=2",
     "mode=evaluate checkpoint.resume=never": "mode=evaluate",
+    "hooks=[{every:5}]": "hooks[0]._target_=",
+    "hooks=[{_target_:nosuch.Hook,every:5}]": "hooks[0]._target_=nosuch.Hook",
+    "hooks=[{_target_:json.JSONDecoder,api_key:abc}]": "hooks[0].api_key=(hidden)",
 }
 """Where the message does not begin with the last word as it was typed."""
 
@@ -576,6 +582,7 @@ def test_arguments_are_judged_by_the_signature_and_errors_inside_come_through(
         ("SIZE", "a value"),
         ("Closed", "a class without them"),
         ("Whole", ""),
+        ("Acts", ""),
         ("Derived", ""),  # what the source alone does not show is left to the workers
         ("Assigned", ""),
         ("Other", ""),
@@ -595,27 +602,25 @@ def test_what_is_no_hook_is_refused_before_it_is_imported(
         "import contextlib\nfrom elsewhere import Other\nraise AssertionError('imported')\n"
         "def watch(job, run_dir, world): pass\n@contextlib.contextmanager\ndef managed(*_): yield\n"
         "short = lambda *_: None\nSIZE = 3\nclass Closed:\n    def close(self): pass\n"
-        f"class Whole:\n{methods}class Derived(Other): pass\ndef Assigned(): pass\nAssigned = Other\n"
+        f"class Acts:\n    def act(self, job): pass\nclass Whole:\n{methods}class Derived(Other): pass\ndef Assigned(): pass\nAssigned = Other\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     words = [f"hooks=[{module}.{name}]", "run_dir=run"]
     if not found:
         assert prepare(PROGRAM, words, None).config.hooks == [f"{module}.{name}"]
         return
-    rule = "must be a class with __enter__ and __exit__, called as Class(job, run_dir, world)"
+    rule = "must be a class with a method act, or __enter__ and __exit__, called as Class(job, run_dir, world)"
     assert problems_of(*words) == [f"hooks=[{module}.{name}]: {rule}, and is {found}"]
 
 
 def test_a_hook_whose_source_does_not_show_it_is_refused_by_the_workers() -> None:
-    from ddp_train.config.user_code import build_hook
+    from ddp_train.config.user_code import build_hooks
 
     for path in ("json.JSONDecoder", "json.dumps"):
-        with pytest.raises(
-            ConfigError, match=rf"hooks=\[{path}\]: must be a class with __enter__ and __exit__, called"
-        ):
-            build_hook(path)
+        with pytest.raises(ConfigError, match=rf"hooks=\[{path}\]: must be a class with a method act, or __enter__"):
+            build_hooks([path])
     with pytest.raises(ConfigError, match="has no StepTime; did you mean StepTimes"):
-        build_hook("ddp_train.study.step_times.StepTime")
+        build_hooks(["ddp_train.study.step_times.StepTime"])
 
 
 def checkpoint_of(run_dir: Path, *words: str) -> Path:

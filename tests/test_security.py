@@ -17,7 +17,7 @@ import torch
 from ddp_train.config.options.custom import CustomConfig
 from ddp_train.config.overrides import read_config, read_overrides
 from ddp_train.config.prepare import resolve_and_check
-from ddp_train.config.user_code import build_hook, instantiate
+from ddp_train.config.user_code import build_hooks, instantiate
 from ddp_train.config.values import is_secret
 from ddp_train.errors import ConfigError
 from ddp_train.resilience.checkpoint_files import digest_of
@@ -87,7 +87,7 @@ def test_trust_in_one_package_is_no_trust_in_what_a_checkpoint_names() -> None:
 def test_a_hook_is_a_class_of_the_module_that_is_trusted(path: str) -> None:
     assert problems_of(f"hooks=[{path}]") == [], "seen when it is loaded, before it is called"
     with pytest.raises(ConfigError, match=re.escape(f"hooks=[{path}]: ")):
-        build_hook(path)
+        build_hooks([path])
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from ddp_train.config import metrics
 from ddp_train.config.data_checks import missing_data, wrong_own_data
 from ddp_train.config.hardware import Hardware
 from ddp_train.config.migrate import bind_frozen, migrated
-from ddp_train.config.options.custom import CustomConfig, CustomDataConfig
+from ddp_train.config.options.custom import CustomConfig, CustomDataConfig, hooks_of
 from ddp_train.config.options.model import GptConfig, TorchvisionConfig
 from ddp_train.config.options.strategy import OrderedConfig
 from ddp_train.config.schema import OPTIONS, SECTIONS, TRACKERS, Config
@@ -44,7 +44,7 @@ TRUSTED_METRICS = tuple(
 )
 """Not all of torchmetrics: other modules of it load models that an argument names."""
 TRUSTED_HOOKS = ("ddp_train.study",)
-HOOK_RULE = "must be a class with __enter__ and __exit__, called as Class(job, run_dir, world)"
+HOOK_RULE = "must be a class with a method act, or __enter__ and __exit__, called as Class(job, run_dir, world)"
 _DOTTED_PATH = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+"
 
 
@@ -245,9 +245,10 @@ def _code(asked: Config, config: Config, hardware: Hardware, world: World | None
             problems.append(f"{section}.target={typed}: the key is {section}._target_; use {section}._target_={typed}")
             continue
         problems += code_problems(section, custom, config.trusted_modules)
-    for path in config.hooks:
-        found = f"hooks=[{path}]"
-        problems += _not_loadable(found, path, TRUSTED_HOOKS, config.trusted_modules) or _no_hook(found, path)
+    for found, hook in hooks_of(config.hooks).items():
+        problems += _not_loadable(found, hook.target, TRUSTED_HOOKS, config.trusted_modules) or _no_hook(
+            found, hook.target
+        )
     return problems
 
 
@@ -293,7 +294,7 @@ def _not_loadable(found: str, path: str, trusted: tuple[str, ...], trusted_modul
 
 def _no_hook(found: str, path: str) -> list[str]:
     """Why a dotted path names no hook, by the source of its module. What that does not show (names that are imported,
-    base classes, decorators) `user_code.build_hook` finds out in the workers. found: as above."""
+    base classes, decorators) `user_code.build_hooks` finds out in the workers. found: as above."""
     package, *inner, name = path.split(".")
     spec = importlib.util.find_spec(package)  # of a module inside, it would import the packages above
     places = [Path(root, *inner) for root in (spec and spec.submodule_search_locations) or []]
@@ -310,7 +311,7 @@ def _no_hook(found: str, path: str) -> list[str]:
         case [ast.Assign(value=ast.Constant() | ast.List() | ast.Tuple() | ast.Dict())]:
             what = "a value"
         case [ast.ClassDef(bases=[], keywords=[], decorator_list=[], body=body)]:
-            what = "" if {"__enter__", "__exit__"} <= _bound(body) else "a class without them"
+            what = "" if {"__enter__", "__exit__"} <= _bound(body) or "act" in _bound(body) else "a class without them"
     return [f"{found}: {HOOK_RULE}, and is {what}"] if what else []
 
 
@@ -333,10 +334,11 @@ def is_trusted(path: str, modules: Sequence[str]) -> bool:
 
 def _secrets(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
     """The config is written to files, terminals and checkpoints, so secrets must stay in the environment."""
+    hooks = {found.partition(".")[0]: hook for found, hook in hooks_of(config.hooks).items()}
     return [
         f"{section}.{path}=(hidden): the config is written to files, so it must hold no secret; put it into the "
         f"environment: {section}.{path}='${{oc.env:NAME}}'"
-        for section, custom in _own_code(config).items()
+        for section, custom in {**_own_code(config), **hooks}.items()
         for path, value in leaves(custom.all_values())
         if is_secret(path) and isinstance(value, str) and value and not re.fullmatch(r"\$\{oc\.env:\w+\}", value)
     ]

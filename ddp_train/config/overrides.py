@@ -23,7 +23,7 @@ from omegaconf.resolvers import oc
 from ddp_train.config import metrics, reuse
 from ddp_train.config.bind import bind, own_keys
 from ddp_train.config.external_checks import package_of
-from ddp_train.config.options.custom import CustomConfig
+from ddp_train.config.options.custom import CustomConfig, hooks_of
 from ddp_train.config.program import Program
 from ddp_train.config.schema import OPTIONS, SCALARS, SECTIONS, Config
 from ddp_train.config.values import from_environment, leaves
@@ -346,7 +346,7 @@ def _own_packages(config: Config, from_elsewhere: set[str]) -> list[str]:
     if "metrics" not in from_elsewhere:
         sections += [further.custom for further in metrics.further(config)]
     paths = [path for section in sections if isinstance(section, CustomConfig) for _, path in section.code()]
-    paths += config.hooks if "hooks" not in from_elsewhere else []
+    paths += [hook.target for hook in hooks_of(config.hooks).values()] if "hooks" not in from_elsewhere else []
     return [package for path in paths for package in package_of(path)]
 
 

@@ -230,7 +230,11 @@ class Config:
         "further metrics of evaluations, classes of torchmetrics: [{_target_: torchmetrics.NAME, ARGUMENT: ...}]; each "
         "takes name: NAME and better: max or min, too",
     )
-    hooks: list[str] = key([], "your classes, package.Name: called with (job, run_dir, world), entered around training")
+    hooks: list[Any] = key(
+        [],
+        "your classes, called with (job, run_dir, world): package.Name, or {_target_: package.Name, ARGUMENT: ...}; "
+        "they act between steps, or are entered around training",
+    )
     trusted_modules: list[str] = key([], "packages whose code a checkpoint's _target_ may name")
     reasons: dict[str, str] = field(default_factory=dict)
     """Why `auto` chose its value, by the name of the switch. Not a key: filled in when `auto` is resolved."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ddp_train.config.external_checks import HOOK_RULE, TRUSTED_HOOKS, TRUSTED_MODULES, is_trusted, trusted_for
-from ddp_train.config.options.custom import CustomConfig
+from ddp_train.config.options.custom import CustomConfig, hooks_of
 from ddp_train.config.values import from_environment
 from ddp_train.errors import ConfigError
 from ddp_train.text import did_you_mean
@@ -22,15 +22,20 @@ def instantiate(section: str, custom: CustomConfig, *args: Any, **more: Any) -> 
     itself are passed on.
     """
     found, target = _target_of(section, custom)
-    values = from_environment(custom.arguments, section)
+    return _called(found, section, target, custom.arguments, *args, **more)
+
+
+def _called(found: str, section: str, target: Any, arguments: dict[str, Any], *args: Any, **more: Any) -> Any:
+    """found: key and value, for messages."""
+    values = from_environment(arguments, section)
     try:
         inspect.signature(target).bind(*args, **values, **more)
     except TypeError as error:  # shows the arguments as written: a value of the environment may be a secret
-        arguments = ", ".join(f"{key}={value!r}" for key, value in {**custom.arguments, **more}.items())
+        written = ", ".join(f"{key}={value!r}" for key, value in {**arguments, **more}.items())
         theirs = [key for key in list(inspect.signature(target).parameters)[len(args) :] if key not in more]
-        unknown = next((key for key in custom.arguments if key not in theirs), "")  # the one that Python names, too
+        unknown = next((key for key in arguments if key not in theirs), "")  # the one that Python names, too
         guess = did_you_mean(unknown, theirs)
-        raise ConfigError([f"{found}: cannot be called with {arguments}: {error}{guess}"]) from error
+        raise ConfigError([f"{found}: cannot be called with {written}: {error}{guess}"]) from error
     except ValueError:  # written in C, without a signature: the call itself fails
         pass
     return target(*args, **values, **more)
@@ -121,16 +126,21 @@ def _harmless(found: str, path: str, trusted: tuple[str, ...] = TRUSTED_MODULES)
     return target
 
 
-def build_hook(path: str, *args: Any) -> Any:
-    """Imports a class that `hooks` names, and calls it with (job, run_dir, world). Raises ConfigError as above."""
-    found = f"hooks=[{path}]"
-    hook = _imported(found, path)
-    made_in = str(getattr(hook, "__module__", ""))
-    if not isinstance(hook, type) or not (hasattr(hook, "__enter__") and hasattr(hook, "__exit__")):
+def build_hooks(items: list[Any], *args: Any) -> list[Any]:
+    """Objects of the classes that `hooks` names, called with (job, run_dir, world) and their arguments. Raises
+    ConfigError as above."""
+    return [_hook(found, hook, *args) for found, hook in hooks_of(items).items()]
+
+
+def _hook(found: str, hook: CustomConfig, *args: Any) -> Any:
+    made = _imported(found, hook.target)
+    made_in = str(getattr(made, "__module__", ""))
+    enters = hasattr(made, "__enter__") and hasattr(made, "__exit__")
+    if not isinstance(made, type) or not (enters or hasattr(made, "act")):
         raise ConfigError([f"{found}: {HOOK_RULE}"])
-    if is_trusted(path, TRUSTED_HOOKS) and not is_trusted(made_in, TRUSTED_HOOKS):
+    if is_trusted(hook.target, TRUSTED_HOOKS) and not is_trusted(made_in, TRUSTED_HOOKS):
         raise ConfigError([f"{found}: is a class of {made_in}, not of {', '.join(TRUSTED_HOOKS)}"])
-    return hook(*args)
+    return _called(found, found.partition(".")[0], made, hook.arguments, *args)
 
 
 def _imported(found: str, path: str) -> Any:

@@ -12,8 +12,9 @@ from typing import Any, cast
 import torch
 
 from ddp_train.config.freeze import to_values
+from ddp_train.config.options.custom import hooks_of
 from ddp_train.config.schema import TRACKERS, Config
-from ddp_train.config.user_code import build_hook
+from ddp_train.config.user_code import build_hooks
 from ddp_train.data.datasets import BatchSource, check_same_data
 from ddp_train.data.loader import Batch
 from ddp_train.data.splits import Splits
@@ -40,6 +41,7 @@ from ddp_train.training.inference import Inference
 from ddp_train.training.just_in_time import JustInTime, RecoveryHook
 from ddp_train.training.loop import Evaluation, Job, fit
 from ddp_train.training.open_data import common_digests, open_datasets, plan_digests
+from ddp_train.training.own_hooks import OwnHooks
 from ddp_train.training.own_state import OnDevice, Published
 from ddp_train.training.phases import ReportedHook, ReportedStepper
 from ddp_train.training.plan_report import plan_rows, selects_by_test
@@ -158,13 +160,15 @@ class Run:
         )
         select = metrics.build_selection(config, metrics.directions(module), sources, record)
         data_digests |= plan_digests(job.plan, device)
+        paths = [hook.target for hook in hooks_of(config.hooks).values()]
+        own = OwnHooks(build_hooks(config.hooks, job, self.run_dir, self.world), paths)
         if found:
-            self.restore(found, job, record, select, data_digests)
+            self.restore(found, job, record, select, own, data_digests)
             hooks_owed = hooks_owed or record.owes_score
         job.stepper.continue_from(first_step)
         trained = [name for name, parameter in module.model.named_parameters() if parameter.requires_grad]
         facts = {"data_digests": data_digests, "trained": trained, **facts_of_model(config, sources.train, module.task)}
-        save = self.checkpoint_hook(record, select, facts)
+        save = self.checkpoint_hook(record, select, own, facts)
         self.start_trackers(tracking, log, first_step)
         details = []
         if config.tracker.details:
@@ -174,6 +178,7 @@ class Run:
         job.hooks = [
             ReportedHook(record, self.status, "record"),
             select,
+            *(ReportedHook(one, self.status, "hook") for one in own.acting),  # before their state is saved
             ReportedHook(save, self.status, "checkpoint"),
             *details,
         ]
@@ -191,14 +196,20 @@ class Run:
             test.stop = job.stop
         self.announce(job, sources, select, record.rates)
         offer = just_in_time.offered(job, hooks_owed) if just_in_time else contextlib.nullcontext()
-        scores = self.fit(job, record, select, test, offer, hooks_owed)
+        scores = self.fit(job, record, select, own, test, offer, hooks_owed)
         summary = self.summaries.of_training(job, record, select, scores, test)
         for one in (job.evaluation, test):
             one.close()
         return summary
 
     def restore(
-        self, found: Path, job: Job, record: MetricsHook, select: SelectionHook, data_digests: dict[str, str]
+        self,
+        found: Path,
+        job: Job,
+        record: MetricsHook,
+        select: SelectionHook,
+        own: OwnHooks,
+        data_digests: dict[str, str],
     ) -> None:
         """Weights, buffers of every rank, optimizer and counters, from a checkpoint."""
         data = self.config.data
@@ -214,10 +225,14 @@ class Run:
             set_buffers(job.module, training["buffers"][self.world.rank])
         job.stepper.load_state(training)
         record.load_state(training["record"])
+        for note in own.load_state(training.get("hooks", [])):  # older checkpoints have none
+            self.display.line(note)
         if self.run_dir in found.parents:  # another run's may be of other data, and its checkpoints are not here
             select.load_state(training.get("selection", {}))  # older checkpoints have none
 
-    def checkpoint_hook(self, record: MetricsHook, select: SelectionHook, facts: dict[str, Any]) -> CheckpointHook:
+    def checkpoint_hook(
+        self, record: MetricsHook, select: SelectionHook, own: OwnHooks, facts: dict[str, Any]
+    ) -> CheckpointHook:
         """facts: of data and model, for every manifest."""
         section = self.config.checkpoint
         writer = None
@@ -238,7 +253,7 @@ class Run:
             section.every_steps,
             section.every_minutes,
             section.best,
-            more_state=lambda: {"selection": select.state()},
+            more_state=lambda: {"selection": select.state(), "hooks": own.state()},
         )
 
     def start_trackers(self, tracking: Tracking, log: MetricsFile, first_step: int) -> None:
@@ -282,6 +297,7 @@ class Run:
         job: Job,
         record: MetricsHook,
         select: SelectionHook,
+        own: OwnHooks,
         test: Evaluation,
         offer: AbstractContextManager[None],
         hooks_owed: bool,
@@ -294,8 +310,7 @@ class Run:
         try:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(job.stop.listening(self.status, self.world, connection, patience, self.leave))
-                for path in self.config.hooks:
-                    stack.enter_context(build_hook(path, job, self.run_dir, self.world))
+                stack.enter_context(own.entered())
                 stack.enter_context(offer)
                 if hooks_owed:
                     for hook in job.hooks:

@@ -86,6 +86,20 @@ class CustomDataConfig(CustomConfig):
         return {**self.values(), "transform": self.transform, "test_transform": self.test_transform}
 
 
+def hooks_of(items: list[Any]) -> dict[str, CustomConfig]:
+    """The items of `hooks` by their keys, for messages: `hooks=[my_pkg.Hook]`, `hooks[1]._target_=my_pkg.Hook`. An item
+    is PATH, or {_target_: PATH, ...} with arguments."""
+    found = {}
+    for place, item in enumerate(items):
+        if isinstance(item, dict):
+            arguments = {name: value for name, value in item.items() if name != "_target_"}
+            target = str(item.get("_target_", ""))
+            found[f"hooks[{place}]._target_={target}"] = CustomConfig(target=target, arguments=arguments)
+        else:
+            found[f"hooks=[{item}]"] = CustomConfig(target=str(item))
+    return found
+
+
 def named_code(value: Any, path: str) -> Iterator[tuple[str, str]]:
     """The dotted paths in an item of `data.transform`, and where they stand. An item is {_target_: PATH, ...}, or PATH
     alone; its arguments may have such dicts within them."""
