@@ -60,6 +60,12 @@ class TaskError(DataError):
     kind = "task"
 
 
+class ModelError(DataError):
+    """A model does not do what DDP needs."""
+
+    kind = "model"
+
+
 class PeerError(LaunchError):
     """Another process, host or port cannot be reached."""
 

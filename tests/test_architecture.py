@@ -24,8 +24,8 @@ ROOMS = """
 
 LINES = {
     "errors": 70, "text": 30, "linux": 95, "stdio": 45, "tensor_tree": 25,
-    "distributed": 680, "resilience": 830, "config": 2940, "launcher": 1140, "data": 2040, "models": 170,
-    "telemetry": 750, "tasks": 900, "optim": 660, "parallel": 290, "performance": 330, "training": 3040,
+    "distributed": 680, "resilience": 850, "config": 2940, "launcher": 1140, "data": 2040, "models": 170,
+    "telemetry": 750, "tasks": 900, "optim": 660, "parallel": 310, "performance": 330, "training": 3040,
     "study": 2450, "doctor": 1600, "__main__": 110,
 }  # fmt: skip
 """The most lines of code that each room may hold: not blank, no comment, no docstring. No file is left out."""

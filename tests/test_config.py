@@ -602,7 +602,8 @@ def test_what_is_no_hook_is_refused_before_it_is_imported(
         "import contextlib\nfrom elsewhere import Other\nraise AssertionError('imported')\n"
         "def watch(job, run_dir, world): pass\n@contextlib.contextmanager\ndef managed(*_): yield\n"
         "short = lambda *_: None\nSIZE = 3\nclass Closed:\n    def close(self): pass\n"
-        f"class Acts:\n    def act(self, job): pass\nclass Whole:\n{methods}class Derived(Other): pass\ndef Assigned(): pass\nAssigned = Other\n"
+        "class Acts:\n    def act(self, job): pass\n"
+        f"class Whole:\n{methods}class Derived(Other): pass\ndef Assigned(): pass\nAssigned = Other\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     words = [f"hooks=[{module}.{name}]", "run_dir=run"]

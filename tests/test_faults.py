@@ -10,15 +10,18 @@ import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from ddp_train.distributed.world import World
 from ddp_train.errors import WriteError
-from ddp_train.resilience.failure_report import Failure, report
+from ddp_train.resilience.failure_report import Failure, report, traceback_of
 from ddp_train.resilience.heartbeat import UNREPORTED, RankStatus
+from ddp_train.telemetry.console import Display
 from ddp_train.training.worker import open_logs
-from tests.commands import LAUNCH, ONE, ROOT, SMALL, environment, fatal_lines, processes_of, read, run, running
+from tests.commands import LAUNCH, ONE, ROOT, SMALL, THREE, environment, fatal_lines, processes_of, read, run, running
 from tests.test_checkpoint import small_disk
 
 pytestmark = pytest.mark.timeout(300)  # the machine may be busy
@@ -133,6 +136,81 @@ def test_a_failure_that_cannot_be_written_is_told_once(tmp_path: Path) -> None:
             subprocess.run(["chattr", "-i", job.run_dir], check=True)
         (fatal,) = fatal_lines(job.said())
         assert "FATAL write (rank 0 " in fatal and "Traceback" not in job.said()
+
+
+# --- foreign code that is wrong ---------------------------------------------------------------------------------------
+
+WRONG = """
+from torch import nn
+
+
+class Spare(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Flatten(), nn.Linear(64, 10))
+        self.spare = nn.Linear(3, 3)
+
+    def forward(self, images):
+        return self[1](self[0](images))
+
+
+class Shape(Spare):
+    def forward(self, images):
+        return self.head(images)
+
+    def head(self, images):
+        return self[1](images)
+"""
+
+
+@pytest.mark.slow
+def test_parameters_that_the_loss_does_not_depend_on_are_named(tmp_path: Path) -> None:
+    """By torch they are `Parameter indices 2 3`, in a text of nine lines."""
+    (tmp_path / "wrong.py").write_text(WRONG)
+    words = ["model._target_=wrong.Spare", "data.limit=96", f"run_dir={tmp_path}/run", THREE]
+    done = run(*words, env={"PYTHONPATH": str(tmp_path)})
+    (fatal,) = fatal_lines(done.stderr)
+    assert done.returncode == 65 and "Traceback" not in done.stderr, done.stderr
+    assert fatal.endswith("the loss does not depend on 2 parameters: spare.weight, spare.bias")
+
+
+def test_a_traceback_shows_the_users_lines_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "wrong.py").write_text(WRONG)
+    monkeypatch.syspath_prepend(tmp_path)
+    import wrong
+
+    try:
+        try:
+            wrong.Shape()(torch.zeros(2, 1, 8, 8))
+        except RuntimeError as cause:
+            raise ValueError("in what follows") from cause
+    except ValueError as error:
+        shown = traceback_of(error)
+    places = [line.split(", ")[0].rpartition("/")[2] for line in shown.splitlines() if line.startswith('  File "')]
+    assert places == ['test_faults.py"', 'wrong.py"', 'wrong.py"', 'linear.py"', 'test_faults.py"'], shown
+    assert "frames of libraries left out" in shown and "ValueError: in what follows" in shown
+    try:
+        torch.zeros(2) @ torch.zeros(3)
+        raise AssertionError
+    except RuntimeError as error:
+        assert "left out" not in traceback_of(error)
+    assert traceback_of(WriteError("known", "mend it")) == ""
+
+
+def test_a_log_shows_progress_now_and_then(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no terminal, and so no bar."""
+    now = [100.0]
+    monkeypatch.setattr("ddp_train.telemetry.console.time", SimpleNamespace(monotonic=lambda: now[0]))
+    display = Display(active=True)
+    display.start(1_000, lambda: 200)
+    for step in (210, 300, 310, 400):
+        now[0] += 20
+        display.interval(step, f"loss {step}")
+    assert capsys.readouterr().out.splitlines() == [
+        "step 300/1,000  loss 300  0:04:40 left",
+        "step 400/1,000  loss 400  0:04:00 left",
+    ]
+    Display(active=False).interval(10, "loss")
+    assert capsys.readouterr().out == ""
 
 
 # --- foreign code that ends its process -------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.loader import Batch
 from ddp_train.distributed.process_group import averaged_buffers, mean_later
 from ddp_train.distributed.training_step import TrainingStep
+from ddp_train.parallel.naming_ddp import NamingDdp
 from ddp_train.parallel.sync_batch_norm import SyncBatchNorm, synchronised
 from ddp_train.tasks.task import ModelWithTask
 
@@ -134,7 +135,7 @@ class DistributedDataParallel:
 
     def wrap(self, module: ModelWithTask) -> nn.Module:
         self.sync_batch_norms = [layer for layer in module.modules() if isinstance(layer, SyncBatchNorm)]
-        self.wrapped = nn.parallel.DistributedDataParallel(module, **ddp_arguments(self.device, **self.options))
+        self.wrapped = NamingDdp(module, **ddp_arguments(self.device, **self.options))
         _register_comm_hook(self.wrapped, self.comm_hook, self.powersgd_rank)
         return self.wrapped
 

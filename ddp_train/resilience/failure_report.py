@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import sys
+import sysconfig
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from typing import Any, TextIO
 from ddp_train.errors import LaunchError, NonFiniteLossError, is_out_of_memory
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.stdio import TolerantStream
-from ddp_train.text import first_line
+from ddp_train.text import counted, first_line
 
 FILE, SUMMARY = "failure.json", "summary.json"
 log = logging.getLogger(__name__)
@@ -149,8 +150,30 @@ def failure_from_exit(
 
 
 def traceback_of(error: BaseException) -> str:
-    """The text that `report` prints above the FATAL line for an exception; empty for errors with a known cause."""
-    return "" if isinstance(error, LaunchError) else "".join(traceback.format_exception(error))
+    """The text that `report` prints above the FATAL line for an exception; empty for errors with a known cause. Where
+    it came by the user's own code, only those frames and the one that raised: the log has them all."""
+    if isinstance(error, LaunchError):
+        return ""
+    whole = traceback.TracebackException.from_exception(error)
+    part: traceback.TracebackException | None = whole
+    left_out = 0
+    while part:
+        frames = list(part.stack)
+        own = [frame for frame in frames if not _is_foreign(frame.filename)]
+        if own:
+            last = [] if own[-1] is frames[-1] else frames[-1:]
+            part.stack = traceback.StackSummary.from_list([*own, *last])
+            left_out += len(frames) - len(part.stack)
+        part = part.__cause__ or (None if part.__suppress_context__ else part.__context__)
+    note = f"({counted(left_out, 'frame')} of libraries left out; the log has them)\n" if left_out else ""
+    return "".join(whole.format()) + note
+
+
+def _is_foreign(filename: str) -> bool:
+    """Whether a frame's file is of this package, of Python or of an installed library."""
+    paths = sysconfig.get_paths()
+    ours = str(Path(__file__).parents[1])
+    return filename.startswith(("<", ours, paths["stdlib"], paths["purelib"], paths["platlib"]))
 
 
 def stack_of(rank: int, frames: Sequence[str]) -> str:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,8 @@ from ddp_train.text import counted
 
 REFRESHES_PER_SECOND = 4
 """Drawing the bar takes some milliseconds of Python, in a thread of its own: rich's ten times a second are too many."""
+LINE_SECONDS = 30.0
+"""The least time between two lines of progress where there is no terminal."""
 log = logging.getLogger(__name__)
 
 
@@ -69,6 +73,8 @@ class Display:
         self.bar: Progress | None = None
         self.numbers = ""
         """What stands beside the bar."""
+        self.steps = self.first_step = 0
+        self.began = self.last_line = time.monotonic()
 
     def plan(self, rows: dict[str, str]) -> None:
         """What is about to happen."""
@@ -80,6 +86,8 @@ class Display:
 
     def start(self, steps: int, steps_done: Callable[[], int]) -> None:
         """Shows the progress bar, where there is a terminal to show it on. steps_done: is read four times a second."""
+        self.steps, self.first_step = steps, steps_done()
+        self.began = self.last_line = time.monotonic()
         if self.active and self.console.is_terminal:
             columns = (
                 TextColumn("[bold]{task.description}"),
@@ -87,13 +95,24 @@ class Display:
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[numbers]}"),
                 TimeRemainingColumn(),
+                TextColumn("left"),
             )
             self.bar = _Bar(self, steps_done, *columns, console=self.console, transient=True, expand=True)
             self.bar.add_task("training", total=steps, completed=steps_done(), numbers="")
             self.bar.start()
 
+    def interval(self, step: int, numbers: str) -> None:
+        """The numbers of a logging interval: beside the bar; without a terminal a line now and then, for whoever reads
+        a batch job's log."""
+        self.numbers = numbers
+        now = time.monotonic()
+        if self.active and not self.bar and now - self.last_line >= LINE_SECONDS:
+            seconds_left = (now - self.began) / max(1, step - self.first_step) * (self.steps - step)
+            self.line(f"step {step:,}/{self.steps:,}  {numbers}  {timedelta(seconds=round(seconds_left))} left")
+
     def line(self, text: str) -> None:
         """A line that stays."""
+        self.last_line = time.monotonic()
         if self.active:
             self.console.print(text, markup=False)
             log.info("%s", text)

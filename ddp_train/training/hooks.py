@@ -189,7 +189,8 @@ class MetricsHook:
             samples_seen=job.plan.samples_seen(job.step),
             figures=self.hardware.interval(now - self.interval_began),
         )
-        self.display.numbers = f"loss {loss.value:.4f}  {in_words(speeds)}  {self.hardware.short()}"
+        numbers = f"epoch {epoch}/{self.epochs}  loss {loss.value:.4f}  {in_words(speeds)}  {self.hardware.short()}"
+        self.display.interval(job.step, numbers)
         self.interval_began = now
         self.interval_first_step = job.step
 

@@ -54,8 +54,8 @@ class OwnHook:
         if wrong is not None:
             raise ConfigError(
                 [
-                    f"hooks: {self.path}.state_dict() has a {type(wrong).__name__}; numbers, texts and tensors alone, in "
-                    "dicts and lists, can be read again without running code"
+                    f"hooks: {self.path}.state_dict() has a {type(wrong).__name__}; numbers, texts and tensors alone, "
+                    "in dicts and lists, can be read again without running code"
                 ]
             )
         return state
@@ -74,8 +74,8 @@ class OwnHooks:
         return [[hook.path, hook.state()] for hook in self.acting]
 
     def load_state(self, saved: Sequence[Sequence[Any]]) -> list[str]:
-        """Returns what the user should know. saved: perhaps by a run with other hooks; those of one class take theirs in
-        their order."""
+        """Returns what the user should know. saved: perhaps by a run with other hooks; those of one class take theirs
+        in their order."""
         left = [(path, state) for path, state in saved if state is not None]
         for hook in self.acting:
             mine = next((one for one in left if one[0] == hook.path), None)
