@@ -23,9 +23,9 @@ ROOMS = """
 """Whatever lies directly in ddp_train/, from the ground up: a room imports only rooms before it."""
 
 LINES = {
-    "errors": 70, "text": 30, "linux": 95, "stdio": 45, "tensor_tree": 25,
-    "distributed": 680, "resilience": 830, "config": 2880, "launcher": 1140, "data": 1940, "models": 170,
-    "telemetry": 750, "tasks": 870, "optim": 660, "parallel": 290, "performance": 330, "training": 2510,
+    "errors": 70, "text": 40, "linux": 95, "stdio": 45, "tensor_tree": 25,
+    "distributed": 680, "resilience": 830, "config": 2940, "launcher": 1140, "data": 1940, "models": 340,
+    "telemetry": 750, "tasks": 880, "optim": 660, "parallel": 290, "performance": 330, "training": 2590,
     "study": 2450, "doctor": 1600, "__main__": 110,
 }  # fmt: skip
 """The most lines of code that each room may hold: not blank, no comment, no docstring. No file is left out."""
@@ -111,7 +111,8 @@ def test_config_objects_stop_where_a_run_is_set_up() -> None:
         for path in (PACKAGE / "training").glob("*.py")
         if any(module.startswith(("config.schema", "config.options")) for module in modules_imported(path))
     }
-    assert users == {"from_python", "open_data", "setup", "metrics", "run", "summary", "worker", "plan_report"}
+    expected = "fine_tuning from_python metrics open_data plan_report run setup summary worker"
+    assert users == set(expected.split())
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
@@ -141,7 +142,7 @@ def test_a_first_sitting_is_short() -> None:
     read = [PACKAGE / f"{name}.py" for name in FIRST_SITTING]
     lines = {path.stem: code_lines(path) for path in read}
     print(lines, sum(lines.values()))
-    assert len(read) <= 21 and sum(lines.values()) <= 2650
+    assert len(read) <= 21 and sum(lines.values()) <= 2670
 
 
 @pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(PACKAGE)))

@@ -221,6 +221,12 @@ def model(case: Case) -> Any:
     return str(built), [tuple(parameter.shape) for parameter in built.parameters()]
 
 
+def trained_at_first_and_later(case: Case) -> Any:
+    job = job_of(alone(case), World())
+    names = [name for name, parameter in job.module.model.named_parameters() if parameter.requires_grad]
+    return names, [hook.due(job) for hook in job.hooks]
+
+
 def gelu_is_compiled(case: Case) -> Any:
     functions = [layer.function for layer in model_in(case).modules() if hasattr(layer, "function")]
     return [hasattr(function, "_torchdynamo_orig_callable") for function in functions]
@@ -767,6 +773,10 @@ ROWS: dict[str, Row] = {
     "tracker.mlflow": Row("tracker.mlflow=true", trackers),
     "tracker.project": Row("tracker.project=mine", trackers, "tracker.mlflow=true"),
     "tracker.details": Row("tracker.details=true", hooks_of_trackers, "tracker.tensorboard=true"),
+    "model.init_from": Row("model.init_from=nowhere.pt", problems),
+    "model.init_ignore": Row("model.init_ignore=[head.*]", problems),
+    "model.freeze": Row("model.freeze=[*bias]", trained_at_first_and_later),
+    "model.freeze_epochs": Row("model.freeze_epochs=1", trained_at_first_and_later, "model.freeze=[*bias]"),
     "model.channels": Row("model.channels=4", model),
     "model.norm": Row("model.norm=none", model),
     "model.dropout": Row("model.dropout=0.1", model),

@@ -194,6 +194,7 @@ def capture_blockers(config: Config) -> dict[str, str]:
         ),
         "strategy.find_unused_parameters": (strategy.find_unused_parameters, "false", "it walks each autograd graph"),
         "strategy.comm_hook": (strategy.comm_hook == "powersgd", "none", no_python),
+        "model.freeze_epochs": (config.model.freeze_epochs is not None, "null", "a graph is that of fixed parameters"),
         "strategy.sync_bn": (strategy.sync_bn, "false", "it reads its counts from the device"),
     }  # fmt: skip
     return {key: f"{value} ({why})" for key, (against, value, why) in rules.items() if against}

@@ -142,6 +142,8 @@ def _of_the_state(before: Config, config: Config) -> dict[str, tuple[Any, Any]]:
         # It decides in which order parameters are numbered.
         "optimizer.decay_norm_and_bias": (one.get("decay_norm_and_bias"), other.get("decay_norm_and_bias")),
         "train.global_batch_size": (before.train.global_batch_size, config.train.global_batch_size),
+        "model.freeze": (before.model.freeze, config.model.freeze),  # and this, which the optimizer has
+        "model.freeze_epochs": (before.model.freeze_epochs, config.model.freeze_epochs),
         "data.batch_by": (before.data.batch_by, config.data.batch_by),  # what that number counts
     }
     precisions = before.tuning.precision, config.tuning.precision

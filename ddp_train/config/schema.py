@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Union
 
 from ddp_train.config.key import AUTO, key
-from ddp_train.config.options.custom import CustomConfig, CustomDataConfig
+from ddp_train.config.options.custom import CustomConfig, CustomDataConfig, CustomModelConfig
 from ddp_train.config.options.data import (
     Cifar10Config,
     DigitsConfig,
@@ -238,7 +238,7 @@ def _by_name(*schemas: type) -> dict[str, Any]:
 OPTIONS: dict[str, dict[str, Any]] = {
     "strategy": _by_name(SingleConfig, DpConfig, DdpConfig, OrderedConfig),
     "model": _by_name(
-        CnnConfig, MlpConfig, LinearRegressionConfig, GeluMlpConfig, GptConfig, TorchvisionConfig, CustomConfig
+        CnnConfig, MlpConfig, LinearRegressionConfig, GeluMlpConfig, GptConfig, TorchvisionConfig, CustomModelConfig
     ),
     "task": _by_name(
         AutoTaskConfig,

@@ -8,7 +8,7 @@ import os
 import re
 from typing import Any
 
-from ddp_train.config import conflicts, external_checks
+from ddp_train.config import conflicts, external_checks, fine_tuning
 from ddp_train.config.auto import process_count
 from ddp_train.config.hardware import Hardware
 from ddp_train.config.schema import Config
@@ -30,6 +30,7 @@ def check(asked: Config, config: Config, hardware: Hardware, world: World | None
         *(_mode, _devices, _too_many, _backend, _under_torchrun, _under_srun, _hosts, _process_count),
         *conflicts.CHECKS,
         *external_checks.CHECKS,
+        fine_tuning.check,
     )
     return [problem for one_check in checks for problem in one_check(asked, config, hardware, world)]
 

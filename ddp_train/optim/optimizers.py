@@ -33,13 +33,13 @@ def build_optimizer(
     decay_norm_and_bias: bool = True,
     **arguments: Any,
 ) -> Optimizer:
-    """The optimizer of the parameters that want gradients.
+    """The optimizer of parameters. Those without a gradient stay as they are, with torch's classes and ours.
 
     implementation: loop, foreach or fused, as torch calls them, or default for that of the class. captured: its steps
     run from a CUDA graph, so that host time per step does not matter. decay_norm_and_bias: weight decay for parameters
     of at most one dimension too. arguments: lr, weight_decay, and what else the class takes.
     """
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    trained = list(parameters)
     groups = trained if decay_norm_and_bias else without_decay_of_vectors(trained)
     if "beta1" in arguments:
         arguments["betas"] = (arguments.pop("beta1"), arguments.pop("beta2"))

@@ -32,7 +32,8 @@ class Strategy(Protocol):
         ...
 
     def wrap(self, module: ModelWithTask) -> nn.Module:
-        """What the training step calls. Evaluation and checkpoints use the module itself: it has the plain names."""
+        """What the training step calls. Evaluation and checkpoints use the module itself: it has the plain names. To be
+        called again when other parameters want gradients."""
         ...
 
     def warm_up(self, first_batch: Callable[[], Batch]) -> None:
@@ -134,7 +135,11 @@ class DistributedDataParallel:
 
     def wrap(self, module: ModelWithTask) -> nn.Module:
         self.sync_batch_norms = [layer for layer in module.modules() if isinstance(layer, SyncBatchNorm)]
-        self.wrapped = nn.parallel.DistributedDataParallel(module, **ddp_arguments(self.device, **self.options))
+        if again := hasattr(self, "wrapped"):
+            self.wrapped._remove_autograd_hooks()  # until the garbage collector takes it, they would send gradients too
+        # Weights are alike by then; buffers are each rank's own, and stay so.
+        arguments = {**ddp_arguments(self.device, **self.options), "init_sync": not again}
+        self.wrapped = nn.parallel.DistributedDataParallel(module, **arguments)
         _register_comm_hook(self.wrapped, self.comm_hook, self.powersgd_rank)
         return self.wrapped
 

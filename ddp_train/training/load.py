@@ -42,7 +42,7 @@ def load(
     elif "input_shape" not in manifest:
         raise DataError(f"{found} does not say what its model takes", "go on with its run for a step, which saves that")
     else:
-        shape, arguments = torch.Size(manifest["input_shape"]), setup.arguments_of(config.model)
+        shape, arguments = torch.Size(manifest["input_shape"]), setup.arguments_of(config.model, *setup.BESIDE_MODEL)
         model = build_model(config.model.name, shape, manifest["outputs"], **arguments)
     if config.tuning.precision == "fp64":
         model.double()

@@ -24,12 +24,16 @@ def plan_rows(
     first_step: int,
     validation_samples: int | None = None,
     rates: Rates = Rates(),  # noqa: B008  it is frozen
+    trained: int | None = None,
+    begun: str | None = None,
 ) -> dict[str, str]:
-    """Heading -> text. parameters: of the model. base_lr: at this global batch. first_step: where training resumes.
+    """Heading -> text. parameters: of the model. trained: how many of them, now; None: all. begun: with which weights,
+    if not with drawn ones. base_lr: at this global batch. first_step: where training resumes.
     validation_samples: None if nothing validates. rates: of the model."""
     return {
         "processes": _processes(config),
-        "model": f"{_model_name(config.model)}, {parameters:,} parameters",
+        "model": f"{_model_name(config.model)}, {parameters:,} parameters{_trained(config, plan, parameters, trained)}",
+        **({"begins with": begun} if begun else {}),
         "data": _data(config.data, plan, validation_samples),
         "task": _task(config.task, task),
         **_further(config),
@@ -61,6 +65,14 @@ def _compute(plan: BatchPlan, rates: Rates) -> dict[str, str]:
 
 def _model_name(model: Any) -> str:
     return getattr(model, "arch", None) or getattr(model, "target", None) or model.name
+
+
+def _trained(config: Config, plan: BatchPlan, parameters: int, trained: int | None) -> str:
+    if trained is None or trained == parameters:
+        return ""
+    epochs = config.model.freeze_epochs
+    later = f"; what is frozen trains from step {epochs * plan.steps_per_epoch:,} on" if epochs else ""
+    return f", of which {trained:,} train{later}"
 
 
 def _task(section: Any, task: Task) -> str:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from ddp_train.config.key import key
 from ddp_train.config.options.data import DataFacts, mixing_alpha, sample_weights, validation_part
-from ddp_train.config.options.model import ModelFacts
+from ddp_train.config.options.model import FineTuning, ModelFacts
 from ddp_train.config.options.optimizer import OptimizerFacts
 
 NOT_TELLING = ("download", "augment", "transform", "transforms", "target_transform")
@@ -35,6 +35,11 @@ class CustomConfig(ModelFacts, DataFacts, OptimizerFacts):
     def all_values(self) -> dict[str, Any]:
         """And those that other code of the section is called with."""
         return self.values()
+
+
+@dataclass
+class CustomModelConfig(FineTuning, CustomConfig):
+    """Your own model: `_target_=package.Name`, and its arguments beside it."""
 
 
 @dataclass

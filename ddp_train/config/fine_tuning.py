@@ -1,0 +1,58 @@
+"""Checks of where a model begins and of what of it trains. No file is opened: what needs the model, workers check."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ddp_train.config.hardware import Hardware
+from ddp_train.config.schema import Config
+from ddp_train.distributed.world import World
+from ddp_train.resilience.checkpoint_files import MANIFEST, places
+from ddp_train.text import shown
+
+SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
+"""Of files with weights. All but the first are read by torch.load(weights_only=True)."""
+
+
+def starts_from_nothing(config: Config) -> bool:
+    """Whether the model of a run does not come from a checkpoint: only then the weights to begin with are needed."""
+    resumes = config.checkpoint.resume == "auto" and bool(places(Path(str(config.run_dir))))
+    return config.mode == "train" and config.checkpoint.resume in ("auto", "never") and not resumes
+
+
+def check(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
+    model, problems = config.model, []
+    if model.init_ignore and model.init_from is None:
+        problems.append(f"model.init_ignore={shown(model.init_ignore)}: has an effect only with model.init_from=PATH")
+    if model.freeze_epochs is not None and not model.freeze:
+        problems.append(f"model.freeze_epochs={model.freeze_epochs}: has an effect only with model.freeze=[GLOB]")
+    if model.init_from is not None and starts_from_nothing(config):
+        problems += _no_weights(model.init_from)
+    return problems
+
+
+def _no_weights(init_from: str) -> list[str]:
+    """Why a path cannot be what a model begins with."""
+    path, found = Path(init_from), f"model.init_from={init_from}"
+    if path.is_dir():
+        if any((place / MANIFEST).is_file() for place in (path, *places(path))):
+            return []
+        files = sorted(file.name for file in path.iterdir() if file.suffix in SUFFIXES)
+        remedy = f"name the file: model.init_from={path / files[0]}" if files else "name a run that has saved one"
+        return [f"{found}: holds no checkpoint; {remedy}"]
+    if not path.is_file():
+        return [f"{found}: no such file or folder; it is looked for in {Path.cwd()}"]
+    if path.suffix not in SUFFIXES:
+        return [f"{found}: must be a run, a checkpoint, or a file that ends with {', '.join(SUFFIXES)}"]
+    return []
+
+
+def notices(config: Config) -> dict[str, bool]:
+    """Keys that have no effect here, and whether that is so."""
+    model, resume = config.model, config.checkpoint.resume
+    return {
+        f"model.init_from={model.init_from} has no effect: the weights are those of checkpoint.resume={resume}":
+            model.init_from is not None and config.mode == "train" and resume not in ("auto", "never"),
+        f"model.freeze_epochs={model.freeze_epochs} changes nothing: train.epochs={config.train.epochs}":
+            model.freeze_epochs is not None and model.freeze_epochs >= config.train.epochs,
+    }  # fmt: skip
