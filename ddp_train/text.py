@@ -55,12 +55,14 @@ def matching(glob: str, names: Iterable[str]) -> list[str]:
     return [name for name in names if fnmatch.fnmatchcase(name, glob)]
 
 
-def unmatched(key: str, globs: Iterable[str], names: Sequence[str]) -> list[str]:
-    """A problem for each glob that matches no name, with one that was probably meant. key: where the globs stand."""
+def unmatched(found: str, globs: Iterable[str], names: Sequence[str], what: str = "parameter") -> list[str]:
+    """A problem for each glob that matches no name, with one that was probably meant. found: key and value, a `{}` for
+    the glob. what: the names are of."""
     parents = dict.fromkeys(name.rpartition(".")[0] + ".*" for name in names if "." in name)
     wider = dict.fromkeys(name.split(".")[0] + ".*" for name in names if "." in name)
+    known = list({**wider, **parents, **dict.fromkeys(names)})
     return [
-        f"{key}=[{glob}]: matches no name{did_you_mean(glob, list({**wider, **parents, **dict.fromkeys(names)}))}"
+        f"{found.format(glob)}: matches no {what}{did_you_mean(glob, known)}"
         for glob in globs
         if not matching(glob, names)
     ]

@@ -25,6 +25,7 @@ from ddp_train.optim.optimizers import build_optimizer
 from ddp_train.optim.schedules import Factor, build_schedule
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.tasks.task import ModelWithTask
+from ddp_train.training.fine_tuning import BESIDE_OPTIMIZER
 from ddp_train.training.loop import Job, fit
 from ddp_train.training.open_data import open_datasets
 from ddp_train.training.setup import BESIDE_MODEL, arguments_of, build_job, build_module, build_strategy, loader_options
@@ -59,7 +60,7 @@ def optimizer_of(parameters: Iterable[nn.Parameter], section: Any, kind: str, ca
     """The optimizer that an optimizer section of the config names. kind: loop, foreach or fused."""
     if section.name == "custom":
         return instantiate("optimizer", section, list(parameters))
-    arguments = arguments_of(section, "lr_scaling", "lr_base_batch")
+    arguments = arguments_of(section, *BESIDE_OPTIMIZER)
     return build_optimizer(parameters, section.name, implementation=kind, captured=captured, **arguments)
 
 

@@ -24,8 +24,8 @@ ROOMS = """
 
 LINES = {
     "errors": 70, "text": 40, "linux": 95, "stdio": 45, "tensor_tree": 25,
-    "distributed": 680, "resilience": 830, "config": 2940, "launcher": 1140, "data": 1940, "models": 340,
-    "telemetry": 750, "tasks": 880, "optim": 660, "parallel": 290, "performance": 330, "training": 2590,
+    "distributed": 680, "resilience": 830, "config": 3010, "launcher": 1140, "data": 1940, "models": 340,
+    "telemetry": 750, "tasks": 880, "optim": 740, "parallel": 290, "performance": 330, "training": 2620,
     "study": 2450, "doctor": 1600, "__main__": 110,
 }  # fmt: skip
 """The most lines of code that each room may hold: not blank, no comment, no docstring. No file is left out."""
@@ -142,7 +142,7 @@ def test_a_first_sitting_is_short() -> None:
     read = [PACKAGE / f"{name}.py" for name in FIRST_SITTING]
     lines = {path.stem: code_lines(path) for path in read}
     print(lines, sum(lines.values()))
-    assert len(read) <= 21 and sum(lines.values()) <= 2670
+    assert len(read) <= 21 and sum(lines.values()) <= 2680
 
 
 @pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(PACKAGE)))

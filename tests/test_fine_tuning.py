@@ -139,6 +139,7 @@ def test_what_is_no_state_dict_is_refused(
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize("content", [b"", b"PK\3\4 half a zip", pickle.dumps([1])[:-1], b"\0" * 100])
 def test_a_damaged_file_is_refused(content: bytes, suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"w{suffix}"
@@ -193,8 +194,8 @@ def test_what_is_frozen_rests_until_it_is_not() -> None:
 
 @pytest.mark.parametrize(
     ("globs", "expected"),
-    [(["1.weihgt"], r"model\.freeze=\[1\.weihgt\]: matches no name; did you mean 1\.weight\?"),
-     (["1"], r"model\.freeze=\[1\]: matches no name; did you mean 1\.\*\?"),
+    [(["1.weihgt"], r"model\.freeze=\[1\.weihgt\]: matches no parameter; did you mean 1\.weight\?"),
+     (["1"], r"model\.freeze=\[1\]: matches no parameter; did you mean 1\.\*\?"),
      (["*"], r"model\.freeze=\[\*\]: nothing is left to train")],
 )  # fmt: skip
 def test_globs_without_a_match_and_those_that_match_all_are_refused(globs: list[str], expected: str) -> None:

@@ -238,6 +238,11 @@ def optimizer(case: Case) -> Any:
     return type(built), [{**group, "params": [p.ndim for p in group["params"]]} for group in built.param_groups]
 
 
+def groups_of_a_job(case: Case) -> Any:
+    optimizer = job_of(alone(case), World()).stepper.optimizer
+    return [(group["lr"], len(group["params"])) for group in optimizer.param_groups]
+
+
 class Reached(Exception):
     """Ends a run where it has come far enough."""
 
@@ -829,6 +834,8 @@ ROWS: dict[str, Row] = {
     "optimizer.decay_norm_and_bias": Row("optimizer.decay_norm_and_bias=FLIPPED", optimizer),
     "optimizer.lr_scaling": Row("optimizer.lr_scaling=linear", learning_rates, SMALL),
     "optimizer.lr_base_batch": Row("optimizer.lr_base_batch=48", learning_rates, f"{SMALL} optimizer.lr_scaling=sqrt"),
+    "optimizer.groups": Row("optimizer.groups=[{match:*bias,lr:0.3}]", groups_of_a_job),
+    "optimizer.layer_decay": Row("optimizer.layer_decay=0.5", groups_of_a_job, "model=mlp"),
     "optimizer.trust_coefficient": Row("optimizer.trust_coefficient=0.3", optimizer),
     "optimizer.max_trust_ratio": Row("optimizer.max_trust_ratio=0.3", optimizer),
     "optimizer.momentum": Row("optimizer.momentum=0.3", optimizer),

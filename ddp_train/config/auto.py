@@ -205,8 +205,9 @@ def optimizer_at_batch(config: Config) -> Any:
     if config.optimizer.lr_scaling == "none":
         return config.optimizer
     ratio = config.train.global_batch_size / config.optimizer.lr_base_batch
-    lr = config.optimizer.lr * ratio ** LR_POWERS[config.optimizer.lr_scaling]
-    return dataclasses.replace(config.optimizer, lr=lr, lr_scaling="none")
+    factor = ratio ** LR_POWERS[config.optimizer.lr_scaling]
+    groups = [{**group, "lr": group["lr"] * factor} if "lr" in group else group for group in config.optimizer.groups]
+    return dataclasses.replace(config.optimizer, lr=config.optimizer.lr * factor, groups=groups, lr_scaling="none")
 
 
 def warmup_asked(schedule: Any, steps_per_epoch: int) -> int:

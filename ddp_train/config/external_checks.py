@@ -146,10 +146,20 @@ def _of_the_state(before: Config, config: Config) -> dict[str, tuple[Any, Any]]:
         "model.freeze_epochs": (before.model.freeze_epochs, config.model.freeze_epochs),
         "data.batch_by": (before.data.batch_by, config.data.batch_by),  # what that number counts
     }
+    parts, others = _parts(one), _parts(other)
+    if parts != others:
+        values["optimizer.groups"] = one["groups"], other["groups"]
+        values["optimizer.layer_decay"] = one["layer_decay"], other["layer_decay"]
     precisions = before.tuning.precision, config.tuning.precision
     if "fp16" in precisions:  # only fp16 has the state of a GradScaler
         values["tuning.precision"] = precisions
     return values
+
+
+def _parts(optimizer: dict[str, Any]) -> Any:
+    """What the groups of an optimizer consist of; their arguments may change."""
+    decays = optimizer["layer_decay"] is not None
+    return decays, [(group.get("match"), decays and "lr" in group) for group in optimizer["groups"]]
 
 
 def _differences(values: dict[str, tuple[Any, Any]], where: str, instead: str) -> list[str]:

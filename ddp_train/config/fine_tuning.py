@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from ddp_train.config.hardware import Hardware
+from ddp_train.config.key import broken_rule
+from ddp_train.config.options.custom import CustomConfig
 from ddp_train.config.schema import Config
 from ddp_train.distributed.world import World
 from ddp_train.resilience.checkpoint_files import MANIFEST, places
-from ddp_train.text import shown
+from ddp_train.text import did_you_mean, shown
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 """Of files with weights. All but the first are read by torch.load(weights_only=True)."""
@@ -26,8 +30,36 @@ def check(asked: Config, config: Config, hardware: Hardware, world: World | None
         problems.append(f"model.init_ignore={shown(model.init_ignore)}: has an effect only with model.init_from=PATH")
     if model.freeze_epochs is not None and not model.freeze:
         problems.append(f"model.freeze_epochs={model.freeze_epochs}: has an effect only with model.freeze=[GLOB]")
+    problems += [problem for number, group in enumerate(config.optimizer.groups)
+                 for problem in _wrong_group(config.optimizer, f"optimizer.groups[{number}]", group)]  # fmt: skip
+    decay = config.optimizer.layer_decay
+    if decay is not None and isinstance(config.optimizer, CustomConfig) and "lr" not in config.optimizer.arguments:
+        problems.append(f"optimizer.layer_decay={decay:g}: needs optimizer.lr, which it multiplies; add it")
     if model.init_from is not None and starts_from_nothing(config):
         problems += _no_weights(model.init_from)
+    return problems
+
+
+def _wrong_group(optimizer: Any, key: str, group: dict[str, Any]) -> list[str]:
+    """What is wrong with a group. Which arguments a class of your own takes, only the worker knows."""
+    match, found = group.get("match"), f"{key}={shown(group)}"
+    if not isinstance(match, str) or not match:
+        return [f"{found}: needs match, a glob over names of parameters; add match: head.*"]
+    arguments = {name: value for name, value in group.items() if name != "match"}
+    if not arguments:
+        return [f"{found}: changes nothing; give it lr: 0.01, or another argument"]
+    own = isinstance(optimizer, CustomConfig)
+    rules = {f.name: f.metadata for f in fields(optimizer) if f.type in ("float", "float | None")}
+    rules.pop("layer_decay", None)
+    problems = []
+    for name, value in arguments.items():
+        if not own and name not in rules:
+            known = f"optimizer={optimizer.name} takes {', '.join(rules)} for a group"
+            problems.append(f"{found}: no argument {name}; {known}{did_you_mean(name, list(rules))}")
+        elif isinstance(value, bool) or not isinstance(value, int | float):
+            problems.append(f"{key}.{name}={shown(value)}: must be a number")
+        elif broken := broken_rule(value, {} if own else rules[name]):
+            problems.append(f"{key}.{name}={shown(value)}: {broken}")
     return problems
 
 

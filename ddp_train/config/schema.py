@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Union
 
 from ddp_train.config.key import AUTO, key
-from ddp_train.config.options.custom import CustomConfig, CustomDataConfig, CustomModelConfig
+from ddp_train.config.options.custom import CustomConfig, CustomDataConfig, CustomModelConfig, CustomOptimizerConfig
 from ddp_train.config.options.data import (
     Cifar10Config,
     DigitsConfig,
@@ -262,7 +262,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         CustomDataConfig,
     ),
     "optimizer": _by_name(
-        SgdConfig, AdamConfig, AdamWConfig, AdadeltaConfig, RmspropConfig, LarsConfig, LambConfig, CustomConfig
+        SgdConfig, AdamConfig, AdamWConfig, AdadeltaConfig, RmspropConfig, LarsConfig, LambConfig, CustomOptimizerConfig
     ),
     "schedule": _by_name(ConstantConfig, StepConfig, CosineConfig, PolynomialConfig, OneCycleConfig),
 }

@@ -22,7 +22,7 @@ class Frozen:
     def __init__(self, model: nn.Module, globs: Sequence[str]) -> None:
         """Freezes them. Raises ConfigError if a glob matches no parameter, or if nothing is left to train."""
         named = dict(model.named_parameters())
-        if problems := unmatched("model.freeze", globs, list(named)):
+        if problems := unmatched("model.freeze=[{}]", globs, list(named)):
             raise ConfigError(problems)
         matched = {name for glob in globs for name in matching(glob, named)}
         self.parameters = {name: named[name] for name in named if name in matched and named[name].requires_grad}

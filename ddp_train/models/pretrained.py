@@ -93,7 +93,7 @@ def begin_with(model: nn.Module, weights: Weights, ignore: Sequence[str] = ()) -
     """
     own = model.state_dict()
     tensors, notes = _with_names_of(own, weights)
-    if problems := unmatched("model.init_ignore", ignore, [*own, *tensors]):
+    if problems := unmatched("model.init_ignore=[{}]", ignore, [*own, *tensors], "name"):
         raise ConfigError(problems)
     ignored = {name for glob in ignore for name in matching(glob, [*own, *tensors])}
     wanted = {name: tensor for name, tensor in own.items() if name not in ignored}

@@ -137,8 +137,9 @@ class DistributedDataParallel:
         self.sync_batch_norms = [layer for layer in module.modules() if isinstance(layer, SyncBatchNorm)]
         if again := hasattr(self, "wrapped"):
             self.wrapped._remove_autograd_hooks()  # until the garbage collector takes it, they would send gradients too
-        # Weights are alike by then; buffers are each rank's own, and stay so.
-        arguments = {**ddp_arguments(self.device, **self.options), "init_sync": not again}
+        arguments = ddp_arguments(self.device, **self.options)
+        if again:
+            arguments["init_sync"] = False  # weights are alike by now, and buffers are each rank's own
         self.wrapped = nn.parallel.DistributedDataParallel(module, **arguments)
         _register_comm_hook(self.wrapped, self.comm_hook, self.powersgd_rank)
         return self.wrapped

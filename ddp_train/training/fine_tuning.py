@@ -12,13 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from ddp_train.config.auto import optimizer_at_batch
+from ddp_train.config.options.custom import CustomOptimizerConfig
 from ddp_train.config.schema import Config
 from ddp_train.config.user_code import instantiate
-from ddp_train.errors import DataError
+from ddp_train.errors import ConfigError, DataError
 from ddp_train.models.freezing import Frozen
 from ddp_train.models.pretrained import Origin, Weights, begin_with, read_weights
+from ddp_train.optim.groups import MATCH, depths_of, parameter_groups
 from ddp_train.optim.optimizers import build_optimizer
 from ddp_train.tasks.task import ModelWithTask
+from ddp_train.text import did_you_mean, shown
 from ddp_train.training import checkpoint
 from ddp_train.training.loop import Job
 
@@ -78,13 +81,27 @@ class UnfreezeHook:
             job.wrapped = self.wrap()
 
 
-def optimizer_of(config: Config, trained: dict[str, nn.Parameter], captured: bool) -> torch.optim.Optimizer:
-    """Of the parameters that train at any time. captured: its steps will be."""
-    section = optimizer_at_batch(config)
-    if section.name == "custom":
-        return instantiate("optimizer", section, list(trained.values()))
-    beside = ("name", "lr_scaling", "lr_base_batch")
-    arguments = {name: value for name, value in vars(section).items() if name not in beside}
-    return build_optimizer(
-        trained.values(), section.name, implementation=config.tuning.optimizer, captured=captured, **arguments
-    )
+BESIDE_OPTIMIZER = ("name", "lr_scaling", "lr_base_batch", "groups", "layer_decay")
+"""Keys of `optimizer` that are no arguments of its class."""
+
+
+def optimizer_of(config: Config, module: ModelWithTask, captured: bool) -> torch.optim.Optimizer:
+    """Of the parameters that train at any time. captured: its steps will be. Raises ConfigError."""
+    section, trained = optimizer_at_batch(config), trained_parameters(config, module)
+    own = section.arguments if isinstance(section, CustomOptimizerConfig) else vars(section)
+    depths = None if section.layer_decay is None else depths_of(module.model)
+    if depths and len(set(depths.values())) == 1:
+        raise ConfigError([f"optimizer.layer_decay={section.layer_decay:g}: the model has one layer; leave it out"])
+    frozen = module.frozen.parameters if module.frozen else ()
+    groups = parameter_groups(trained, own.get("lr"), section.groups, depths, section.layer_decay, frozen)
+    if not isinstance(section, CustomOptimizerConfig):
+        arguments = {name: value for name, value in vars(section).items() if name not in BESIDE_OPTIMIZER}
+        implementation = config.tuning.optimizer
+        return build_optimizer(groups, section.name, implementation=implementation, captured=captured, **arguments)
+    made = instantiate("optimizer", section, groups if len(groups) > 1 or section.groups else groups[0]["params"])
+    taken = list(made.defaults)
+    for group in section.groups:
+        if unknown := [name for name in group if name != MATCH and name not in taken]:
+            rule = f"{section.target} has no argument {unknown[0]} for a group"
+            raise ConfigError([f"optimizer.groups=[{shown(group)}]: {rule}{did_you_mean(unknown[0], taken)}"])
+    return made

@@ -142,7 +142,16 @@ def _optimizer(config: Config, plan: BatchPlan, base_lr: float, warmup_steps: in
         warmup += f" (cut from {asked:,}: schedule.warmup_at_most={config.schedule.warmup_at_most:g} of the run)"
     decay = config.train.ema_decay
     average = f", average of weights {decay:g}{' with warm-up' if config.train.ema_warmup else ''}" if decay else ""
-    return f"{optimizer.name}, lr {lr}, {config.schedule.name} schedule, warm-up {warmup}{average}"
+    parts = [f"{group['match']} with {_arguments(group)}" for group in optimizer.groups]
+    if optimizer.layer_decay is not None:
+        parts.append(f"layer decay {optimizer.layer_decay:g}")
+    groups = f", but {', '.join(parts)}" if parts else ""
+    name = getattr(optimizer, "target", None) or optimizer.name
+    return f"{name}, lr {lr}{groups}, {config.schedule.name} schedule, warm-up {warmup}{average}"
+
+
+def _arguments(group: dict[str, Any]) -> str:
+    return " and ".join(f"{name} {value:g}" for name, value in group.items() if name != "match")
 
 
 def _trackers(tracker: Any) -> dict[str, str]:

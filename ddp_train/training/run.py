@@ -246,7 +246,8 @@ class Run:
         """Shows the plan, and the progress bar. begun: with which weights; None: with drawn or resumed ones."""
         if self.world.is_leader:
             config, validation = self.config, sources.validation
-            counts, lr = parameter_counts(job.module.model), job.stepper.base_lrs[0]
+            counts, base_lrs = parameter_counts(job.module.model), job.stepper.base_lrs
+            lr = job.stepper.optimizer.defaults.get("lr", base_lrs[0])
             warmup, validating = setup.warmup_steps(config, job.plan), None if validation is None else len(validation)
             task, done = job.module.task, job.step
             weights = {"trained": counts["trained"], "begun": begun and in_words(begun)}

@@ -268,7 +268,7 @@ def build_job(
 
     wrapped = wrap()
     trained = trained_parameters(config, module)
-    optimizer = optimizer_of(config, trained, captured=stream is not None)
+    optimizer = optimizer_of(config, module, captured=stream is not None)
     scaler = torch.amp.GradScaler(torch.device(device).type, enabled=config.tuning.precision == "fp16")
     decay, skips = config.train.ema_decay, scaler.is_enabled()
     options = {

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from ddp_train.config.key import key
 from ddp_train.config.options.data import DataFacts, mixing_alpha, sample_weights, validation_part
 from ddp_train.config.options.model import FineTuning, ModelFacts
-from ddp_train.config.options.optimizer import OptimizerFacts
+from ddp_train.config.options.optimizer import Groups, OptimizerFacts
 
 NOT_TELLING = ("download", "augment", "transform", "transforms", "target_transform")
 """Arguments of data sets that do not say which samples they have."""
@@ -40,6 +40,11 @@ class CustomConfig(ModelFacts, DataFacts, OptimizerFacts):
 @dataclass
 class CustomModelConfig(FineTuning, CustomConfig):
     """Your own model: `_target_=package.Name`, and its arguments beside it."""
+
+
+@dataclass
+class CustomOptimizerConfig(Groups, CustomConfig):
+    """Your own optimizer: `_target_=package.Name`, any class of torch.optim for one, and its arguments beside it."""
 
 
 @dataclass
