@@ -24,7 +24,7 @@ ROOMS = """
 
 LINES = {
     "errors": 70, "text": 40, "linux": 95, "stdio": 45, "tensor_tree": 25,
-    "distributed": 680, "resilience": 830, "config": 3010, "launcher": 1140, "data": 1940, "models": 340,
+    "distributed": 680, "resilience": 830, "config": 3010, "launcher": 1140, "data": 1940, "models": 370,
     "telemetry": 750, "tasks": 880, "optim": 740, "parallel": 290, "performance": 330, "training": 2620,
     "study": 2450, "doctor": 1600, "__main__": 110,
 }  # fmt: skip

@@ -6,19 +6,24 @@ import pickle
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
+from urllib.error import URLError
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from ddp_train.config.external_checks import torchvision_classifiers
 from ddp_train.config.fine_tuning import check
+from ddp_train.config.fine_tuning import torchvision_weights as names_of_weights
 from ddp_train.config.hardware import Hardware
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, DataError
 from ddp_train.models.freezing import Frozen
-from ddp_train.models.pretrained import begin_with, in_words, read_weights
-from ddp_train.training.fine_tuning import weights_of
+from ddp_train.models.pretrained import begin_with, in_words, read_weights, torchvision_weights
+from ddp_train.models.zoo import build_model
+from ddp_train.training.fine_tuning import begin, weights_of
 from ddp_train.training.load import load
 from ddp_train.training.loop import evaluate, fit
 from tests.commands import ONE, SMALL, THREE, checkpoints, fatal_lines, read, run
@@ -171,6 +176,68 @@ def test_what_can_be_known_before_a_process_starts(tmp_path: Path, monkeypatch: 
         "model.init_ignore=[a]: has an effect only with model.init_from=PATH",
         "model.freeze_epochs=1: has an effect only with model.freeze=[GLOB]",
     ]
+
+
+ARCH, FILE = "shufflenet_v2_x0_5", "shufflenetv2_x0.5-f707e7126e.pth"
+"""The smallest of torchvision's, and where torch's cache has its weights."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("channels", "classes"), [(3, 10), (1, 10), (3, 1000)])
+def test_weights_of_torchvision_leave_a_head_of_other_classes_as_drawn(
+    channels: int, classes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torchvision.models import get_model
+
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    (tmp_path / "hub/checkpoints").mkdir(parents=True)
+    torch.manual_seed(5)
+    theirs = get_model(ARCH, weights=None).state_dict()
+    asked: list[str] = []
+
+    def download(url: str, place: str, digest: str, progress: bool) -> None:
+        asked.append(digest)
+        torch.save(theirs, place)
+
+    monkeypatch.setattr(torch.hub, "download_url_to_file", download)
+    config = config_of(World(), model={"name": "torchvision", "arch": ARCH, "weights": "DEFAULT"})
+    for _ in range(2):
+        network = build_model("torchvision", (channels, 32, 32), classes, arch=ARCH, weights="DEFAULT")
+        origin = begin(config, network, World(), "cpu")
+    assert asked == ["f707e7126e"] and (tmp_path / "hub/checkpoints" / FILE).exists(), "downloaded once, and checked"
+    prefix = "1." if channels == 1 else ""
+    head = [] if classes == 1000 else [f"{prefix}fc.weight", f"{prefix}fc.bias"]
+    assert origin is not None and origin.fresh == head and f"model.weights=DEFAULT ({FILE})" in origin.source
+    ours = network.state_dict()
+    same = {name for name in theirs if torch.equal(ours[prefix + name], theirs[name])}
+    assert {prefix + name for name in theirs} - {prefix + name for name in same} == set(head)
+
+
+def test_weights_that_cannot_be_downloaded_are_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    monkeypatch.setattr("torch.hub.urlopen", mock.Mock(side_effect=URLError("no route")))
+    with pytest.raises(
+        DataError, match=rf"model\.weights=DEFAULT: http.*{FILE} cannot be downloaded: .*no route"
+    ) as no:
+        torchvision_weights(ARCH, "DEFAULT")
+    assert no.value.remedy.endswith(f"copy the file to {tmp_path}/hub/checkpoints/{FILE}")
+    assert not list((tmp_path / "hub/checkpoints").iterdir())
+
+
+def test_names_of_weights_are_those_of_torchvision() -> None:
+    import torchvision
+    from torchvision.models import get_model_weights, list_models
+
+    classifiers = [name for name in list_models(module=torchvision.models) if name in torchvision_classifiers()]
+    assert len(classifiers) > 70
+    for name in classifiers:
+        assert set(names_of_weights(name)) == set(get_model_weights(name).__members__), name
+    for model, expected in (
+        ({"arch": "resnet50", "weights": "IMAGENET1K_V3"}, "resnet50 has IMAGENET1K_V1, IMAGENET1K_V2, DEFAULT"),
+        ({"arch": "resnet18", "weights": "DEFAULT", "init_from": "w.pt"}, "contradicts model.init_from=w.pt"),
+    ):
+        config = config_of(World(), model={"name": "torchvision", **model})
+        assert expected in check(config, config, Hardware(cpus=1), None)[0]
 
 
 # --- frozen parts -----------------------------------------------------------------------------------------------------

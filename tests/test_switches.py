@@ -792,6 +792,7 @@ ROWS: dict[str, Row] = {
     "model.vocabulary_multiple": Row("model.vocabulary_multiple=100", model),
     "model.fused": Row("model.fused=true", gelu_is_compiled),
     "model.arch": Row("model.arch=resnet34", model),
+    "model.weights": Row("model.weights=NONE", problems),
     "model.target": Row("model._target_=torch.nn.modules.linear.NonDynamicallyQuantizableLinear", model),
     "model.arguments": Row("model.out_features=4", model),
     "data.limit": Row("data.limit=5", samples),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 from ddp_train.config.hardware import Hardware
 from ddp_train.config.key import broken_rule
 from ddp_train.config.options.custom import CustomConfig
+from ddp_train.config.options.model import TorchvisionConfig
 from ddp_train.config.schema import Config
 from ddp_train.distributed.world import World
 from ddp_train.resilience.checkpoint_files import MANIFEST, places
@@ -26,8 +29,14 @@ def starts_from_nothing(config: Config) -> bool:
 
 def check(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
     model, problems = config.model, []
-    if model.init_ignore and model.init_from is None:
+    weights = model.weights if isinstance(model, TorchvisionConfig) else None
+    if model.init_ignore and model.init_from is None and weights is None:
         problems.append(f"model.init_ignore={shown(model.init_ignore)}: has an effect only with model.init_from=PATH")
+    if weights is not None and model.init_from is not None:
+        problems.append(f"model.weights={weights}: contradicts model.init_from={model.init_from}; give one of them")
+    elif weights is not None and weights not in (known := torchvision_weights(model.arch)):
+        guess = did_you_mean(weights, known)
+        problems.append(f"model.weights={weights}: {model.arch} has {', '.join(known) or 'none'}{guess}")
     if model.freeze_epochs is not None and not model.freeze:
         problems.append(f"model.freeze_epochs={model.freeze_epochs}: has an effect only with model.freeze=[GLOB]")
     problems += [problem for number, group in enumerate(config.optimizer.groups)
@@ -38,6 +47,17 @@ def check(asked: Config, config: Config, hardware: Hardware, world: World | None
     if model.init_from is not None and starts_from_nothing(config):
         problems += _no_weights(model.init_from)
     return problems
+
+
+def torchvision_weights(arch: str) -> list[str]:
+    """The names of the weights that the installed torchvision has for a classifier, read from its source files."""
+    spec = importlib.util.find_spec("torchvision")
+    for file in Path((spec and spec.origin) or "nowhere").parent.glob("models/*.py"):
+        source = file.read_text()
+        if takes := re.search(rf"^def {re.escape(arch)}\([^)]*?weights: Optional\[(\w+)\]", source, re.M):
+            inside = re.search(rf"^class {takes[1]}\(.*?\n(.*?)(?=^\S|\Z)", source, re.M | re.S)
+            return re.findall(r"^    (\w+) = ", inside[1], re.M) if inside else []
+    return []
 
 
 def _wrong_group(optimizer: Any, key: str, group: dict[str, Any]) -> list[str]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from ddp_train.text import counted, first_line, matching, unmatched
 
 WRAPPERS = ("state_dict", "model_state_dict", "model", "module", "net", "weights")
 """Where files of whole training runs keep the weights (Lightning: state_dict)."""
+AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")
+"""Further outputs of GoogLeNet and Inception, which `zoo` leaves out."""
 SHOWN = 6
 """Names in a message, of each kind."""
 
@@ -36,6 +39,8 @@ class Weights:
     sha256: str
     notes: list[str] = field(default_factory=list)
     """What was assumed to read them."""
+    classes: int | None = None
+    """That their network tells apart; None: unknown."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +91,28 @@ def _is_state_dict(content: Any) -> bool:
     )
 
 
+def torchvision_weights(arch: str, name: str) -> Weights:
+    """Those of a classifier of torchvision, from torch's cache, or downloaded into it. Raises DataError."""
+    from torchvision.models import get_model_weights
+
+    found: Any = get_model_weights(arch)[name]
+    file = Path(torch.hub.get_dir(), "checkpoints", Path(found.url).name)
+    if not file.exists():
+        digest = re.search(r"-([0-9a-f]{8,})\.", file.name)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            torch.hub.download_url_to_file(found.url, str(file), digest and digest[1], progress=False)
+        except (OSError, RuntimeError) as error:  # no network; another content than the name says
+            why = f"model.weights={name}: {found.url} cannot be downloaded: {first_line(error)}"
+            raise DataError(why, f"check the network, or copy the file to {file}") from error
+    weights = read_weights(file, f"model.weights={name} ({file.name})")
+    ours = {name: tensor for name, tensor in weights.tensors.items() if not name.startswith(AUXILIARY)}
+    return replace(weights, tensors=ours, classes=len(found.meta["categories"]))
+
+
 def begin_with(model: nn.Module, weights: Weights, ignore: Sequence[str] = ()) -> Origin:
-    """Copies weights into a model, in the model's number type. ignore: globs over names that stay as they are.
+    """Copies weights into a model, in the model's number type. ignore: globs over names that stay as they are; so does
+    a head for another number of classes, if that of the weights is known.
 
     Raises ConfigError if a glob matches no name, DataError with all names that do not fit.
     """
@@ -96,6 +121,11 @@ def begin_with(model: nn.Module, weights: Weights, ignore: Sequence[str] = ()) -
     if problems := unmatched("model.init_ignore=[{}]", ignore, [*own, *tensors], "name"):
         raise ConfigError(problems)
     ignored = {name for glob in ignore for name in matching(glob, [*own, *tensors])}
+    ignored |= {
+        name
+        for name in own.keys() & tensors.keys()
+        if own[name].shape != tensors[name].shape == (weights.classes, *own[name].shape[1:])
+    }
     wanted = {name: tensor for name, tensor in own.items() if name not in ignored}
     given = {name: tensor for name, tensor in tensors.items() if name not in ignored}
     taken = {name: tensor for name, tensor in given.items() if name in wanted and tensor.shape == wanted[name].shape}

@@ -13,11 +13,14 @@ from torch import Tensor, nn
 
 from ddp_train.config.auto import optimizer_at_batch
 from ddp_train.config.options.custom import CustomOptimizerConfig
+from ddp_train.config.options.model import TorchvisionConfig
 from ddp_train.config.schema import Config
 from ddp_train.config.user_code import instantiate
+from ddp_train.distributed.process_group import local_leader_first
+from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, DataError
 from ddp_train.models.freezing import Frozen
-from ddp_train.models.pretrained import Origin, Weights, begin_with, read_weights
+from ddp_train.models.pretrained import Origin, Weights, begin_with, read_weights, torchvision_weights
 from ddp_train.optim.groups import MATCH, depths_of, parameter_groups
 from ddp_train.optim.optimizers import build_optimizer
 from ddp_train.tasks.task import ModelWithTask
@@ -42,13 +45,18 @@ def weights_of(init_from: str) -> Weights:
     return read_weights(found / checkpoint.MODEL, key if found == path else f"{key} ({found.name})")
 
 
-def begin(config: Config, model: nn.Module) -> Origin | None:
+def begin(config: Config, model: nn.Module, world: World, device: str) -> Origin | None:
     """Gives a model the weights that the config names; None if it names none. Raises DataError or ConfigError, on all
-    processes alike, if they do not fit."""
+    processes alike, if they do not fit. A collective, if weights may have to be downloaded: one process of a host does.
+    """
     section = config.model
-    if section.init_from is None:
+    if section.init_from is not None:
+        return begin_with(model, weights_of(section.init_from), section.init_ignore)
+    if not isinstance(section, TorchvisionConfig) or section.weights is None:
         return None
-    return begin_with(model, weights_of(section.init_from), section.init_ignore)
+    with local_leader_first(world, device):
+        weights = torchvision_weights(section.arch, section.weights)
+    return begin_with(model, weights, section.init_ignore)
 
 
 def trained_parameters(config: Config, module: ModelWithTask) -> dict[str, nn.Parameter]:

@@ -132,7 +132,7 @@ class Run:
         first_step, hooks_owed = origin.get("step", 0), bool(origin.get("hooks_owed"))
         strategy = setup.build_strategy(config, self.world, device)
         module = setup.build_module(config, sources[0], strategy, device)
-        begun = None if found else fine_tuning.begin(config, module.model)
+        begun = None if found else fine_tuning.begin(config, module.model, self.world, device)
         setup.try_own_task(config, module, sources.train, device)
         metrics.check_metrics(config, module, sources, self.scored_batches, config.train.ema_decay is not None)
         job = setup.build_job(config, self.world, device, module, strategy, sources, self.status, first_step)

@@ -116,12 +116,15 @@ class GeluMlpConfig(_DenseConfig):
 
 @dataclass
 class TorchvisionConfig(ModelConfig):
-    """Any classifier of torchvision, trained from scratch."""
+    """Any classifier of torchvision, from scratch or with its weights."""
 
     name: str = "torchvision"
     takes_images: ClassVar[bool | None] = True
     channels_taken: ClassVar[tuple[int, ...]] = (1, 3)
     arch: str = key("resnet18", "name of the classifier in torchvision.models")
+    weights: str | None = key(
+        None, "begin with torchvision's weights for it, DEFAULT or a name like IMAGENET1K_V1; downloaded once per host"
+    )
 
     def worth_compiling(self) -> bool:
         return True
