@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import fnmatch
 import re
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 OF_AVERAGE = "ema_"
@@ -46,3 +48,21 @@ def snake_case(name: str) -> str:
     """LanguageModel -> language_model, MulticlassF1Score -> multiclass_f1_score, BinaryAUROC -> binary_auroc."""
     parted = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name)
     return re.sub(r"\W+", "_", parted).lower()
+
+
+def matching(glob: str, names: Iterable[str]) -> list[str]:
+    """The dotted names that a glob matches as a whole: `layer1.*`, `*.bias`. A star stands for dots too."""
+    return [name for name in names if fnmatch.fnmatchcase(name, glob)]
+
+
+def unmatched(found: str, globs: Iterable[str], names: Sequence[str], what: str = "parameter") -> list[str]:
+    """A problem for each glob that matches no name, with one that was probably meant. found: key and value, a `{}` for
+    the glob. what: the names are of."""
+    parents = dict.fromkeys(name.rpartition(".")[0] + ".*" for name in names if "." in name)
+    wider = dict.fromkeys(name.split(".")[0] + ".*" for name in names if "." in name)
+    known = list({**wider, **parents, **dict.fromkeys(names)})
+    return [
+        f"{found.format(glob)}: matches no {what}{did_you_mean(glob, known)}"
+        for glob in globs
+        if not matching(glob, names)
+    ]

@@ -25,9 +25,10 @@ from ddp_train.optim.optimizers import build_optimizer
 from ddp_train.optim.schedules import Factor, build_schedule
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.tasks.task import ModelWithTask
+from ddp_train.training.fine_tuning import BESIDE_OPTIMIZER
 from ddp_train.training.loop import Job, fit
 from ddp_train.training.open_data import open_datasets
-from ddp_train.training.setup import arguments_of, build_job, build_module, build_strategy, loader_options
+from ddp_train.training.setup import BESIDE_MODEL, arguments_of, build_job, build_module, build_strategy, loader_options
 
 
 def config_of(world: World, machine: Hardware | None = None, **sections: Any) -> Config:
@@ -52,14 +53,14 @@ def datasets_of(section: Any, seed: int = 0) -> tuple[BatchSource, BatchSource]:
 
 def model_of(section: Any, shape: Sequence[int], outputs: int) -> nn.Module:
     """The network that a model section of the config names."""
-    return build_model(section.name, shape, outputs, **arguments_of(section))
+    return build_model(section.name, shape, outputs, **arguments_of(section, *BESIDE_MODEL))
 
 
 def optimizer_of(parameters: Iterable[nn.Parameter], section: Any, kind: str, captured: bool = False) -> Optimizer:
     """The optimizer that an optimizer section of the config names. kind: loop, foreach or fused."""
     if section.name == "custom":
         return instantiate("optimizer", section, list(parameters))
-    arguments = arguments_of(section, "lr_scaling", "lr_base_batch")
+    arguments = arguments_of(section, *BESIDE_OPTIMIZER)
     return build_optimizer(parameters, section.name, implementation=kind, captured=captured, **arguments)
 
 

@@ -23,9 +23,9 @@ ROOMS = """
 """Whatever lies directly in ddp_train/, from the ground up: a room imports only rooms before it."""
 
 LINES = {
-    "errors": 70, "text": 30, "linux": 95, "stdio": 45, "tensor_tree": 25,
-    "distributed": 680, "resilience": 850, "config": 2940, "launcher": 1140, "data": 2040, "models": 170,
-    "telemetry": 750, "tasks": 900, "optim": 660, "parallel": 310, "performance": 330, "training": 3040,
+    "errors": 75, "text": 40, "linux": 95, "stdio": 45, "tensor_tree": 25,
+    "distributed": 680, "resilience": 850, "config": 3100, "launcher": 1140, "data": 2040, "models": 370,
+    "telemetry": 760, "tasks": 910, "optim": 740, "parallel": 320, "performance": 330, "training": 3150,
     "study": 2450, "doctor": 1600, "__main__": 110,
 }  # fmt: skip
 """The most lines of code that each room may hold: not blank, no comment, no docstring. No file is left out."""
@@ -113,7 +113,7 @@ def test_config_objects_stop_where_a_run_is_set_up() -> None:
     }
     assert users == {
         *("worker", "run", "setup", "open_data", "metrics", "plan_report", "summary", "failure_reporter"),
-        *("inference", "trained", "load", "from_python"),
+        *("inference", "trained", "load", "from_python", "fine_tuning"),
     }
 
 
@@ -144,7 +144,7 @@ def test_a_first_sitting_is_short() -> None:
     read = [PACKAGE / f"{name}.py" for name in FIRST_SITTING]
     lines = {path.stem: code_lines(path) for path in read}
     print(lines, sum(lines.values()))
-    assert len(read) <= 21 and sum(lines.values()) <= 2650
+    assert len(read) <= 21 and sum(lines.values()) <= 2680
 
 
 @pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(PACKAGE)))

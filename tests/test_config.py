@@ -32,7 +32,7 @@ from ddp_train.config.auto import resolve
 from ddp_train.config.bind import all_keys, bind
 from ddp_train.config.freeze import FILE, freeze, load_frozen, to_text
 from ddp_train.config.hardware import Hardware
-from ddp_train.config.options.custom import CustomConfig
+from ddp_train.config.options.custom import CustomConfig, CustomModelConfig
 from ddp_train.config.options.strategy import DdpConfig, OrderedConfig
 from ddp_train.config.overrides import Overrides, compose, read_config, read_overrides
 from ddp_train.config.prepare import prepare, read_run
@@ -167,7 +167,7 @@ def test_a_whole_run_means_what_its_file_says(name: str) -> None:
 @pytest.mark.parametrize("section", OPTIONS)
 def test_a_chosen_option_has_the_defaults_of_its_schema(section: str) -> None:
     for option, schema in OPTIONS[section].items():
-        target = [f"{section}._target_=torch.nn.Linear"] if schema is CustomConfig else []
+        target = [f"{section}._target_=torch.nn.Linear"] if issubclass(schema, CustomConfig) else []
         expected = dataclasses.replace(schema(), **({"target": "torch.nn.Linear"} if target else {}))
         assert getattr(composed(*(target or [f"{section}={option}"])), section) == expected
 
@@ -682,7 +682,8 @@ def test_the_config_of_a_run_is_a_command(form: str) -> None:
     Path("earlier/config.yaml").write_text(yaml.safe_dump(values))
     for word in ("config=earlier/config.yaml", "config=earlier"):
         again = read_again(word, "optimizer.lr=0.1", "model.out_features=10")
-        assert again.model == CustomConfig(target="torch.nn.Linear", arguments={"in_features": 64, "out_features": 10})
+        linear = {"in_features": 64, "out_features": 10}
+        assert again.model == CustomModelConfig(target="torch.nn.Linear", arguments=linear)
         assert (again.optimizer.name, again.optimizer.lr, again.train.epochs) == ("adamw", 0.1, 7)
         assert (again.run_dir, again.mode, again.trusted_modules) == (None, "train", []), "of that run alone"
     assert composed(word, "model=cnn").model == composed("model=cnn").model

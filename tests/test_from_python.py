@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import ddp_train
-from ddp_train.config.external_checks import code_problems
+from ddp_train.config.code_checks import code_problems
 from ddp_train.config.options.custom import CustomConfig
 from ddp_train.config.options.data import DigitsConfig
 from ddp_train.errors import ConfigError, DataError

@@ -61,6 +61,7 @@ from ddp_train.training.setup import (
     build_task,
     text_writer,
 )
+from ddp_train.training.trained import find_checkpoint
 from tests.commands import PROGRAM
 from tests.jobs import job_of, loader_of, module_of, optimizer_of, schedule_of
 
@@ -221,6 +222,12 @@ def model(case: Case) -> Any:
     return str(built), [tuple(parameter.shape) for parameter in built.parameters()]
 
 
+def trained_at_first_and_later(case: Case) -> Any:
+    job = job_of(alone(case), World())
+    names = [name for name, parameter in job.module.model.named_parameters() if parameter.requires_grad]
+    return names, [hook.due(job) for hook in job.hooks]
+
+
 def gelu_is_compiled(case: Case) -> Any:
     functions = [layer.function for layer in model_in(case).modules() if hasattr(layer, "function")]
     return [hasattr(function, "_torchdynamo_orig_callable") for function in functions]
@@ -230,6 +237,11 @@ def optimizer(case: Case) -> Any:
     parameters = [nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))]
     built = optimizer_of(parameters, case.config.optimizer, case.config.tuning.optimizer)
     return type(built), [{**group, "params": [p.ndim for p in group["params"]]} for group in built.param_groups]
+
+
+def groups_of_a_job(case: Case) -> Any:
+    optimizer = job_of(alone(case), World()).stepper.optimizer
+    return [(group["lr"], len(group["params"])) for group in optimizer.param_groups]
 
 
 class Reached(Exception):
@@ -527,6 +539,18 @@ def run(case: Case) -> Any:
     return timeless, summary["mode"], summary["steps"], summary["test"], best, checkpoints
 
 
+def made_with_a_trained_model(case: Case) -> Any:
+    """What is written, or why nothing is."""
+    freeze(case.config)
+    run_dir = Path(str(case.config.run_dir))
+    try:
+        run_of(case.config).execute()
+    except DataError as error:
+        return str(error).replace(str(run_dir), "")
+    found = json.loads((run_dir / "summary.json").read_text()).get("predictions", {})
+    return found.get("samples"), sorted(path.name for path in run_dir.glob("*.*"))
+
+
 def trackers(case: Case) -> Any:
     """Those of a run, and what they are told of it; none is opened."""
     told: list[Any] = []
@@ -577,7 +601,7 @@ def asked_checkpoint(case: Case) -> Any:
     """Which one of a run's checkpoints."""
     asked: list[Any] = []
     with mock.patch.object(checkpoint, "find", lambda *arguments: asked.append(arguments)):
-        run_of(case.config).find_checkpoint()
+        find_checkpoint(case.config, World(), "cpu")
     return asked
 
 
@@ -760,6 +784,18 @@ ROWS: dict[str, Row] = {
     "checkpoint.best": Row("checkpoint.best=true", run, f"{SMALL} checkpoint.keep=9 checkpoint.every_steps=3"),
     "checkpoint.best_metric": Row("checkpoint.best_metric=test.loss", run, SMALL),
     "checkpoint.which": Row("checkpoint.which=last", asked_checkpoint, "mode=evaluate checkpoint.resume=trained"),
+    "checkpoint.average": Row(
+        "checkpoint.average=true", made_with_a_trained_model, f"{SMALL} mode=predict checkpoint.resume=trained"
+    ),
+    "predict.split": Row(
+        "predict.split=train", made_with_a_trained_model, f"{SMALL} mode=predict checkpoint.resume=trained"
+    ),
+    "predict.format": Row(
+        "predict.format=parquet", made_with_a_trained_model, f"{SMALL} mode=predict checkpoint.resume=trained"
+    ),
+    "export.formats": Row(
+        "export.formats=[onnx]", made_with_a_trained_model, f"{SMALL} mode=export checkpoint.resume=trained"
+    ),
     "checkpoint.keep": Row("checkpoint.keep=1", run, SMALL),
     "checkpoint.resume": Row("checkpoint.resume=trained", run, f"{SMALL} train.epochs=3"),
     "tracker.tensorboard": Row("tracker.tensorboard=true", trackers),
@@ -767,6 +803,10 @@ ROWS: dict[str, Row] = {
     "tracker.mlflow": Row("tracker.mlflow=true", trackers),
     "tracker.project": Row("tracker.project=mine", trackers, "tracker.mlflow=true"),
     "tracker.details": Row("tracker.details=true", hooks_of_trackers, "tracker.tensorboard=true"),
+    "model.init_from": Row("model.init_from=nowhere.pt", problems),
+    "model.init_ignore": Row("model.init_ignore=[head.*]", problems),
+    "model.freeze": Row("model.freeze=[*bias]", trained_at_first_and_later),
+    "model.freeze_epochs": Row("model.freeze_epochs=1", trained_at_first_and_later, "model.freeze=[*bias]"),
     "model.channels": Row("model.channels=4", model),
     "model.norm": Row("model.norm=none", model),
     "model.dropout": Row("model.dropout=0.1", model),
@@ -777,6 +817,7 @@ ROWS: dict[str, Row] = {
     "model.vocabulary_multiple": Row("model.vocabulary_multiple=100", model),
     "model.fused": Row("model.fused=true", gelu_is_compiled),
     "model.arch": Row("model.arch=resnet34", model),
+    "model.weights": Row("model.weights=NONE", problems),
     "model.target": Row("model._target_=torch.nn.modules.linear.NonDynamicallyQuantizableLinear", model),
     "model.arguments": Row("model.out_features=4", model),
     "data.limit": Row("data.limit=5", samples),
@@ -819,6 +860,8 @@ ROWS: dict[str, Row] = {
     "optimizer.decay_norm_and_bias": Row("optimizer.decay_norm_and_bias=FLIPPED", optimizer),
     "optimizer.lr_scaling": Row("optimizer.lr_scaling=linear", learning_rates, SMALL),
     "optimizer.lr_base_batch": Row("optimizer.lr_base_batch=48", learning_rates, f"{SMALL} optimizer.lr_scaling=sqrt"),
+    "optimizer.groups": Row("optimizer.groups=[{match:*bias,lr:0.3}]", groups_of_a_job),
+    "optimizer.layer_decay": Row("optimizer.layer_decay=0.5", groups_of_a_job, "model=mlp"),
     "optimizer.trust_coefficient": Row("optimizer.trust_coefficient=0.3", optimizer),
     "optimizer.max_trust_ratio": Row("optimizer.max_trust_ratio=0.3", optimizer),
     "optimizer.momentum": Row("optimizer.momentum=0.3", optimizer),
@@ -1010,7 +1053,7 @@ def test_every_key_has_a_row() -> None:
 
 def takes_long(option: str, key: str) -> bool:
     """`make test` looks at the keys outside of options, without compiling, and without whole runs."""
-    return bool(option) or ROWS[key].observe in (run, compiled, asked_of_the_compiler)
+    return bool(option) or ROWS[key].observe in (run, compiled, asked_of_the_compiler, made_with_a_trained_model)
 
 
 @pytest.mark.filterwarnings("ignore:Grad strides do not match")  # of DDP, about the model

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ddp_train.config import external_checks, metrics
+from ddp_train.config import code_checks, metrics
 from ddp_train.config.bind import bind
 from ddp_train.config.freeze import load_frozen
 from ddp_train.config.prepare import prepare
@@ -471,13 +471,13 @@ F1_OF_TEN = F1 | {"num_classes": 10}
 def asked(*items: Any, **more: Any) -> list[str]:
     """All problems of a config with these items."""
     config, problems = bind({"metrics": list(items), **more})
-    checks = (external_checks._code, external_checks._secrets, external_checks._further_metrics)
+    checks = (code_checks._code, code_checks._secrets, code_checks._further_metrics)
     found = [problem for check in checks for problem in check(config, config, None, None)]  # type: ignore[arg-type]
     return problems + found + metrics.further_problems(config) + metrics.problems(config, False)
 
 
 def test_what_is_wrong_is_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(external_checks, "_has_metrics", lambda: True)
+    monkeypatch.setattr(code_checks, "_has_metrics", lambda: True)
     assert asked(F1_OF_TEN, F1_OF_TEN | {"name": "macro", "average": "macro", "better": "max"}) == []
     assert asked(F1_OF_TEN | {"name": "top5"}) == [
         "metrics[0]: task=auto has a metric top5 too; give this one another, name: NAME"
@@ -516,14 +516,14 @@ def test_what_is_wrong_is_said_before_anything_starts(monkeypatch: pytest.Monkey
     assert typo.endswith("did you mean ema_multiclass_f1_score?")
     best = bind({"metrics": [F1_OF_TEN | {"name": "f1", "better": "max"}], "train": {"ema_decay": 0.9}})[0]
     assert metrics.direction_of("test.ema_f1", best) == "max"
-    monkeypatch.setattr(external_checks, "_has_metrics", lambda: False)
+    monkeypatch.setattr(code_checks, "_has_metrics", lambda: False)
     assert asked(F1_OF_TEN) == [
         f"metrics=[...]: torchmetrics is not installed; run {sys.executable} -m pip install '.[metrics]'"
     ]
 
 
 def test_the_metrics_of_a_checkpoint_are_not_trusted_beyond_torchmetrics(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(external_checks, "_has_metrics", lambda: True)
+    monkeypatch.setattr(code_checks, "_has_metrics", lambda: True)
     assert asked(F1) == []
     for target in ("torchmetrics.text.BERTScore", "os.system", "ddp_train.models.zoo.build_model"):
         assert "add trusted_modules=[" in asked({"_target_": target})[0], target
@@ -532,7 +532,7 @@ def test_the_metrics_of_a_checkpoint_are_not_trusted_beyond_torchmetrics(monkeyp
 
 def test_the_command_line_names_metrics(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What it names is trusted, and a value of the environment is not written anywhere."""
-    monkeypatch.setattr(external_checks, "_has_metrics", lambda: True)
+    monkeypatch.setattr(code_checks, "_has_metrics", lambda: True)
     monkeypatch.setenv("CLASSES", "10")
     monkeypatch.chdir(tmp_path)
     item = "{_target_: json.JSONDecoder, strict: '${oc.env:CLASSES}', name: decoded}"

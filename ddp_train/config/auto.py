@@ -194,6 +194,7 @@ def capture_blockers(config: Config) -> dict[str, str]:
         ),
         "strategy.find_unused_parameters": (strategy.find_unused_parameters, "false", "it walks each autograd graph"),
         "strategy.comm_hook": (strategy.comm_hook == "powersgd", "none", no_python),
+        "model.freeze_epochs": (config.model.freeze_epochs is not None, "null", "a graph is that of fixed parameters"),
         "strategy.sync_bn": (strategy.sync_bn, "false", "it reads its counts from the device"),
     }  # fmt: skip
     return {key: f"{value} ({why})" for key, (against, value, why) in rules.items() if against}
@@ -204,8 +205,9 @@ def optimizer_at_batch(config: Config) -> Any:
     if config.optimizer.lr_scaling == "none":
         return config.optimizer
     ratio = config.train.global_batch_size / config.optimizer.lr_base_batch
-    lr = config.optimizer.lr * ratio ** LR_POWERS[config.optimizer.lr_scaling]
-    return dataclasses.replace(config.optimizer, lr=lr, lr_scaling="none")
+    factor = ratio ** LR_POWERS[config.optimizer.lr_scaling]
+    groups = [{**group, "lr": group["lr"] * factor} if "lr" in group else group for group in config.optimizer.groups]
+    return dataclasses.replace(config.optimizer, lr=config.optimizer.lr * factor, groups=groups, lr_scaling="none")
 
 
 def warmup_asked(schedule: Any, steps_per_epoch: int) -> int:

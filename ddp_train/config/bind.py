@@ -141,11 +141,13 @@ def _takes_anything(hint: Any, value: Any) -> bool:
 
 def _expected(schema: type, name: str, hint: Any) -> str:
     """The type of a key, for a message."""
+    rules = next(f.metadata for f in dataclasses.fields(schema) if f.name == name)
     if typing.get_origin(hint) is dict:
         return "a mapping like {a:1}"
     if typing.get_origin(hint) is list:
-        return "a list like [{_target_: package.Name, argument: 1}]" if hint == _OBJECTS else _LIST
-    literals = next(f.metadata.get("literals", ()) for f in dataclasses.fields(schema) if f.name == name)
+        example = rules.get("example", "[{_target_: package.Name, argument: 1}]" if hint == _OBJECTS else "[a,b]")
+        return f"a list like {example}"
+    literals = rules.get("literals", ())
     kinds = [kind for kind in typing.get_args(hint) if not (kind is str and literals)] or [hint]
     return " or ".join([_TYPE_NAMES.get(kind, _LIST) for kind in kinds] + list(literals))
 

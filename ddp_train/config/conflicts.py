@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ddp_train.config import metrics
+from ddp_train.config import fine_tuning, metrics
 from ddp_train.config.auto import OWN_GRAPHS, capture_blockers, process_count
 from ddp_train.config.hardware import Hardware
 from ddp_train.config.options.custom import CustomConfig
@@ -278,7 +278,7 @@ def notices(asked: Config, config: Config) -> list[str]:
         f"tuning.{name}=true has no effect on CPU": on_cpu and getattr(asked.tuning, name) is True
         for name in on_gpus_only
     }
-    return _true(applies | {
+    return _true(applies | fine_tuning.notices(config) | {
         f"tuning.prefetch_factor={prefetch} has no effect without loader processes (tuning.num_workers=0)":
             tuning.num_workers == 0 and prefetch != type(tuning)().prefetch_factor,
         f"tuning.compile_mode={tuning.compile_mode} has no effect: tuning.compile=false":

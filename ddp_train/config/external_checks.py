@@ -1,8 +1,7 @@
-"""Checks of what a config refers to: data, checkpoints, code, the run directory. Nothing is imported or written."""
+"""Checks of what a config refers to: data, checkpoints, the run directory. Nothing is imported or written."""
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import dataclasses
 import importlib.util
@@ -10,42 +9,20 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ddp_train.config import metrics
+from ddp_train.config import code_checks
 from ddp_train.config.data_checks import missing_data, wrong_own_data
 from ddp_train.config.hardware import Hardware
 from ddp_train.config.migrate import bind_frozen, migrated
-from ddp_train.config.options.custom import CustomConfig, CustomDataConfig, hooks_of
+from ddp_train.config.options.custom import CustomConfig, CustomDataConfig
 from ddp_train.config.options.model import GptConfig, TorchvisionConfig
 from ddp_train.config.options.strategy import OrderedConfig
 from ddp_train.config.schema import OPTIONS, SECTIONS, TRACKERS, Config
-from ddp_train.config.values import is_secret, leaves
 from ddp_train.distributed.world import World
 from ddp_train.resilience.checkpoint_files import MANIFEST, places, read_manifest
 from ddp_train.text import did_you_mean, shown
-
-TRUSTED_MODULES = (
-    "ddp_train.data.shards",
-    "ddp_train.models",
-    "ddp_train.optim",
-    "ddp_train.tasks",
-    "torch.nn",
-    "torch.optim",
-    "torchvision.datasets",
-    "torchvision.models",
-    "torchvision.transforms",
-)
-
-TRUSTED_METRICS = tuple(
-    f"torchmetrics.{name}" for name in ("aggregation", "classification", "regression", "segmentation")
-)
-"""Not all of torchmetrics: other modules of it load models that an argument names."""
-TRUSTED_HOOKS = ("ddp_train.study",)
-HOOK_RULE = "must be a class with a method act, or __enter__ and __exit__, called as Class(job, run_dir, world)"
-_DOTTED_PATH = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+"
 
 
 def _model(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
@@ -146,12 +123,24 @@ def _of_the_state(before: Config, config: Config) -> dict[str, tuple[Any, Any]]:
         # It decides in which order parameters are numbered.
         "optimizer.decay_norm_and_bias": (one.get("decay_norm_and_bias"), other.get("decay_norm_and_bias")),
         "train.global_batch_size": (before.train.global_batch_size, config.train.global_batch_size),
+        "model.freeze": (before.model.freeze, config.model.freeze),  # and this, which the optimizer has
+        "model.freeze_epochs": (before.model.freeze_epochs, config.model.freeze_epochs),
         "data.batch_by": (before.data.batch_by, config.data.batch_by),  # what that number counts
     }
+    parts, others = _parts(one), _parts(other)
+    if parts != others:
+        values["optimizer.groups"] = one["groups"], other["groups"]
+        values["optimizer.layer_decay"] = one["layer_decay"], other["layer_decay"]
     precisions = before.tuning.precision, config.tuning.precision
     if "fp16" in precisions:  # only fp16 has the state of a GradScaler
         values["tuning.precision"] = precisions
     return values
+
+
+def _parts(optimizer: dict[str, Any]) -> Any:
+    """What the groups of an optimizer consist of; their arguments may change."""
+    decays = optimizer["layer_decay"] is not None
+    return decays, [(group.get("match"), decays and "lr" in group) for group in optimizer["groups"]]
 
 
 def _differences(values: dict[str, tuple[Any, Any]], where: str, instead: str) -> list[str]:
@@ -232,118 +221,6 @@ def _sample_keys(section: Any) -> dict[str, Any]:
     }
 
 
-def _code(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
-    """Whether the code that `_target_` and `hooks` name may be loaded. Nothing is imported to find out."""
-    problems = []
-    for section, custom in _own_code(config).items():
-        inner = next((path for path, _ in leaves(custom.values()) if "_target_" in path.split(".")), None)
-        if inner:
-            also = "; transforms stand in data.transform and data.test_transform" if section == "data" else ""
-            problems.append(f"{section}.{inner}: arguments are plain values; only {section}._target_ names code{also}")
-        if not custom.target and "target" in custom.arguments:
-            typed = shown(custom.arguments["target"])
-            problems.append(f"{section}.target={typed}: the key is {section}._target_; use {section}._target_={typed}")
-            continue
-        problems += code_problems(section, custom, config.trusted_modules)
-    for found, hook in hooks_of(config.hooks).items():
-        problems += _not_loadable(found, hook.target, TRUSTED_HOOKS, config.trusted_modules) or _no_hook(
-            found, hook.target
-        )
-    return problems
-
-
-def code_problems(section: str, options: Any, trusted_modules: Sequence[str]) -> list[str]:
-    """Why the code that a section names cannot be loaded. options: those of the section, a class of ours or yours."""
-    code = options.code() if isinstance(options, CustomConfig) else []
-    named = [(f"{section}.{key}={shown(path or None)}", path) for key, path in code]
-    trusted = trusted_for(section)
-    return [problem for found, path in named for problem in _not_loadable(found, path, trusted, list(trusted_modules))]
-
-
-def _own_code(config: Config) -> dict[str, CustomConfig]:
-    """The user's own classes and functions, by the key that holds their `_target_`."""
-    sections = {section: getattr(config, section) for section in ("model", "task", "data", "optimizer")}
-    own = {section: custom for section, custom in sections.items() if isinstance(custom, CustomConfig)}
-    missing = () if _has_metrics() else (f"{metrics.LIBRARY}.",)  # said once, by `_further_metrics`
-    return own | {one.key: one.custom for one in metrics.further(config) if not one.custom.target.startswith(missing)}
-
-
-def trusted_for(section: str) -> tuple[str, ...]:
-    """The modules whose code a `_target_` may name, wherever it comes from."""
-    return TRUSTED_METRICS if section.startswith("metrics[") else TRUSTED_MODULES
-
-
-def _not_loadable(found: str, path: str, trusted: tuple[str, ...], trusted_modules: list[str]) -> list[str]:
-    """Why a dotted path cannot be loaded. found: its key and value, for the message."""
-    package = path.partition(".")[0]
-    if not re.fullmatch(_DOTTED_PATH, path):
-        return [f"{found}: must be a dotted path, package.Name"]
-    if not is_trusted(path, [*trusted, *trusted_modules]):
-        return [
-            f"{found}: loads code from outside {', '.join(trusted)}; if you trust it, add trusted_modules=[{package}]"
-        ]
-    spec = importlib.util.find_spec(package)
-    if spec is None:
-        return [f"{found}: no module {package} in {Path.cwd()} or installed; for code elsewhere set PYTHONPATH"]
-    here = [place for place in (Path(package), Path(f"{package}.py")) if place.is_file() or any(place.glob("*.py"))]
-    origin = spec.origin or next(iter(spec.submodule_search_locations or ()), "")
-    if here and not is_trusted(path, trusted) and not Path(origin).resolve().is_relative_to(Path.cwd()):
-        return [f"{found}: {here[0]} in this folder is hidden by {origin}; rename it, or set PYTHONPATH=."]
-    return []
-
-
-def _no_hook(found: str, path: str) -> list[str]:
-    """Why a dotted path names no hook, by the source of its module. What that does not show (names that are imported,
-    base classes, decorators) `user_code.build_hooks` finds out in the workers. found: as above."""
-    package, *inner, name = path.split(".")
-    spec = importlib.util.find_spec(package)  # of a module inside, it would import the packages above
-    places = [Path(root, *inner) for root in (spec and spec.submodule_search_locations) or []]
-    files = [file for place in places for file in (place / "__init__.py", place.with_suffix(".py"))]
-    files = files if inner else [Path((spec and spec.origin) or "")]
-    try:
-        source = ast.parse(next((file for file in files if file.is_file()), Path()).read_bytes()).body
-    except (OSError, SyntaxError, ValueError):  # none, or the worker shows where it is wrong
-        return []
-    what = ""
-    match [statement for statement in source if name in _bound([statement])][-1:]:
-        case [ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Assign(value=ast.Lambda())]:
-            what = "a function"
-        case [ast.Assign(value=ast.Constant() | ast.List() | ast.Tuple() | ast.Dict())]:
-            what = "a value"
-        case [ast.ClassDef(bases=[], keywords=[], decorator_list=[], body=body)]:
-            what = "" if {"__enter__", "__exit__"} <= _bound(body) or "act" in _bound(body) else "a class without them"
-    return [f"{found}: {HOOK_RULE}, and is {what}"] if what else []
-
-
-def _bound(statements: Sequence[ast.stmt]) -> set[str]:
-    """The names that definitions and assignments bind."""
-    targets = [target for statement in statements for target in (statement, *getattr(statement, "targets", ()))]
-    return {getattr(target, "name", getattr(target, "id", "")) for target in targets}
-
-
-def package_of(path: str) -> list[str]:
-    """The top package of a dotted path that lies outside of the modules trusted by default; none if it lies inside."""
-    well_formed = re.fullmatch(_DOTTED_PATH, path)
-    return [path.partition(".")[0]] if well_formed and not is_trusted(path, TRUSTED_MODULES) else []
-
-
-def is_trusted(path: str, modules: Sequence[str]) -> bool:
-    """Whether a dotted path lies inside one of the modules."""
-    return any(f"{path}.".startswith(f"{module}.") for module in modules)
-
-
-def _secrets(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
-    """The config is written to files, terminals and checkpoints, so secrets must stay in the environment."""
-    hooks = {found.partition(".")[0]: hook for found, hook in hooks_of(config.hooks).items()}
-    return [
-        f"{section}.{path}=(hidden): the config is written to files, so it must hold no secret; put it into the "
-        f"environment: {section}.{path}='${{oc.env:NAME}}'"
-        for section, custom in {**_own_code(config), **hooks}.items()
-        for path, value in leaves(custom.all_values())
-        if is_secret(path) and isinstance(value, str) and value and not re.fullmatch(r"\$\{oc\.env:\w+\}", value)
-    ]
-
-
 def _tracker(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
     """Whether the library of each tracker is installed. It is not imported, which would take over a second."""
     return [
@@ -352,17 +229,6 @@ def _tracker(asked: Config, config: Config, hardware: Hardware, world: World | N
         # A folder of that name, as wandb and mlflow make them, would be found too: as a package without a file.
         if getattr(config.tracker, name) and ((spec := importlib.util.find_spec(name)) is None or spec.origin is None)
     ]
-
-
-def _further_metrics(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
-    if not config.metrics or _has_metrics():
-        return []
-    return [f"metrics=[...]: {metrics.LIBRARY} is not installed; run {sys.executable} -m pip install '.[metrics]'"]
-
-
-def _has_metrics() -> bool:
-    """Whether the library of `metrics` is installed. It is not imported: it imports torch."""
-    return bool((spec := importlib.util.find_spec(metrics.LIBRARY)) and spec.origin)
 
 
 def _run_dir(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
@@ -385,4 +251,4 @@ def unwritable(run_dir: str | None, reason: str) -> str:
     return f"run_dir={run_dir}: cannot be written ({reason}); name a folder that can"
 
 
-CHECKS = (_model, _data, _checkpoint, _same_run, _code, _secrets, _tracker, _further_metrics, _run_dir)
+CHECKS = (_model, _data, _checkpoint, _same_run, *code_checks.CHECKS, _tracker, _run_dir)

@@ -22,7 +22,7 @@ from omegaconf.resolvers import oc
 
 from ddp_train.config import metrics, reuse
 from ddp_train.config.bind import bind, own_keys
-from ddp_train.config.external_checks import package_of
+from ddp_train.config.code_checks import package_of
 from ddp_train.config.options.custom import CustomConfig, hooks_of
 from ddp_train.config.program import Program
 from ddp_train.config.schema import OPTIONS, SCALARS, SECTIONS, Config

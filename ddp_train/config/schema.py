@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Union
 
 from ddp_train.config.key import AUTO, key
-from ddp_train.config.options.custom import CustomConfig, CustomDataConfig
+from ddp_train.config.options.custom import CustomConfig, CustomDataConfig, CustomModelConfig, CustomOptimizerConfig
 from ddp_train.config.options.data import (
     Cifar10Config,
     DigitsConfig,
@@ -265,7 +265,7 @@ def _by_name(*schemas: type) -> dict[str, Any]:
 OPTIONS: dict[str, dict[str, Any]] = {
     "strategy": _by_name(SingleConfig, DpConfig, DdpConfig, OrderedConfig),
     "model": _by_name(
-        CnnConfig, MlpConfig, LinearRegressionConfig, GeluMlpConfig, GptConfig, TorchvisionConfig, CustomConfig
+        CnnConfig, MlpConfig, LinearRegressionConfig, GeluMlpConfig, GptConfig, TorchvisionConfig, CustomModelConfig
     ),
     "task": _by_name(
         AutoTaskConfig,
@@ -289,7 +289,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         CustomDataConfig,
     ),
     "optimizer": _by_name(
-        SgdConfig, AdamConfig, AdamWConfig, AdadeltaConfig, RmspropConfig, LarsConfig, LambConfig, CustomConfig
+        SgdConfig, AdamConfig, AdamWConfig, AdadeltaConfig, RmspropConfig, LarsConfig, LambConfig, CustomOptimizerConfig
     ),
     "schedule": _by_name(ConstantConfig, StepConfig, CosineConfig, PolynomialConfig, OneCycleConfig),
 }

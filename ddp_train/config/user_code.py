@@ -1,4 +1,4 @@
-"""Imports and calls the user's own classes and functions. `config.external_checks` has decided that they may be."""
+"""Imports and calls the user's own classes and functions. `config.code_checks` has decided that they may be."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ddp_train.config.external_checks import HOOK_RULE, TRUSTED_HOOKS, TRUSTED_MODULES, is_trusted, trusted_for
+from ddp_train.config.code_checks import HOOK_RULE, TRUSTED_HOOKS, TRUSTED_MODULES, is_trusted, trusted_for
 from ddp_train.config.options.custom import CustomConfig, hooks_of
 from ddp_train.config.values import from_environment
 from ddp_train.errors import ConfigError

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-import os
 import re
 from typing import Any
 
-from ddp_train.config import conflicts, external_checks
+from ddp_train.config import conflicts, external_checks, fine_tuning
 from ddp_train.config.auto import process_count
 from ddp_train.config.hardware import Hardware
+from ddp_train.config.key import broken_rule
 from ddp_train.config.schema import Config
 from ddp_train.distributed.environment import hosts_requested, srun_tasks
 from ddp_train.distributed.world import World
-from ddp_train.text import counted, did_you_mean, shown
+from ddp_train.text import counted, shown
 
-LONGEST_NAME, LONGEST_PATH = 255, 4095
-"""In bytes (linux/limits.h)."""
 MOST_BESIDE = 256
 """Loader processes, or threads, of a host of whatever size."""
-LARGEST = 2**63
-"""Of what libraries take for a whole number; nothing that a key counts comes near it."""
 
 
 def check(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
@@ -30,6 +25,7 @@ def check(asked: Config, config: Config, hardware: Hardware, world: World | None
         *(_mode, _devices, _too_many, _backend, _under_torchrun, _under_srun, _hosts, _process_count),
         *conflicts.CHECKS,
         *external_checks.CHECKS,
+        fine_tuning.check,
     )
     return [problem for one_check in checks for problem in one_check(asked, config, hardware, world)]
 
@@ -48,39 +44,11 @@ def section_rules(section: Any, prefix: str) -> list[str]:
             problems += section_rules(value, f"{prefix}{f.name}.")
             continue
         for item in value if isinstance(value, list) else [value]:
-            rule = _broken_rule(item, f.metadata)
+            rule = broken_rule(item, f.metadata)
             if rule:
                 problems.append(f"{prefix}{f.name}={shown(value)}: {rule}")
                 break
     return problems
-
-
-def _broken_rule(value: Any, rules: Any) -> str:
-    if value == "" and not rules.get("may_be_empty"):
-        return "must not be empty"
-    if isinstance(value, str):
-        allowed = rules.get("choices", ())
-        if allowed and value not in allowed:
-            return f"must be one of {', '.join(allowed)}{did_you_mean(value, list(allowed))}"
-        if "literals" in rules and value not in rules["literals"]:
-            kind = "a whole number" if "at_least" in rules else "true, false"
-            return f"must be {kind} or {' or '.join(rules['literals'])}"
-        names = os.fsencode(value).split(b"/") if rules.get("is_path") else []
-        if max(map(len, names), default=0) > LONGEST_NAME or len(b"/".join(names)) > LONGEST_PATH:
-            return f"is too long: a name may have {LONGEST_NAME} bytes, a path {LONGEST_PATH:,}"
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return ""
-    if isinstance(value, float) and not math.isfinite(value):
-        return "must be a finite number"
-    bounds = (
-        ("at_least", "at least", lambda bound: value >= bound),
-        ("above", "above", lambda bound: value > bound),
-        ("at_most", "at most", lambda bound: value <= bound),
-        ("below", "below", lambda bound: value < bound),
-    )
-    broken = [f"{text} {rules[name]}" for name, text, holds in bounds if name in rules and not holds(rules[name])]
-    broken = broken or [f"below {LARGEST}"] * (isinstance(value, int) and value >= LARGEST)
-    return f"must be {' and '.join(broken)}" if broken else ""
 
 
 def _mode(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:

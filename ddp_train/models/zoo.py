@@ -103,12 +103,14 @@ def _features(shape: tuple[int, ...]) -> int:
     return torch.Size(shape).numel()
 
 
-def _torchvision(shape: tuple[int, ...], outputs: int, arch: str) -> nn.Module:
+def _torchvision(shape: tuple[int, ...], outputs: int, arch: str, weights: str | None = None) -> nn.Module:
+    """weights: with which it begins, `pretrained.torchvision_weights`; some need other inputs then."""
     from torchvision.models import get_model
 
     more: dict[str, Any] = {"num_classes": outputs}
     if arch in ("googlenet", "inception_v3"):
         more |= {"aux_logits": False, "init_weights": True}  # one output, not three
+        more["transform_input"] = weights is not None  # theirs are TensorFlow's, for another scale of pixels
     elif arch.startswith("vit_"):
         more["image_size"] = shape[1]
     try:  # on tensors without content: it costs some milliseconds

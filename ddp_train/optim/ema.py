@@ -9,7 +9,7 @@ a buffer that holds an infinity or NaN at the start, an attention mask for one: 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,14 +21,22 @@ from ddp_train.errors import ConfigError
 class WeightAverage:
     """The average of a model's trained parameters and floating-point buffers, on their device and of their type."""
 
-    def __init__(self, model: nn.Module, decay: float, warmup: bool = False, may_skip: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        decay: float,
+        warmup: bool = False,
+        may_skip: bool = False,
+        trained: Iterable[nn.Parameter] | None = None,
+    ) -> None:
         """It begins as the weights are now. warmup: the n-th update, from 1 on, has a decay of at most n / (9 + n), as
         in TensorFlow's `ExponentialMovingAverage(num_updates)`: a short run's average soon forgets its first weights.
-        may_skip: only the device knows whether a step was taken, as with a GradScaler.
+        may_skip: only the device knows whether a step was taken, as with a GradScaler. trained: the parameters to
+        average; None: those that want gradients now. The average of one that is frozen is the parameter itself.
 
         Raises ConfigError for parameters of 16 bits: adding a thousandth of a difference would not change them.
         """
-        self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.trained = [p for p in model.parameters() if p.requires_grad] if trained is None else list(trained)
         averaged = [path for path, b in model.named_buffers() if b.is_floating_point() and b.isfinite().all()]
         paths = [path.rpartition(".") for path in averaged]
         self.buffers = [(model.get_submodule(owner), name) for owner, _, name in paths]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ CLASSES: dict[str, type[Optimizer]] = {
 
 
 def build_optimizer(
-    parameters: Iterable[nn.Parameter],
+    parameters: Iterable[nn.Parameter] | Sequence[dict[str, Any]],
     name: str,
     *,
     implementation: str,
@@ -33,42 +33,49 @@ def build_optimizer(
     decay_norm_and_bias: bool = True,
     **arguments: Any,
 ) -> Optimizer:
-    """The optimizer of the parameters that want gradients.
+    """The optimizer of parameters, or of groups of them. Those without a gradient stay as they are.
 
     implementation: loop, foreach or fused, as torch calls them, or default for that of the class. captured: its steps
     run from a CUDA graph, so that host time per step does not matter. decay_norm_and_bias: weight decay for parameters
-    of at most one dimension too. arguments: lr, weight_decay, and what else the class takes.
+    of at most one dimension too. arguments: lr, weight_decay, and what else the class takes; a group may have its own.
     """
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    groups = trained if decay_norm_and_bias else without_decay_of_vectors(trained)
-    if "beta1" in arguments:
-        arguments["betas"] = (arguments.pop("beta1"), arguments.pop("beta2"))
+    given = list(parameters)
+    groups: list[dict[str, Any]] = [dict(group) for group in given if isinstance(group, dict)] or [{"params": given}]
+    if not decay_norm_and_bias:
+        groups = [part for group in groups for part in without_decay_of_vectors(group)]
+    for taken in (*groups, arguments):  # the arguments last: a group may have but one of the two
+        if taken.keys() & {"beta1", "beta2"}:
+            taken["betas"] = tuple(taken.pop(beta, arguments.get(beta)) for beta in ("beta1", "beta2"))
     if implementation == "fused":
         arguments |= {"foreach": None, "fused": True}
     elif implementation != "default":
         arguments["foreach"] = implementation == "foreach"
     cls = CLASSES[name]
+    trained = [parameter for group in groups for parameter in group["params"]]
     one_dtype = len({parameter.dtype for parameter in trained}) == 1
     if captured and implementation == "fused" and one_dtype:
         cls = split_fused.CLASSES[cls]
     optimizer = cls(groups, **arguments)
-    if implementation == "fused" and name == "sgd" and arguments["momentum"]:
+    for group in optimizer.param_groups if implementation == "fused" and name == "sgd" else ():
         # Where a GradScaler leaves out the first step, as float16 often needs it, torch's kernel leaves the new buffers
         # unwritten: ResNet-50 had a loss of NaN in step 2. From zeros the first step is the same.
-        for parameter in trained:
+        for parameter in group["params"] if group["momentum"] else ():
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer
 
 
-def without_decay_of_vectors(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
-    """Parameter groups in which those of at most one dimension, norms and biases, have no weight decay.
+def without_decay_of_vectors(group: dict[str, Any]) -> list[dict[str, Any]]:
+    """A group as two, in the second of which those of at most one dimension, norms and biases, have no weight decay.
 
     LARS and LAMB do not adapt the learning rate of those either; torch's optimizers ignore `layer_adaptation`.
     """
-    matrices = [parameter for parameter in parameters if parameter.ndim > 1]
-    vectors = [parameter for parameter in parameters if parameter.ndim <= 1]
-    groups: list[dict[str, Any]] = [
-        {"params": matrices},
-        {"params": vectors, "weight_decay": 0.0, "layer_adaptation": False},
+    parts: list[dict[str, Any]] = [
+        {**group, "params": [parameter for parameter in group["params"] if parameter.ndim > 1]},
+        {
+            **group,
+            "params": [parameter for parameter in group["params"] if parameter.ndim <= 1],
+            "weight_decay": 0.0,
+            "layer_adaptation": False,
+        },
     ]
-    return [group for group in groups if group["params"]]
+    return [part for part in parts if part["params"]]

@@ -33,7 +33,8 @@ class Strategy(Protocol):
         ...
 
     def wrap(self, module: ModelWithTask) -> nn.Module:
-        """What the training step calls. Evaluation and checkpoints use the module itself: it has the plain names."""
+        """What the training step calls. Evaluation and checkpoints use the module itself: it has the plain names. To be
+        called again when other parameters want gradients."""
         ...
 
     def warm_up(self, first_batch: Callable[[], Batch]) -> None:
@@ -135,7 +136,12 @@ class DistributedDataParallel:
 
     def wrap(self, module: ModelWithTask) -> nn.Module:
         self.sync_batch_norms = [layer for layer in module.modules() if isinstance(layer, SyncBatchNorm)]
-        self.wrapped = NamingDdp(module, **ddp_arguments(self.device, **self.options))
+        if again := hasattr(self, "wrapped"):
+            self.wrapped._remove_autograd_hooks()  # until the garbage collector takes it, they would send gradients too
+        arguments = ddp_arguments(self.device, **self.options)
+        if again:
+            arguments["init_sync"] = False  # weights are alike by now, and buffers are each rank's own
+        self.wrapped = NamingDdp(module, **arguments)
         _register_comm_hook(self.wrapped, self.comm_hook, self.powersgd_rank)
         return self.wrapped
 

@@ -32,7 +32,7 @@ END = "end"
 """The phase of a worker that has completed its work."""
 PHASES = (
     *("start", "data set", "build", "record", "evaluation data", "evaluation forward", "evaluation end"),
-    *("checkpoint", "sample", "hook", "data", "forward", "backward", "optimizer step", END),
+    *("hook", "checkpoint", "sample", "unfreeze", "data", "forward", "backward", "optimizer step", END),
 )
 """In the order in which they follow a completed step: of ranks at the same step, the one in the earliest phase is
 furthest behind."""

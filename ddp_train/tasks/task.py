@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
 from ddp_train.errors import ConfigError
+from ddp_train.models.freezing import Frozen
 from ddp_train.tasks.further_metrics import PREDICTIONS, FurtherMetrics
 from ddp_train.tasks.returned import checked_loss, checked_predictions, checked_scores
 
@@ -126,6 +127,14 @@ class ModelWithTask(nn.Module):
         self.autocast = autocast
         self.further: FurtherMetrics | None = None
         """Metrics beside those of the task."""
+        self.frozen: Frozen | None = None
+        """What of the model does not train."""
+
+    def train(self, mode: bool = True) -> Self:
+        super().train(mode)
+        for layer in self.frozen.at_rest if self.frozen else ():
+            layer.training = False
+        return self
 
     def forward(self, batch: Any) -> tuple[Tensor, Tensor | None]:
         loss, units = self.loss_of(batch)

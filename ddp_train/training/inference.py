@@ -42,9 +42,15 @@ class Inference:
     def summaries(self) -> Summary:
         return Summary(self.config, self.run_dir, self.device)
 
-    def evaluate(self, sources: Splits, found: Path) -> dict[str, Any]:
+    def found(self) -> Path:
+        """The checkpoint."""
+        found = trained.find_checkpoint(self.config, self.world, self.device)
+        assert found, "config.validate asks for a checkpoint, and find raises if it is not valid"
+        return found
+
+    def evaluate(self, sources: Splits) -> dict[str, Any]:
         """Scores the test set with a checkpoint."""
-        config, device = self.config, self.device
+        config, device, found = self.config, self.device, self.found()
         common_digests(sources, sources.test, device)
         strategy = setup.build_strategy(config, self.world, device)
         module = setup.build_module(config, sources.train, strategy, device)
@@ -62,10 +68,10 @@ class Inference:
         facts = {"steps": evaluated["step"], "seconds": time.perf_counter() - began, "evaluated": evaluated}
         return self.summaries.of(score and {"test": score}, module, **facts)
 
-    def predict(self, sources: Splits, found: Path) -> dict[str, Any]:
+    def predict(self, sources: Splits) -> dict[str, Any]:
         """Writes what a checkpoint's model predicts for each sample of a split. Raises ConfigError, DataError,
         TaskError and WriteError."""
-        config, split = self.config, self.config.predict.split
+        config, split, found = self.config, self.config.predict.split, self.found()
         source = sources.named(split)
         if source is None:
             raise ConfigError([f"predict.split={split}: there is none; use predict.split=test"])
@@ -91,9 +97,10 @@ class Inference:
         written = {"file": str(file), "split": split, "samples": len(source), "columns": columns}
         return self.summaries.of_use(module.model, used, seconds, predictions=written)
 
-    def export(self, found: Path) -> dict[str, Any]:
+    def export(self) -> dict[str, Any]:
         """Writes a checkpoint's model in other forms, each compared with the model. Raises ConfigError, DataError and
         WriteError."""
+        found = self.found()
         manifest, used = checkpoint.read_manifest(found), checkpoint.described(found)
         model = trained.model_of(self.config.model, manifest, str(found))  # as it is: nothing is tuned
         checkpoint.load_model(found, model, checkpoint.weights_file(found, self.config.checkpoint.average))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddp_train.config.external_checks import code_problems
+from ddp_train.config.code_checks import code_problems
 from ddp_train.config.migrate import bind_frozen
 from ddp_train.config.options.custom import CustomDataConfig
 from ddp_train.config.schema import Config

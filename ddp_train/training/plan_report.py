@@ -24,12 +24,16 @@ def plan_rows(
     first_step: int,
     validation_samples: int | None = None,
     rates: Rates = Rates(),  # noqa: B008  it is frozen
+    trained: int | None = None,
+    begun: str | None = None,
 ) -> dict[str, str]:
-    """Heading -> text. parameters: of the model. base_lr: at this global batch. first_step: where training resumes.
+    """Heading -> text. parameters: of the model. trained: how many of them, now; None: all. begun: with which weights,
+    if not with drawn ones. base_lr: at this global batch. first_step: where training resumes.
     validation_samples: None if nothing validates. rates: of the model."""
     return {
         "processes": _processes(config),
-        "model": f"{_model_name(config.model)}, {parameters:,} parameters",
+        "model": f"{_model_name(config.model)}, {parameters:,} parameters{_trained(config, plan, parameters, trained)}",
+        **({"begins with": begun} if begun else {}),
         "data": _data(config.data, plan, validation_samples),
         "task": _task(config.task, task),
         **_further(config),
@@ -61,6 +65,14 @@ def _compute(plan: BatchPlan, rates: Rates) -> dict[str, str]:
 
 def _model_name(model: Any) -> str:
     return getattr(model, "arch", None) or getattr(model, "target", None) or model.name
+
+
+def _trained(config: Config, plan: BatchPlan, parameters: int, trained: int | None) -> str:
+    if trained is None or trained == parameters:
+        return ""
+    epochs = config.model.freeze_epochs
+    later = f"; what is frozen trains from step {epochs * plan.steps_per_epoch:,} on" if epochs else ""
+    return f", of which {trained:,} train{later}"
 
 
 def _task(section: Any, task: Task) -> str:
@@ -130,7 +142,16 @@ def _optimizer(config: Config, plan: BatchPlan, base_lr: float, warmup_steps: in
         warmup += f" (cut from {asked:,}: schedule.warmup_at_most={config.schedule.warmup_at_most:g} of the run)"
     decay = config.train.ema_decay
     average = f", average of weights {decay:g}{' with warm-up' if config.train.ema_warmup else ''}" if decay else ""
-    return f"{optimizer.name}, lr {lr}, {config.schedule.name} schedule, warm-up {warmup}{average}"
+    parts = [f"{group['match']} with {_arguments(group)}" for group in optimizer.groups]
+    if optimizer.layer_decay is not None:
+        parts.append(f"layer decay {optimizer.layer_decay:g}")
+    groups = f", but {', '.join(parts)}" if parts else ""
+    name = getattr(optimizer, "target", None) or optimizer.name
+    return f"{name}, lr {lr}{groups}, {config.schedule.name} schedule, warm-up {warmup}{average}"
+
+
+def _arguments(group: dict[str, Any]) -> str:
+    return " and ".join(f"{name} {value:g}" for name, value in group.items() if name != "match")
 
 
 def _trackers(tracker: Any) -> dict[str, str]:

@@ -19,8 +19,9 @@ from ddp_train.data.datasets import BatchSource, check_same_data
 from ddp_train.data.loader import Batch
 from ddp_train.data.splits import Splits
 from ddp_train.distributed.environment import lost_rank
-from ddp_train.distributed.process_group import Store, local_leader_first, same_everywhere, set_buffers
+from ddp_train.distributed.process_group import Store, local_leader_first, set_buffers
 from ddp_train.distributed.world import World
+from ddp_train.models.pretrained import Origin, in_words
 from ddp_train.models.zoo import parameter_counts
 from ddp_train.performance.switches import set_garbage_collection, set_process_flags
 from ddp_train.resilience.heartbeat import RankStatus, StatusBoard
@@ -32,7 +33,7 @@ from ddp_train.telemetry.rates import Rates
 from ddp_train.telemetry.tracker_queue import Tracking, flat, open_trackers
 from ddp_train.telemetry.trackers import Run as TrackedRun
 from ddp_train.text import counted
-from ddp_train.training import averaging, checkpoint, metrics, setup
+from ddp_train.training import averaging, checkpoint, fine_tuning, metrics, setup
 from ddp_train.training.checkpoint_hook import CheckpointHook
 from ddp_train.training.display_hooks import SAMPLE, SampleHook, tensorboard_details
 from ddp_train.training.early_stopping import SelectionHook
@@ -47,7 +48,7 @@ from ddp_train.training.phases import ReportedHook, ReportedStepper
 from ddp_train.training.plan_report import plan_rows, selects_by_test
 from ddp_train.training.summary import Scores, Summary
 from ddp_train.training.summary import write as write_summary
-from ddp_train.training.trained import facts_of_model
+from ddp_train.training.trained import facts_of_model, find_checkpoint
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,19 +86,17 @@ class Run:
         )
         use = Inference(self.config, self.world, self.device, self.status, self.display)
         if self.config.mode == "export":  # it reads no data
-            self.publish(use.export(self.named_checkpoint()))
+            self.publish(use.export())
             return True
         self.status.phase = "data set"
         sources = self.open_data()
         set_garbage_collection(self.config.tuning.gc_freeze)
         self.status.phase = "build"
         if self.config.uses_trained:
-            summary = (use.evaluate if self.config.mode == "evaluate" else use.predict)(
-                sources, self.named_checkpoint()
-            )
+            summary = use.evaluate(sources) if self.config.mode == "evaluate" else use.predict(sources)
             self.publish(summary)
         else:
-            found = self.find_checkpoint()
+            found = find_checkpoint(self.config, self.world, self.device)
             launch = self.config.launch
             with open_trackers(self.tracker_names(), launch.grace_seconds, launch.timeout_seconds) as tracking:
                 summary = self.train(sources, found, tracking)
@@ -110,22 +109,6 @@ class Run:
         writes = self.config.data.writes_files()
         with local_leader_first(self.world, self.device) if writes else contextlib.nullcontext():
             return open_datasets(self.config, downloads=self.world.is_local_leader)
-
-    def find_checkpoint(self) -> Path | None:
-        """The verified checkpoint to start from, the same on all ranks; None to start from step 0."""
-        again = self.world.attempt > 0 and self.config.mode == "train" and self.config.checkpoint.resume != "auto"
-        found = checkpoint.find("auto", self.run_dir) if again else None
-        section = self.config.checkpoint
-        which = "last" if section.which == "auto" and self.config.mode == "train" else section.which
-        found = found or checkpoint.find(section.resume, self.run_dir, which)
-        step = checkpoint.read_manifest(found)["step"] if found else -1
-        same_everywhere(step, self.device, f"the checkpoint in {self.run_dir}")
-        return found
-
-    def named_checkpoint(self) -> Path:
-        found = self.find_checkpoint()
-        assert found, "config.validate asks for a checkpoint, and find raises if it is not valid"
-        return found
 
     def scored_batches(self, source: BatchSource) -> Iterator[Batch]:
         return setup.scored_batches(self.config, source, self.device)
@@ -144,6 +127,7 @@ class Run:
         first_step, hooks_owed = origin.get("step", 0), bool(origin.get("hooks_owed"))
         strategy = setup.build_strategy(config, self.world, device)
         module = setup.build_module(config, sources[0], strategy, device)
+        begun = None if found else fine_tuning.begin(config, module.model, self.world, device)
         setup.try_own_task(config, module, sources.train, device)
         metrics.check_metrics(config, module, sources, self.scored_batches, config.train.ema_decay is not None)
         job = setup.build_job(config, self.world, device, module, strategy, sources, self.status, first_step)
@@ -166,8 +150,9 @@ class Run:
             self.restore(found, job, record, select, own, data_digests)
             hooks_owed = hooks_owed or record.owes_score
         job.stepper.continue_from(first_step)
-        trained = [name for name, parameter in module.model.named_parameters() if parameter.requires_grad]
+        trained = list(fine_tuning.trained_parameters(config, module))
         facts = {"data_digests": data_digests, "trained": trained, **facts_of_model(config, sources.train, module.task)}
+        facts["begun_with"] = dataclasses.asdict(begun) if begun else origin.get("begun_with")
         save = self.checkpoint_hook(record, select, own, facts)
         self.start_trackers(tracking, log, first_step)
         details = []
@@ -175,12 +160,14 @@ class Run:
             details = tensorboard_details(
                 tracking.threads, module.model, lambda: setup.first_batch(config, job.plan, sources[0], device)
             )
+        unfreeze = [ReportedHook(hook, self.status, "unfreeze") for hook in job.hooks]
         job.hooks = [
             ReportedHook(record, self.status, "record"),
             select,
             *(ReportedHook(one, self.status, "hook") for one in own.acting),  # before their state is saved
             ReportedHook(save, self.status, "checkpoint"),
             *details,
+            *unfreeze,
         ]
         write = setup.text_writer(config, sources.train)
         if write and self.world.is_leader:
@@ -194,7 +181,7 @@ class Run:
         if sources.validation is not None:
             test = setup.build_evaluation(config, self.world, device, module, strategy, sources.test, self.status)
             test.stop = job.stop
-        self.announce(job, sources, select, record.rates)
+        self.announce(job, sources, select, record.rates, begun)
         offer = just_in_time.offered(job, hooks_owed) if just_in_time else contextlib.nullcontext()
         scores = self.fit(job, record, select, own, test, offer, hooks_owed)
         summary = self.summaries.of_training(job, record, select, scores, test)
@@ -263,14 +250,17 @@ class Run:
         tracking.start(run, log.kept)
         log.listeners.append(tracking.write)
 
-    def announce(self, job: Job, sources: Splits, select: SelectionHook, rates: Rates) -> None:
-        """Shows the plan, and the progress bar."""
+    def announce(self, job: Job, sources: Splits, select: SelectionHook, rates: Rates, begun: Origin | None) -> None:
+        """Shows the plan, and the progress bar. begun: with which weights; None: with drawn or resumed ones."""
         if self.world.is_leader:
             config, validation = self.config, sources.validation
-            parameters, lr = parameter_counts(job.module.model)["all"], job.stepper.base_lrs[0]
+            counts, base_lrs = parameter_counts(job.module.model), job.stepper.base_lrs
+            lr = job.stepper.optimizer.defaults.get("lr", base_lrs[0])
             warmup, validating = setup.warmup_steps(config, job.plan), None if validation is None else len(validation)
             task, done = job.module.task, job.step
-            self.display.plan(plan_rows(config, job.plan, task, parameters, lr, warmup, done, validating, rates))
+            weights = {"trained": counts["trained"], "begun": begun and in_words(begun)}
+            rows = plan_rows(config, job.plan, task, counts["all"], lr, warmup, done, validating, rates, **weights)
+            self.display.plan(rows)
             notes = setup.advice(config, job.module, sources.train) + selects_by_test(config, validation is not None)
             for line in notes:
                 self.display.line(line)

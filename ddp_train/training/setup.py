@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ddp_train.config.auto import optimizer_at_batch, warmup_asked
+from ddp_train.config.auto import warmup_asked
 from ddp_train.config.metrics import further
+from ddp_train.config.options.model import FineTuning
 from ddp_train.config.schema import Config
 from ddp_train.config.user_code import instantiate
 from ddp_train.data.batch_plan import BatchPlan, MicroBatch, evaluation_batches
@@ -27,9 +28,9 @@ from ddp_train.data.splits import Splits
 from ddp_train.data.tokens import TokenSource
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
+from ddp_train.models.freezing import Frozen
 from ddp_train.models.zoo import build_model
 from ddp_train.optim.ema import WeightAverage
-from ddp_train.optim.optimizers import build_optimizer
 from ddp_train.optim.schedules import build_schedule
 from ddp_train.optim.stepper import Stepper
 from ddp_train.parallel.ordered_reduction import OrderedReduction
@@ -47,10 +48,13 @@ from ddp_train.tasks.try_out import check_loss
 from ddp_train.telemetry.rates import Rates
 from ddp_train.tensor_tree import map_tensors
 from ddp_train.text import counted
+from ddp_train.training.fine_tuning import UnfreezeHook, optimizer_of, trained_parameters
 from ddp_train.training.loop import Evaluation, Job
 from ddp_train.training.metrics import build_further
 from ddp_train.training.phases import ReportedBatches, ReportedStepper
 
+BESIDE_MODEL = tuple(each.name for each in fields(FineTuning))
+"""Keys of `model` that are no arguments of a network."""
 AUTOCAST = {"fp32": None, "fp64": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -76,7 +80,7 @@ def build_strategy(config: Config, world: World, device: str) -> Strategy:
 
 
 def build_module(config: Config, source: BatchSource, strategy: Strategy, device: str) -> ModelWithTask:
-    """The model with its task, placed and tuned; the same weights on every process."""
+    """The model with its task, placed, tuned and frozen as asked; the same weights on every process."""
     sample = source.get_batch(np.array([0]), None)
     task = build_task(config.task, source, sample)
     torch.manual_seed(hash_key(config.seed, "model"))
@@ -84,7 +88,7 @@ def build_module(config: Config, source: BatchSource, strategy: Strategy, device
         model = own_model(config.model)
     else:
         shape = _input_shape(sample, config.model.name)
-        model = build_model(config.model.name, shape, source.outputs, **arguments_of(config.model))
+        model = build_model(config.model.name, shape, source.outputs, **arguments_of(config.model, *BESIDE_MODEL))
     return placed(config, model, task, strategy, device)
 
 
@@ -100,7 +104,9 @@ def placed(config: Config, model: nn.Module, task: Task, strategy: Strategy, dev
         checkpointed_blocks=tuning.activation_checkpointing,
         compile_mode=tuning.compile_mode if tuning.compile else None,
     )
-    return module
+    if config.model.freeze:  # last: what is converted above, batch norms among others, is another object there
+        module.frozen = Frozen(module.model, config.model.freeze)
+    return module.train()
 
 
 def build_task(section: Any, source: BatchSource, sample: Any) -> Task:
@@ -245,10 +251,21 @@ def build_job(
     classifies = isinstance(module.task, Classification)
     mix = mix_of(train_source, config.seed, config.data.mixup, config.data.cutmix, classifies)
     stream = torch.cuda.Stream(device) if config.tuning.cuda_graph and config.device == "cuda" else None
-    with on_stream(stream):
-        wrapped = strategy.wrap(module)
-        strategy.warm_up(lambda: first_batch(config, plan, train_source, device, mix))
-    optimizer = _optimizer(config, module.model, captured=stream is not None)
+    frozen = module.frozen if config.model.freeze_epochs else None
+    unfreezing = (config.model.freeze_epochs or 0) * plan.steps_per_epoch
+    if frozen and first_step >= unfreezing:
+        frozen.unfreeze()
+        module.train()
+
+    def wrap() -> nn.Module:
+        with on_stream(stream):
+            wrapped = strategy.wrap(module)
+            strategy.warm_up(lambda: first_batch(config, plan, train_source, device, mix))
+        return wrapped
+
+    wrapped = wrap()
+    trained = trained_parameters(config, module)
+    optimizer = optimizer_of(config, module, captured=stream is not None)
     scaler = torch.amp.GradScaler(torch.device(device).type, enabled=config.tuning.precision == "fp16")
     decay, skips = config.train.ema_decay, scaler.is_enabled()
     options = {
@@ -256,7 +273,7 @@ def build_job(
         "max_grad_norm": config.train.max_grad_norm,
         "allow_missing_grads": strategy.allow_missing_grads,
         "skip_non_finite": config.train.on_non_finite == "skip",
-        "average": WeightAverage(module, decay, config.train.ema_warmup, skips) if decay else None,
+        "average": WeightAverage(module, decay, config.train.ema_warmup, skips, trained.values()) if decay else None,
     }
     forward: Callable[[Any], tuple[Tensor, Tensor | None]] = wrapped
     if stream:
@@ -276,20 +293,8 @@ def build_job(
         batches=ReportedBatches(loader, status),
         evaluation=build_evaluation(config, world, device, module, strategy, scored_source, status),
         seed_step=StepSeed(config.seed, world.rank, device),
+        hooks=[UnfreezeHook(unfreezing, frozen, wrap)] if frozen else [],
         step=first_step,
-    )
-
-
-def _optimizer(config: Config, model: nn.Module, captured: bool) -> torch.optim.Optimizer:
-    section = optimizer_at_batch(config)
-    if section.name == "custom":
-        return instantiate("optimizer", section, [p for p in model.parameters() if p.requires_grad])
-    return build_optimizer(
-        model.parameters(),
-        section.name,
-        implementation=config.tuning.optimizer,
-        captured=captured,
-        **arguments_of(section, "lr_scaling", "lr_base_batch"),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,28 @@ from ddp_train.config.schema import Config
 from ddp_train.config.user_code import instantiate
 from ddp_train.data.datasets import BatchSource
 from ddp_train.data.sample_facts import class_names
+from ddp_train.distributed.process_group import same_everywhere
+from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, DataError
 from ddp_train.models.zoo import build_model
 from ddp_train.parallel.strategy import Strategy
 from ddp_train.tasks.builtin import TASKS
 from ddp_train.tasks.task import ModelWithTask, Task, complete
-from ddp_train.training import setup
+from ddp_train.training import checkpoint, setup
+
+
+def find_checkpoint(config: Config, world: World, device: str) -> Path | None:
+    """The verified checkpoint to start from, the same on all ranks; None to start from step 0. Raises DataError if the
+    one that is named is not valid."""
+    run_dir, section, trains = Path(str(config.run_dir)), config.checkpoint, config.mode == "train"
+    again = world.attempt > 0 and trains and section.resume != "auto"
+    found = checkpoint.find("auto", run_dir) if again else None
+    found = found or checkpoint.find(
+        section.resume, run_dir, "last" if section.which == "auto" and trains else section.which
+    )
+    step = checkpoint.read_manifest(found)["step"] if found else -1
+    same_everywhere(step, device, f"the checkpoint in {run_dir}")
+    return found
 
 
 def facts_of_model(config: Config, source: BatchSource, task: Task) -> dict[str, Any]:
@@ -42,7 +59,7 @@ def model_of(section: Any, manifest: dict[str, Any], where: str) -> nn.Module:
         return setup.own_model(section)
     if "input_shape" not in manifest:
         raise DataError(f"{where} does not say what its model takes", "go on with its run for a step, which saves that")
-    shape, arguments = torch.Size(manifest["input_shape"]), setup.arguments_of(section)
+    shape, arguments = torch.Size(manifest["input_shape"]), setup.arguments_of(section, *setup.BESIDE_MODEL)
     return build_model(section.name, shape, manifest["outputs"], **arguments)
 
 

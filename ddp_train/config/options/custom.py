@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 from ddp_train.config.key import key
 from ddp_train.config.options.data import DataFacts, mixing_alpha, sample_weights, validation_part
-from ddp_train.config.options.model import ModelFacts
-from ddp_train.config.options.optimizer import OptimizerFacts
+from ddp_train.config.options.model import FineTuning, ModelFacts
+from ddp_train.config.options.optimizer import Groups, OptimizerFacts
 
 NOT_TELLING = ("download", "augment", "transform", "transforms", "target_transform")
 """Arguments of data sets that do not say which samples they have."""
@@ -35,6 +35,16 @@ class CustomConfig(ModelFacts, DataFacts, OptimizerFacts):
     def all_values(self) -> dict[str, Any]:
         """And those that other code of the section is called with."""
         return self.values()
+
+
+@dataclass
+class CustomModelConfig(FineTuning, CustomConfig):
+    """Your own model: `_target_=package.Name`, and its arguments beside it."""
+
+
+@dataclass
+class CustomOptimizerConfig(Groups, CustomConfig):
+    """Your own optimizer: `_target_=package.Name`, any class of torch.optim for one, and its arguments beside it."""
 
 
 @dataclass

@@ -35,7 +35,23 @@ class ModelFacts:
 
 
 @dataclass
-class ModelConfig(ModelFacts):
+class FineTuning:
+    """Keys of every model, a class of your own included: where it begins, and what of it trains. docs/finetuning.md"""
+
+    init_from: str | None = key(
+        None, "begin with the weights of a file (.safetensors, .pt), a run or a checkpoint; strict", is_path=True
+    )
+    init_ignore: list[str] = key(
+        [], "globs over names that init_from leaves alone, [head.*]: in the model and the file"
+    )
+    freeze: list[str] = key([], "globs over names of parameters that do not train, [layer1.*]; batch norms there rest")
+    freeze_epochs: int | None = key(
+        None, "epochs for which `freeze` holds; then these parameters train too; null: to the end", at_least=1
+    )
+
+
+@dataclass
+class ModelConfig(FineTuning, ModelFacts):
     name: str = "cnn"
     takes_tokens: ClassVar[bool | None] = False
 
@@ -100,12 +116,15 @@ class GeluMlpConfig(_DenseConfig):
 
 @dataclass
 class TorchvisionConfig(ModelConfig):
-    """Any classifier of torchvision, trained from scratch."""
+    """Any classifier of torchvision, from scratch or with its weights."""
 
     name: str = "torchvision"
     takes_images: ClassVar[bool | None] = True
     channels_taken: ClassVar[tuple[int, ...]] = (1, 3)
     arch: str = key("resnet18", "name of the classifier in torchvision.models")
+    weights: str | None = key(
+        None, "begin with torchvision's weights for it, DEFAULT or a name like IMAGENET1K_V1; downloaded once per host"
+    )
 
     def worth_compiling(self) -> bool:
         return True

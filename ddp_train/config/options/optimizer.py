@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ddp_train.config.key import key
 
@@ -22,7 +22,27 @@ class OptimizerFacts:
 
 
 @dataclass
-class OptimizerConfig(OptimizerFacts):
+class Groups:
+    """Keys of every optimizer, a class of your own included. docs/finetuning.md"""
+
+    groups: list[dict[str, Any]] = key(
+        [],
+        "other arguments for parts of the model, [{match: head.*, lr: 1e-2, weight_decay: 0}]: globs over names of "
+        "parameters, the first match wins",
+        example="[{match: head.*, lr: 0.01}]",
+    )
+    layer_decay: float | None = key(
+        None,
+        "the learning rate of a layer is that of the next one times this. Layers are the blocks: the members of the "
+        "outermost nn.Sequential, ModuleList or ModuleDict with two or more of one class; what comes before is the "
+        "first layer, what comes after the last; without such, the children of the model",
+        above=0,
+        at_most=1,
+    )
+
+
+@dataclass
+class OptimizerConfig(Groups, OptimizerFacts):
     name: str = "sgd"
     lr: float = key(0.05, "learning rate after warm-up", above=0)
     weight_decay: float = key(0.0, "weight decay, as torch's optimizer defines it", at_least=0)
