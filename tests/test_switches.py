@@ -547,8 +547,8 @@ def made_with_a_trained_model(case: Case) -> Any:
         run_of(case.config).execute()
     except DataError as error:
         return str(error).replace(str(run_dir), "")
-    found = json.loads((run_dir / "summary.json").read_text()).get("predictions", {})
-    return found.get("samples"), sorted(path.name for path in run_dir.glob("*.*"))
+    files = sorted(path.name for path in run_dir.glob("*.*"))
+    return files, np.load(run_dir / "predictions.npz")["target"].tolist() if "predictions.npz" in files else None
 
 
 def trackers(case: Case) -> Any:
