@@ -2,7 +2,8 @@
 
 `run` trains with the words of the command line, and `load` gives the model of a run. For code of your own: `Task`
 documents the parts that a task may have; `all_gather` gives the rows of all processes to losses that compare samples.
-All are imported when they are first asked for: `import ddp_train` does not import torch.
+For a loop of your own, docs/pieces.md: `ExactSampler`, `synchronised` batch norm, `Lars`, `Lamb`, `save_checkpoint` and
+`load_checkpoint`. All are imported when they are first asked for: `import ddp_train` does not import torch.
 """
 
 from __future__ import annotations
@@ -11,18 +12,39 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ddp_train.data.exact_sampler import ExactSampler
     from ddp_train.distributed.all_gather import all_gather
+    from ddp_train.optim.lars_lamb import Lamb, Lars
+    from ddp_train.parallel.sync_batch_norm import synchronised
     from ddp_train.tasks.task import Task
+    from ddp_train.training.checkpoint import load_checkpoint, save_checkpoint
     from ddp_train.training.from_python import Result, RunFailedError, run
     from ddp_train.training.load import load
 
 __version__ = "0.1.0"
-__all__ = ["Result", "RunFailedError", "Task", "all_gather", "load", "run"]
+__all__ = [
+    "ExactSampler",
+    "Lamb",
+    "Lars",
+    "Result",
+    "RunFailedError",
+    "Task",
+    "all_gather",
+    "load",
+    "load_checkpoint",
+    "run",
+    "save_checkpoint",
+    "synchronised",
+]
 
 _PLACES = {
     "Task": "ddp_train.tasks.task",
     "all_gather": "ddp_train.distributed.all_gather",
     "load": "ddp_train.training.load",
+    "ExactSampler": "ddp_train.data.exact_sampler",
+    "synchronised": "ddp_train.parallel.sync_batch_norm",
+    **dict.fromkeys(("Lars", "Lamb"), "ddp_train.optim.lars_lamb"),
+    **dict.fromkeys(("save_checkpoint", "load_checkpoint"), "ddp_train.training.checkpoint"),
     **dict.fromkeys(("run", "Result", "RunFailedError"), "ddp_train.training.from_python"),
 }
 

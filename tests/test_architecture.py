@@ -24,7 +24,7 @@ ROOMS = """
 
 LINES = {
     "errors": 75, "text": 40, "linux": 95, "stdio": 45, "tensor_tree": 25,
-    "distributed": 680, "resilience": 850, "config": 3100, "launcher": 1140, "data": 2040, "models": 370,
+    "distributed": 680, "resilience": 850, "config": 3100, "launcher": 1140, "data": 2080, "models": 370,
     "telemetry": 760, "tasks": 910, "optim": 740, "parallel": 320, "performance": 330, "training": 3150,
     "study": 2450, "doctor": 1600, "__main__": 110,
 }  # fmt: skip

@@ -103,6 +103,11 @@ def ranks() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def place_among_ranks() -> tuple[int, int]:
+    """This process's rank, and the number of processes; 0 and 1 without a process group."""
+    return (dist.get_rank() if dist.is_initialized() else 0), ranks()
+
+
 def backend() -> str:
     """nccl or gloo; empty without a process group."""
     return dist.get_backend() if ranks() > 1 else ""

@@ -19,6 +19,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -308,6 +309,33 @@ def load_model(path: Path, model: nn.Module, file: str = MODEL) -> None:
             "use the model= and data= that it was trained with",
         )
     model.load_state_dict(weights)
+
+
+def save_checkpoint(
+    folder: str | PathLike[str], step: int, model: dict[str, Tensor], training: dict[str, Any], keep: int = 2
+) -> Path:
+    """Writes the state of a loop of the user's own into FOLDER/checkpoints, as the launcher writes its own: atomically,
+    on the disk when this returns, read again and verified before older ones go. To be called on one process. Returns
+    the path of the checkpoint.
+
+    model: a state_dict of tensors, saved as safetensors. training: all else to go on with (an optimizer's state_dict,
+    a scheduler's, the epoch): tensors, numbers and texts, in dicts and lists. keep: how many of the newest are kept.
+    Raises WriteError, with all older ones intact.
+    """
+    writer = Writer(Path(folder), keep)
+    writer.submit(lambda: Snapshot(step, model, training, {}))
+    writer.finish()
+    return place_of(Path(folder), step)
+
+
+def load_checkpoint(folder: str | PathLike[str]) -> tuple[int, dict[str, Tensor], dict[str, Any]] | None:
+    """What `save_checkpoint` was given: step, model and training, on the CPU; None if nothing was saved yet. The newest
+    that is whole: a corrupt one is passed over, with a warning. On every process alike. Raises DataError if there are
+    checkpoints, and none that can be trusted."""
+    found = find("auto", Path(folder))
+    if found is None:
+        return None
+    return read_manifest(found)["step"], load_file(found / MODEL), load_training(found)
 
 
 def load_training(path: Path) -> dict[str, Any]:
