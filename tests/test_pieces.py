@@ -42,7 +42,7 @@ def documented_loop() -> str:
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/pieces.md").read_text(), re.S)
     loss = "torch.nn.functional.cross_entropy(model(batch[0]), batch[1])"
     step = f"{loss}.backward(); optimizer.step(); optimizer.zero_grad()"
-    head, loop = code.split("dist.init_process_group", 1)
+    _, loop = code.split("dist.init_process_group", 1)
     before, model = SCRIPT.split("LOOP")
     end = """
 seen = sum(len(batch[0]) for batch in DataLoader(test_set, 4, sampler=test_sampler))
