@@ -24,9 +24,9 @@ ROOMS = """
 
 LINES = {
     "errors": 70, "text": 30, "linux": 95, "stdio": 45, "tensor_tree": 25,
-    "distributed": 680, "resilience": 830, "config": 2880, "launcher": 1140, "data": 1940, "models": 170,
-    "telemetry": 750, "tasks": 870, "optim": 660, "parallel": 290, "performance": 330, "training": 2510,
-    "study": 2450, "doctor": 1600, "__main__": 110,
+    "distributed": 690, "resilience": 850, "config": 3020, "launcher": 1520, "data": 1940, "models": 170,
+    "telemetry": 750, "tasks": 870, "optim": 660, "parallel": 290, "performance": 330, "training": 2550,
+    "study": 2460, "doctor": 1600, "__main__": 115,
 }  # fmt: skip
 """The most lines of code that each room may hold: not blank, no comment, no docstring. No file is left out."""
 
@@ -141,7 +141,7 @@ def test_a_first_sitting_is_short() -> None:
     read = [PACKAGE / f"{name}.py" for name in FIRST_SITTING]
     lines = {path.stem: code_lines(path) for path in read}
     print(lines, sum(lines.values()))
-    assert len(read) <= 21 and sum(lines.values()) <= 2650
+    assert len(read) <= 21 and sum(lines.values()) <= 2750
 
 
 @pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(PACKAGE)))

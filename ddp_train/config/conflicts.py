@@ -15,6 +15,7 @@ from ddp_train.config.hardware import Hardware
 from ddp_train.config.options.custom import CustomConfig
 from ddp_train.config.options.optimizer import SgdConfig
 from ddp_train.config.options.strategy import DdpConfig, OrderedConfig
+from ddp_train.config.processes import range_of
 from ddp_train.config.schema import Config
 from ddp_train.distributed.world import World
 from ddp_train.text import counted, shown
@@ -27,6 +28,8 @@ def _batch(asked: Config, config: Config, hardware: Hardware, world: World | Non
         return []  # samples are dealt out, and a process may go without
     if isinstance(config.strategy, OrderedConfig):
         unit, over = config.strategy.virtual_shards, counted(config.strategy.virtual_shards, "virtual shard")
+    elif range_of(asked.launch.nproc_per_node):
+        return []  # some have a sample less than others with some numbers; `processes.problems` looks at them
     else:
         unit = processes * accumulation
         over = f"{counted(processes, 'process')} x {counted(accumulation, 'accumulation step')}"
@@ -68,7 +71,7 @@ def _ordered(asked: Config, config: Config, hardware: Hardware, world: World | N
     lower = 1 << shards.bit_length() - 1
     if shards != lower:
         problems.append(f"strategy.virtual_shards={shards}: must be a power of two; use {lower} or {2 * lower}")
-    elif shards % processes:
+    elif shards % processes and not range_of(asked.launch.nproc_per_node):
         more = processes > shards and not processes & processes - 1
         use = f"strategy.virtual_shards={processes}" if more else f"a power of two up to {shards}"
         problems.append(

@@ -13,7 +13,8 @@ def key(default: Any, meaning: str, **rules: Any) -> Any:
     """A field with its meaning and its rules.
 
     Rules: `at_least`, `above`, `at_most`, `below` (numbers; of a list, each item), `choices` (all values allowed),
-    `literals` (strings allowed beside numbers or booleans, "auto" for example), `may_be_empty` and `is_path` (strings).
+    `literals` (strings allowed beside numbers or booleans, "auto" for example), `may_be_range` (two numbers, as 2:8),
+    `may_be_empty` and `is_path` (strings).
     """
     metadata = {"meaning": meaning, **rules}
     if isinstance(default, list | dict):

@@ -11,6 +11,8 @@ from typing import Any
 from ddp_train.config import conflicts, external_checks
 from ddp_train.config.auto import process_count
 from ddp_train.config.hardware import Hardware
+from ddp_train.config.processes import problems as range_problems
+from ddp_train.config.processes import range_of
 from ddp_train.config.schema import Config
 from ddp_train.distributed.environment import hosts_requested, srun_tasks
 from ddp_train.distributed.world import World
@@ -27,7 +29,7 @@ LARGEST = 2**63
 def check(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
     """The problems of a config whose values obey `check_rules`. asked: what the user wrote; config: after `resolve`."""
     checks = (
-        *(_mode, _devices, _too_many, _backend, _under_torchrun, _under_srun, _hosts, _process_count),
+        *(_mode, _devices, _too_many, _backend, _under_torchrun, _under_srun, _hosts, _process_count, range_problems),
         *conflicts.CHECKS,
         *external_checks.CHECKS,
     )
@@ -62,6 +64,8 @@ def _broken_rule(value: Any, rules: Any) -> str:
         allowed = rules.get("choices", ())
         if allowed and value not in allowed:
             return f"must be one of {', '.join(allowed)}{did_you_mean(value, list(allowed))}"
+        if rules.get("may_be_range") and ":" in value:
+            return _broken_range(value)
         if "literals" in rules and value not in rules["literals"]:
             kind = "a whole number" if "at_least" in rules else "true, false"
             return f"must be {kind} or {' or '.join(rules['literals'])}"
@@ -81,6 +85,16 @@ def _broken_rule(value: Any, rules: Any) -> str:
     broken = [f"{text} {rules[name]}" for name, text, holds in bounds if name in rules and not holds(rules[name])]
     broken = broken or [f"below {LARGEST}"] * (isinstance(value, int) and value >= LARGEST)
     return f"must be {' and '.join(broken)}" if broken else ""
+
+
+def _broken_range(value: str) -> str:
+    found = range_of(value)
+    if found is None:
+        return "must be a whole number, auto, or a range LOW:HIGH, as 2:8 or 2:auto"
+    if not found.low or (found.high is not None and found.high < found.low):
+        low, high = max(1, min(found.low, found.high or 1)), max(found.low, found.high or 1)
+        return f"must be a range LOW:HIGH with LOW at least 1, and at most HIGH; use {low}:{high}"
+    return ""
 
 
 def _mode(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
@@ -105,8 +119,9 @@ def _devices(asked: Config, config: Config, hardware: Hardware, world: World | N
             "grep -i xid`), or leave it out with CUDA_VISIBLE_DEVICES"
         ]
     if wanted > hardware.gpus:
+        asked_for = asked.launch.nproc_per_node if range_of(asked.launch.nproc_per_node) else wanted
         return [
-            f"launch.nproc_per_node={wanted}: needs one GPU per process, and {counted(hardware.gpus, 'GPU')} "
+            f"launch.nproc_per_node={asked_for}: needs one GPU per process, and {counted(hardware.gpus, 'GPU')} "
             f"{'is' if hardware.gpus == 1 else 'are'} visible on this host; use launch.nproc_per_node={hardware.gpus} "
             "or device=cpu"
         ]
@@ -142,7 +157,7 @@ def _under_torchrun(asked: Config, config: Config, hardware: Hardware, world: Wo
     # More hosts asked for than started is no mistake in the config: distributed.preflight reports it.
     hosts = (hosts_requested() or (world.hosts,))[0]
     for name, actual in (("nproc_per_node", world.local_size), ("nnodes", hosts)):
-        if getattr(launch, name) not in ("auto", 1, actual):
+        if getattr(launch, name) not in ("auto", 1, actual) and not range_of(getattr(launch, name)):
             problems.append(
                 f"launch.{name}={getattr(launch, name)}: torchrun started {actual}; leave it out, or "
                 f"use torchrun --{name}={getattr(launch, name)}"
@@ -193,7 +208,7 @@ def _hosts(asked: Config, config: Config, hardware: Hardware, world: World | Non
 
 def _process_count(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
     count = process_count(config)
-    if config.strategy.has_process_group or count == 1:
+    if config.strategy.has_process_group or count == 1 or range_of(asked.launch.nproc_per_node):
         return []
     return [
         f"strategy={config.strategy.name}: runs in one process, and {count} were asked for; "

@@ -18,7 +18,7 @@ from ddp_train.config.user_code import build_hook
 from ddp_train.data.datasets import BatchSource, check_same_data
 from ddp_train.data.loader import Batch
 from ddp_train.data.splits import Splits
-from ddp_train.distributed.environment import lost_rank
+from ddp_train.distributed.environment import change_of_number, lost_rank
 from ddp_train.distributed.process_group import Store, local_leader_first, same_everywhere, set_buffers
 from ddp_train.distributed.world import World
 from ddp_train.models.zoo import parameter_counts
@@ -43,6 +43,7 @@ from ddp_train.training.open_data import common_digests, open_datasets, plan_dig
 from ddp_train.training.own_state import OnDevice, Published
 from ddp_train.training.phases import ReportedHook, ReportedStepper
 from ddp_train.training.plan_report import plan_rows, selects_by_test
+from ddp_train.training.resize_hook import ResizeHook
 from ddp_train.training.summary import Scores, Summary
 from ddp_train.training.summary import write as write_summary
 
@@ -93,7 +94,8 @@ class Run:
             launch = self.config.launch
             with open_trackers(self.tracker_names(), launch.grace_seconds, launch.timeout_seconds) as tracking:
                 summary = self.train(sources, found, tracking)
-                self.publish(summary)
+                if summary["status"] == "completed" or not self.status.goes_on:
+                    self.publish(summary)
                 tracking.finish(summary)
         return summary["status"] == "completed"
 
@@ -173,6 +175,8 @@ class Run:
         just_in_time = self.just_in_time(job, save)
         if lost := lost_rank():
             job.hooks = [*job.hooks, RecoveryHook(record, lost, first_step)]
+        if change := change_of_number():
+            job.hooks = [ResizeHook(record, change, first_step), *job.hooks]
         job.stop = job.evaluation.stop = StopController()
         test = job.evaluation
         if sources.validation is not None:
