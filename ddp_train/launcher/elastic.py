@@ -52,7 +52,7 @@ class Elastic:
 
     def _answer_done(self) -> None:
         if self.requests and self.requests.asked and self.change:
-            numbers = f"{self.change.before} to {self.change.after} processes after step {self.from_step:,}"
+            numbers = f"{self.change.before} to {counted(self.change.after, 'process')} after step {self.from_step:,}"
             seconds = time.monotonic() - self.requests.asked.at
             self.requests.answer(True, f"{numbers}; {seconds:.2f} s until they had done a step")
         self.from_step = None

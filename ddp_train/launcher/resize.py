@@ -27,7 +27,7 @@ from ddp_train.errors import ConfigError, PeerError
 from ddp_train.launcher.size import shown_counts
 from ddp_train.resilience import run_lock
 from ddp_train.resilience.failure_report import SUMMARY
-from ddp_train.text import did_you_mean
+from ddp_train.text import counted, did_you_mean
 
 RESIZE = "resize"
 WORD_SECONDS = 1.0
@@ -79,7 +79,7 @@ class Requests:
             return
         why = self.refusal(count)
         if self.asked:
-            why = f"it is just changing to {self.asked.count} processes; ask again when that is done"
+            why = f"it is just changing to {counted(self.asked.count, 'process')}; ask again when that is done"
         if why:
             _answer(connection, False, why)
         else:
