@@ -94,6 +94,7 @@ def main() -> int:
         job.end()
         summary = read(job.run_dir, "summary.json")
     found = summary["resizes"]
+    assert all(one["seconds"] for one in found), "each was waited for"
     assert len(found) >= asked + arguments.losses
     for after in (2, 3, 4):
         told(f"asked for, to {after}", [one["seconds"] for one in found[:asked] if one["to"] == after])

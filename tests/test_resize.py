@@ -7,9 +7,11 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -28,8 +30,10 @@ from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
 from ddp_train.launcher import resize as client
 from ddp_train.launcher.resize import Requests
-from ddp_train.launcher.size import Size, is_of_device, shown_counts
+from ddp_train.launcher.size import Change, Size, is_of_device, shown_counts
 from ddp_train.resilience import run_lock
+from ddp_train.telemetry.metrics_log import MetricsFile
+from ddp_train.training.resize_hook import ResizeHook
 from tests.commands import Running, fatal_lines, metrics, read, running, wait_until, weights
 from tests.lost_ranks import board_of, ranks_of
 
@@ -355,7 +359,7 @@ def test_a_run_whose_number_changes_ends_where_it_would_have(tmp_path: Path) -> 
         ask(job, 4)
         gone.touch()
         os.kill(ranks_of(job)[3], signal.SIGKILL)
-        wait_until(lambda: job.said().count("going on with 3 processes") == 2, "change")
+        wait_until(lambda: sum(line["kind"] == "resize" for line in metrics(place)) == 3, "change")
         assert client.resize([str(place), "4"]) == 69, "it is tried again, and fails again"
         gone.unlink()
         ask(job, 4)
@@ -375,10 +379,28 @@ def test_a_run_whose_number_changes_ends_where_it_would_have(tmp_path: Path) -> 
     lost = (4, 3, "rank 3 failed 2 times at the same place")
     changes = [(one["from"], one["to"], one["why"]) for one in summary["resizes"]]
     assert changes[:3] == [(4, 3, ASKED_FOR), (3, 4, ASKED_FOR), lost] and changes[-1] == (3, 4, ASKED_FOR)
-    assert all(0 < one["seconds"] < 60 for one in summary["resizes"]) and summary["steps_redone"] == 0
+    assert (
+        all(one["seconds"] is None or 0 < one["seconds"] < 60 for one in summary["resizes"])
+        and summary["steps_redone"] == 0
+    )
     assert summary["world_size"] == 4 and read(place, "summary.json")["status"] == "completed"
     noted = [line for line in metrics(place) if line["kind"] == "resize"]
     assert [line["step"] for line in noted] == [one["step"] for one in summary["resizes"]]
+
+
+def test_a_change_that_another_followed_at_once_is_noted_too(tmp_path: Path) -> None:
+    changes = [Change(4, 3, "one", time.monotonic() - 9, 1.0), Change(3, 2, "two", time.monotonic() - 1, 2.0),
+               Change(2, 4, "three", time.monotonic(), 3.0)]  # fmt: skip
+    log = MetricsFile(tmp_path, True, 5)
+    record: Any = SimpleNamespace(metrics=log, resizes=[{"time": 1.0}])
+    hook = ResizeHook(record, [change.as_dict() for change in changes], 5)
+    job: Any = SimpleNamespace(step=5)
+    assert hook.due(job) == 6
+    for job.step in (5, 6, 7):
+        hook.act(job)
+    found = [(line["step"], line["from"], line["to"], line["seconds"] is None) for line in metrics(tmp_path)]
+    assert found == [(5, 3, 2, True), (5, 2, 4, False)] and hook.due(job) > 10**9
+    assert ResizeHook(record, [change.as_dict() for change in changes], 5).due(job) > 10**9
 
 
 @pytest.mark.slow

@@ -36,7 +36,7 @@ LOST = "DDP_TRAIN_LOST"
 """JSON: the rank that the attempt before has lost (see `just_in_time.Loss`)."""
 
 RESIZED = "DDP_TRAIN_RESIZED"
-"""JSON: the last change of the number of processes (see `launcher.size.Change`)."""
+"""JSON: the last changes of the number of processes (see `launcher.size.Change`)."""
 
 
 def world_from_environment() -> World | None:
@@ -76,7 +76,7 @@ def worker_environment(
     threads: int,
     import_path: Path | None,
     lost: dict[str, float] | None = None,
-    resized: dict[str, Any] | None = None,
+    resized: Sequence[dict[str, Any]] = (),
     devices: Sequence[str] = (),
 ) -> dict[str, str]:
     """The environment of one worker that our launcher starts on this host, without `worker_descriptors`.
@@ -257,10 +257,9 @@ def lost_rank() -> dict[str, float] | None:
     return json.loads(text) if text else None
 
 
-def change_of_number() -> dict[str, Any] | None:
-    """The last change of the number of processes; None if they are as many as at the start."""
-    text = os.environ.get(RESIZED)
-    return json.loads(text) if text else None
+def changes_of_number() -> list[dict[str, Any]]:
+    """The last changes of the number of processes; none if they are as many as at the start."""
+    return json.loads(os.environ.get(RESIZED, "[]"))
 
 
 def store_address() -> str:

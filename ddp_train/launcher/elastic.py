@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from ddp_train.config.freeze import freeze
 from ddp_train.config.hardware import gpu_names, unreachable_gpus
@@ -16,6 +17,8 @@ from ddp_train.launcher.resize import Requests
 from ddp_train.launcher.size import Change, Size
 from ddp_train.resilience.heartbeat import StatusBoard
 from ddp_train.text import counted
+
+CHANGES_TOLD = 20
 
 
 class Elastic:
@@ -28,8 +31,7 @@ class Elastic:
         gpus = gpu_names(visible_devices()) if counts and config.device == "cuda" else []
         self.size = Size(int(config.launch.nproc_per_node) if counts else 0, counts, gpus)
         self.requests = Requests(Path(str(config.run_dir)), self.size.refusal) if counts else None
-        self.change: Change | None = None
-        """The last one."""
+        self.changes: list[Change] = []
         self.from_step: int | None = None
         """Where the processes of a change that was asked for begin, until they have done a step."""
 
@@ -37,6 +39,10 @@ class Elastic:
     def is_asked(self) -> bool:
         """Whether somebody has asked for another number, and it is not there yet."""
         return self.requests is not None and self.requests.asked is not None and self.from_step is None
+
+    def last_changes(self) -> list[dict[str, Any]]:
+        """For each start: one may have been followed by the next before it was noted."""
+        return [change.as_dict() for change in self.changes[-CHANGES_TOLD:]]
 
     def wait(self, seconds: float) -> None:
         """In place of sleeping."""
@@ -51,8 +57,9 @@ class Elastic:
             self._answer_done()
 
     def _answer_done(self) -> None:
-        if self.requests and self.requests.asked and self.change:
-            numbers = f"{self.change.before} to {counted(self.change.after, 'process')} after step {self.from_step:,}"
+        if self.requests and self.requests.asked and self.changes:
+            change = self.changes[-1]
+            numbers = f"{change.before} to {counted(change.after, 'process')} after step {self.from_step:,}"
             seconds = time.monotonic() - self.requests.asked.at
             self.requests.answer(True, f"{numbers}; {seconds:.2f} s until they had done a step")
         self.from_step = None
@@ -94,7 +101,8 @@ class Elastic:
             if self.requests:
                 self.requests.answer(False, stays)
             return False
-        self.config, self.change = config, Change(before, self.size.count, why, at, moment)
+        self.config = config
+        self.changes.append(Change(before, self.size.count, why, at, moment))
         return True
 
     def close(self, completed: bool) -> None:

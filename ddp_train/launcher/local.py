@@ -214,7 +214,7 @@ class Attempt:
                     int(launch.threads_per_process),
                     self.import_path,
                     lost=self.lost_before and self.lost_before.as_dict(),
-                    resized=self.elastic.change and self.elastic.change.as_dict(),
+                    resized=self.elastic.last_changes(),
                     devices=self.elastic.size.devices(),
                 )
                 descriptors = worker_descriptors(world, listener.fileno(), self.board.descriptor)

@@ -18,7 +18,7 @@ from ddp_train.config.user_code import build_hook
 from ddp_train.data.datasets import BatchSource, check_same_data
 from ddp_train.data.loader import Batch
 from ddp_train.data.splits import Splits
-from ddp_train.distributed.environment import change_of_number, lost_rank
+from ddp_train.distributed.environment import changes_of_number, lost_rank
 from ddp_train.distributed.process_group import Store, local_leader_first, same_everywhere, set_buffers
 from ddp_train.distributed.world import World
 from ddp_train.models.zoo import parameter_counts
@@ -175,8 +175,8 @@ class Run:
         just_in_time = self.just_in_time(job, save)
         if lost := lost_rank():
             job.hooks = [*job.hooks, RecoveryHook(record, lost, first_step)]
-        if change := change_of_number():
-            job.hooks = [ResizeHook(record, change, first_step), *job.hooks]
+        if changes := changes_of_number():
+            job.hooks = [ResizeHook(record, changes, first_step), *job.hooks]
         job.stop = job.evaluation.stop = StopController()
         test = job.evaluation
         if sources.validation is not None:
