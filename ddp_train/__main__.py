@@ -20,6 +20,8 @@ from ddp_train.errors import ConfigError
 from ddp_train.launcher.fork_server import ForkServer
 from ddp_train.launcher.new_project import INIT, create
 from ddp_train.launcher.packages import require_packages
+from ddp_train.launcher.resize import RESIZE, resize
+from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.linux import end_with_parent, keep_exit_codes
 from ddp_train.resilience.preemption import INTERRUPTED
 
@@ -35,6 +37,8 @@ def main(script: Path | None, argv: list[str]) -> int:
     try:
         if argv[:1] == [INIT]:
             return create(argv[1:])
+        if argv[:1] == [RESIZE]:
+            return resize(argv[1:])
         program, argv = started(script, argv)
         world = world_from_environment()
     except ConfigError as error:
@@ -87,7 +91,8 @@ def lead(program: Program, world: World | None, argv: list[str], server: ForkSer
         from ddp_train.doctor.main import check_this_host
 
         return check_this_host(prepared.config, program.import_path)
-    return local.launch(prepared.config, program.import_path, local.StopRequests(program_ends=True), server)
+    stop = StopRequests(program_ends=True)
+    return local.launch(prepared.config, program.import_path, stop, server, prepared.at_another_number)
 
 
 def with_flags(program: Program, world: World | None, argv: list[str], server: ForkServer | None) -> int:

@@ -36,7 +36,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ from ddp_train.linux import adopting_orphans, children_of, state_of
 from ddp_train.resilience import run_lock
 from ddp_train.resilience.checkpoint_files import places
 from ddp_train.telemetry.metrics_log import last_step
+from ddp_train.training.hooks import RESIZE
 from tests import chaos, fuzz_faults, zygote
 from tests.commands import LAUNCH, ROOT, Running, environment, fatal_lines, read, torchrun
 from tests.fuzz_faults import FAILED, STOPPED, Command, Fault, Stage
@@ -103,6 +104,8 @@ def outcome(run_dir: Path, ledger: Path) -> Outcome:
     file = run_dir / "metrics.jsonl"  # which a fault may have removed after the last line
     for text in file.read_text().splitlines() if file.exists() else ():
         line = {name: value for name, value in json.loads(text).items() if name not in CLOCKS}
+        if line["kind"] == RESIZE:
+            continue
         lines.append({name: value for name, value in line.items() if not name.endswith(("_per_second", "mfu"))})
     summary = read(run_dir, "summary.json")
     kept = {name: summary[name] for name in SUMS_UP} | {"epochs done": len(summary["epoch_seconds"])}
@@ -117,20 +120,35 @@ def outcome(run_dir: Path, ledger: Path) -> Outcome:
     return Outcome(chaos.state_of(run_dir), lines, kept, samples)
 
 
-def differences(found: Outcome, expected: Outcome, stopped: bool, lines_lost: bool) -> list[str]:
+def differences(found: Outcome, expected: Outcome, stopped: bool, lines_lost: bool, resized: bool = False) -> list[str]:
     """stopped: a stop adds a line to metrics.jsonl. lines_lost: the fault was that lines went,
-    or a digit of one."""
+    or a digit of one. resized: the number of processes has changed: other ranks had the samples of a step, and sums
+    were made in another order."""
+    rounding = 1e-8 if resized else 1e-13  # a sum of losses that was saved in between is rounded once more
+    if resized:
+        found, expected = (replace(one, state="", samples=_of_all_ranks(one.samples)) for one in (found, expected))
     wrong = [] if found.state == expected.state else ["weights, optimizer or buffers"]
     for name in found.summary.keys() | expected.summary.keys():
-        if not _equal(found.summary.get(name), expected.summary.get(name)):
+        if not _equal(found.summary.get(name), expected.summary.get(name), rounding):
             wrong.append(f"summary.json: {name} {found.summary.get(name)}, not {expected.summary.get(name)}")
     odd = [place for place, samples in found.samples.items() if expected.samples.get(place, "none") != samples]
     odd += [place for place in expected.samples if place not in found.samples]
     wrong += [f"samples of (rank, step, micro-batch) {odd[0]}"] if odd else []
-    return wrong if lines_lost else wrong + _lines_differ(found.lines, expected.lines, stopped)
+    return wrong if lines_lost else wrong + _lines_differ(found.lines, expected.lines, stopped, rounding)
 
 
-def _lines_differ(found: list[dict[str, Any]], expected: list[dict[str, Any]], stopped: bool) -> list[str]:
+def _of_all_ranks(samples: dict[tuple[int, int, int], str]) -> dict[tuple[int, int, int], str]:
+    """The samples of each step, whoever had them; one that more than one had is there once: who has none computes
+    another's with weight zero."""
+    steps: dict[int, set[int]] = {}
+    for (_, step, _), numbers in samples.items():
+        steps.setdefault(step, set()).update(map(int, numbers.split()))
+    return {(0, step, 0): " ".join(map(str, sorted(numbers))) for step, numbers in steps.items()}
+
+
+def _lines_differ(
+    found: list[dict[str, Any]], expected: list[dict[str, Any]], stopped: bool, rounding: float
+) -> list[str]:
     ours, theirs = ({(line["kind"], line["step"]): line for line in lines} for lines in (found, expected))
     wrong = [] if len(ours) == len(found) else ["a line of metrics.jsonl is there twice"]
     if [line["step"] for line in found] != sorted(line["step"] for line in found):
@@ -142,7 +160,7 @@ def _lines_differ(found: list[dict[str, Any]], expected: list[dict[str, Any]], s
         whole = _before(ours, key) == _before(theirs, key)  # else it is the mean of fewer steps
         for name in sorted(ours[key].keys() | theirs[key].keys()):
             one, other = ours[key].get(name), theirs[key].get(name)
-            if not _equal(one, other) and (whole or name != "loss"):
+            if not _equal(one, other, rounding) and (whole or name != "loss"):
                 wrong.append(f"{name} of {key}: {one}, not {other}")
     return wrong
 
@@ -151,12 +169,11 @@ def _before(lines: dict[tuple[str, int], Any], key: tuple[str, int]) -> int:
     return max((step for kind, step in lines if kind == key[0] and step < key[1]), default=0)
 
 
-def _equal(ours: Any, theirs: Any) -> bool:
-    """A sum of losses that was saved in between is rounded once more."""
+def _equal(ours: Any, theirs: Any, rounding: float) -> bool:
     if isinstance(ours, dict) and isinstance(theirs, dict):
-        return ours.keys() == theirs.keys() and all(_equal(ours[name], theirs[name]) for name in ours)
+        return ours.keys() == theirs.keys() and all(_equal(ours[name], theirs[name], rounding) for name in ours)
     if isinstance(ours, float) and isinstance(theirs, float):
-        return abs(ours - theirs) <= 1e-13 * abs(theirs)
+        return abs(ours - theirs) <= rounding * abs(theirs)
     return ours == theirs
 
 
@@ -221,16 +238,24 @@ def reference_of(number: int, base: Path) -> tuple[Command, Outcome]:
         fuzz_faults.write_data(data)
     for attempt in range(20):
         command = drawn_command(number + 1_000_000 * attempt, data)
-        place = base / f"reference_{command.number}"
-        stage = Stage(command, place, random.Random(), place / "run")
-        ended = finished(*start(stage, {}))
-        if ended.code == 0:
-            found = outcome(stage.run_dir, stage.ledger)
-            found.seconds = ended.seconds
-            shutil.rmtree(place)
+        ended, found = undisturbed(command, base)
+        if found:
             return command, found
         expect(ended.code == 2, f"undisturbed, it ended with {ended.code}:\n{shell(command)}\n{ended.err}")
     raise WrongError(f"command {number}: none of 20 draws is a valid config:\n{ended.err}")
+
+
+def undisturbed(command: Command, base: Path) -> tuple[Ended, Outcome | None]:
+    """None if it does not end well."""
+    place = base / f"reference_{command.number}"
+    stage = Stage(command, place, random.Random(), place / "run")
+    ended = finished(*start(stage, {}))
+    if ended.code != 0:
+        return ended, None
+    found = outcome(stage.run_dir, stage.ledger)
+    found.seconds = ended.seconds
+    shutil.rmtree(place)
+    return ended, found
 
 
 def shell(command: Command) -> str:
@@ -344,7 +369,7 @@ def check_end(stage: Stage, expected: Outcome, stopped: bool) -> None:
     for name in fuzz_faults.STRAYS:
         shutil.rmtree(stage.run_dir / "checkpoints" / name, ignore_errors=True)
     found = outcome(stage.run_dir, stage.ledger)
-    wrong = differences(found, expected, stopped, stage.lines_lost)
+    wrong = differences(found, expected, stopped, stage.lines_lost, stage.resized)
     parts = [
         str(path.relative_to(stage.run_dir))
         for path in stage.run_dir.rglob("*")
@@ -393,8 +418,14 @@ class Fuzzer:
         command, expected = self.reference
         draw = random.Random(f"case {seed}")
         fault = fuzz_faults.drawn_fault(command, draw, fault_name)
+        if fault.resizes:
+            command = fuzz_faults.with_range(command)
+            ended, expected = undisturbed(command, self.base)
+            if expected is None:
+                return Result(seed, fault.name, "WRONG", why=f"with a range, undisturbed:\n{ended.err}")
         folder = Path(tempfile.mkdtemp(prefix=f"case_{seed}_", dir=self.base))
         stage = Stage(command, folder, draw, folder / "run", seconds=expected.seconds)
+        stage.resized = fault.resizes
         stage.torchrun = fault.suits_torchrun and (draw.random() < TORCHRUN_PART or torchrun)
         under = "torchrun: " * stage.torchrun
         result = Result(seed, under + fault.name, "WRONG", command=shell(command))
@@ -447,6 +478,8 @@ class Fuzzer:
                 expect(not fuzz_faults.valid_checkpoints(stage.run_dir), f"a valid one is there:\n{ended.err}")
                 more = ("checkpoint.resume=never",)
         check_end(stage, expected, stopped)
+        if fault.name == "resize":
+            expect(read(stage.run_dir, "summary.json")["steps_redone"] == 0, "steps were computed twice")
         return word
 
 

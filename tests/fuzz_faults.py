@@ -11,9 +11,10 @@ import resource
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from ddp_train.errors import ConfigError
+from ddp_train.launcher.resize import resize
 from ddp_train.resilience.checkpoint_files import MANIFEST, digest_of, places, read_manifest
 from ddp_train.training.checkpoint import _defect, _digest
 from tests import fuzz_code
@@ -42,6 +45,8 @@ PHASES = (
 )
 DELAY_SECONDS = 0.006
 """Of each micro-batch of a disturbed run, so that training is no shorter than the start."""
+RESIZE_DELAY_SECONDS = 0.2
+"""The same where processes are replaced several times meanwhile."""
 HANG_SECONDS = 2.0
 """launch.timeout_seconds where a rank is to hang."""
 
@@ -77,6 +82,7 @@ class Stage:
     lines_lost: bool = False
     unwritable: bool = False
     """Whether failure.json may be impossible."""
+    resized: bool = False
     given: int = 0
     """How many commands have been."""
 
@@ -89,7 +95,7 @@ class Stage:
 
     def own_code(self, fault: Fault) -> dict[str, Any]:
         """FUZZ of tests/fuzz_code.py."""
-        asked: dict[str, Any] = {"delay": DELAY_SECONDS}
+        asked: dict[str, Any] = {"delay": RESIZE_DELAY_SECONDS if fault.resizes else DELAY_SECONDS}
         if fault.code:
             asked |= {
                 "kind": fault.code,
@@ -134,6 +140,8 @@ class Fault:
     file_bytes: int = 0
     """The limit on the size of files (ulimit -f); 0: none."""
     weight: float = 1.0
+    resizes: bool = False
+    """The number of processes changes: the command has a range, and float64 where the order of sums does."""
     suits_torchrun: bool = False
     """Whether it may come under torchrun, whose agent ends with 1 for all failures, and restarts nothing here."""
 
@@ -280,6 +288,35 @@ def now(number: int, victims: Victims) -> During:
             send(pid, number)
 
     return act
+
+
+def resize_to(stage: Stage, job: Running) -> None:
+    """Asks for a number, which is also refused where the run ends before; does not wait for the answer."""
+    count = stage.draw.choice([1, 2] if stage.command.ranks == 2 else [1, 2, stage.command.ranks])
+    stage.say(f"resize to {count}")
+
+    def ask() -> None:
+        with contextlib.suppress(ConfigError):  # it is over
+            resize([str(job.run_dir), str(count)])
+
+    threading.Thread(target=ask, daemon=True).start()
+
+
+def resizes(stage: Stage, job: Running) -> None:
+    """At a moment that is drawn, and some times more at random."""
+    if wait(stage, job):
+        resize_to(stage, job)
+        for _ in range(stage.draw.randrange(3)):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                job.process.wait(stage.draw.uniform(0, 1.5))
+            resize_to(stage, job)
+
+
+def with_range(command: Command) -> Command:
+    """Whose number of processes may change, and end as it would have: to rounding, in float64."""
+    words = [f"launch.nproc_per_node=1:{command.ranks}" if word.startswith("launch.nproc_per_node=") else word
+             for word in command.words if not word.startswith("tuning.precision=")]  # fmt: skip
+    return replace(command, words=[*words, "tuning.precision=fp64"])
 
 
 def pause(victims: Victims, seconds: float) -> During:
@@ -520,6 +557,11 @@ def several(command: Command) -> bool:
     return command.ranks > 1
 
 
+def may_change(command: Command) -> bool:
+    """On another number batch norm and dropout are not the same."""
+    return several(command) and command.kind in ("mlp", "linear", "gpt", "folder")
+
+
 def has_loaders(command: Command) -> bool:
     return command.loaders > 0
 
@@ -567,6 +609,13 @@ FAULTS = (
     Fault("SIGSTOP: rank, then SIGKILL: another", _codes(0, 70, 71),
           then(strike(STOP, a_rank, training=True), now(KILL, a_rank), 0.5),
           words=(*WAIT, "launch.grace_seconds=3"), named="FATAL (hang|died)", fits=several),
+    Fault("resize", _codes(0), resizes, resizes=True, fits=may_change, weight=3),
+    Fault("resize, then SIGKILL: rank", _codes(0, 70), then(resizes, now(KILL, a_rank), 0.6), named=DIED, resizes=True,
+          fits=may_change),
+    Fault("resize, then SIGKILL: launcher", _codes(0, KILLED), then(resizes, now(KILL, launcher), 0.6), resizes=True,
+          fits=may_change),
+    Fault("resize, then SIGTERM: launcher", _codes(0, 75, 143), then(resizes, now(TERM, launcher), 0.6), resizes=True,
+          fits=may_change),
     Fault("paused: rank", _codes(0), pause(a_rank, 0.4)),
     Fault("paused: launcher", _codes(0), pause(launcher, 0.4)),
     Fault("paused: everybody", _codes(0), pause(everybody, 0.4)),

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_train.launcher.local import StopRequests
+from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.resilience.failure_report import write_json
 from ddp_train.study import batch_size
 from ddp_train.study.batch_size import limited_memory, search_largest

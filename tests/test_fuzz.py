@@ -104,3 +104,14 @@ def test_the_faults_have_names_of_their_own_and_a_row_each() -> None:
     results = [vars(Result(1, "none", "went on")), vars(Result(2, "none", "WRONG"))]
     assert json.loads(json.dumps(results)) == results
     assert table(results).splitlines()[-1] == "| all | 1 |  |  |  | 1 |"
+
+
+def test_with_another_number_other_ranks_have_the_samples_of_a_step() -> None:
+    found = copy.deepcopy(EXPECTED)
+    found.state, found.samples = "others", {(0, 0, 0): "1", (1, 0, 0): "2", (2, 0, 0): "3", (3, 0, 0): "1"}
+    found.lines[0]["loss"] += 1e-12
+    assert differences(found, EXPECTED, stopped=False, lines_lost=False, resized=True) == []
+    found.samples[2, 0, 0] = "4"
+    found.lines[0]["loss"] += 1e-6
+    wrong = differences(found, EXPECTED, stopped=False, lines_lost=False, resized=True)
+    assert len(wrong) == 2 and "samples of" in wrong[0] and "loss of" in wrong[1]

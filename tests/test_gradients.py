@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from torch import nn
 
 from ddp_train.distributed.world import World
-from ddp_train.launcher.local import StopRequests
+from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.study import gradients, trials
 from ddp_train.study.gradient_probe import GradientProbe
 from ddp_train.study.gradients import compare

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ddp_train.data.datasets import ArraySource
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
-from ddp_train.launcher.local import StopRequests
+from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.study import gradients, scaling, trials, variants
 from ddp_train.study.scaling import Cell, StepBreakdown, _efficiency, read_breakdown, verdict
 from ddp_train.study.step_times import StepTimes

@@ -23,7 +23,7 @@ import pytest
 from ddp_train.config.schema import Config
 from ddp_train.distributed.world import World
 from ddp_train.launcher import local
-from ddp_train.launcher.local import StopRequests
+from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.resilience import preemption
 from ddp_train.resilience.failure_report import RankStatus
 from ddp_train.resilience.preemption import NEVER, StopController

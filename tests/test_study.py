@@ -21,7 +21,7 @@ from rich.console import Console
 
 from ddp_train.config.overrides import read_overrides
 from ddp_train.errors import ConfigError
-from ddp_train.launcher.local import StopRequests
+from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.resilience import run_lock
 from ddp_train.resilience.failure_report import write_json
 from ddp_train.study import main, results, trials, variants_report

@@ -41,6 +41,7 @@ from ddp_train.data.sample_facts import lengths_of
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, DataError, NonFiniteLossError
 from ddp_train.launcher import local, multihost, sweep
+from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.performance import switches
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.resilience.preemption import SIGNALS
@@ -616,7 +617,7 @@ def worker_environments(case: Case) -> Any:
     started: list[Any] = []
     with (
         mock.patch.object(subprocess, "Popen", lambda command, env, **more: started.append(env)),
-        contextlib.closing(local.Attempt(case.config, ROOT, 0, local.StopRequests(), None)) as attempt,
+        contextlib.closing(local.Attempt(case.config, ROOT, 0, StopRequests(), None)) as attempt,
     ):
         attempt.start()
         attempt.workers.clear()  # there are no processes to end
@@ -629,7 +630,7 @@ def asked_to_fork(case: Case) -> Any:
     server = mock.Mock(**{"fork.side_effect": lambda specs, given_up: specs})
     with (
         mock.patch.object(subprocess, "Popen", lambda *words, **more: None),
-        contextlib.closing(local.Attempt(case.config, ROOT, 0, local.StopRequests(), server)) as attempt,
+        contextlib.closing(local.Attempt(case.config, ROOT, 0, StopRequests(), server)) as attempt,
     ):
         attempt.start()
         workers = [worker is not None for worker in attempt.workers]
@@ -649,7 +650,7 @@ def attempts(case: Case) -> Any:
 
 def patience_at_the_end(case: Case) -> Any:
     """How many seconds workers that do not listen are left alive once somebody asked them to stop."""
-    stop, worker, seconds = local.StopRequests(), mock.Mock(**{"poll.return_value": None}), itertools.count()
+    stop, worker, seconds = StopRequests(), mock.Mock(**{"poll.return_value": None}), itertools.count()
     stop.received.append(signal.SIGTERM)
     attempt = local.Attempt(case.config, ROOT, 0, stop, None)
     with contextlib.ExitStack() as stack:

@@ -7,8 +7,10 @@ import math
 from typing import Any
 
 from ddp_train.config.hardware import Hardware
+from ddp_train.config.key import range_of
 from ddp_train.config.options.custom import CustomConfig
 from ddp_train.config.options.strategy import OrderedConfig
+from ddp_train.config.processes import counts_of, first_count
 from ddp_train.config.schema import OPTIONS, Config, TuningConfig
 from ddp_train.distributed.environment import new_run_id
 from ddp_train.distributed.world import World
@@ -36,8 +38,13 @@ def resolve(config: Config, hardware: Hardware, world: World | None) -> Config:
     """A copy of `config` without `auto`, and with `reasons`. Contradictions with the hardware are left to `check`."""
     device = config.device if config.device != "auto" else "cuda" if hardware.gpus else "cpu"
     launch = dataclasses.replace(config.launch)
+    asked, gpus, counts = range_of(launch.nproc_per_node), hardware.gpus if device == "cuda" else None, []
     if world:
         launch.nproc_per_node, launch.nnodes = world.local_size, world.hosts
+    elif asked:
+        counts = counts_of(asked, config, gpus, hardware.cpus)
+        launch.nproc_per_node = first_count(asked, counts, gpus)
+        counts = counts if config.mode == "train" else []  # otherwise it does not change
     elif launch.nproc_per_node == "auto":
         several = config.strategy.has_process_group and config.mode != "export"
         launch.nproc_per_node = 1 if not several else hardware.gpus if device == "cuda" else 2
@@ -53,12 +60,26 @@ def resolve(config: Config, hardware: Hardware, world: World | None) -> Config:
         device=device,
         deterministic=deterministic,
         launch=launch,
+        process_range=str(config.launch.nproc_per_node) if counts else None,
+        process_counts=counts,
         data=_data(config, device, cores, hardware),
         task=_task(config),
         run_dir=config.run_dir or f"runs/{config.name}/{new_run_id(world)}",
     )
     tuning, reasons = _tuning(config, hardware)
     return dataclasses.replace(config, tuning=tuning, reasons={**config.reasons, **reasons})
+
+
+def at_another_number(asked: Config, config: Config, hardware: Hardware, processes: int) -> Config:
+    """The resolved `config` of a run with a range, for another number of processes: what `auto` chooses by their number
+    is chosen anew. Not how images are decoded, which changes pixels. asked: before `resolve`."""
+    launch = dataclasses.replace(asked.launch, nproc_per_node=processes)
+    data = asked.data
+    if data.decode == "auto":
+        data = dataclasses.replace(data, decode=config.data.decode)
+    asked = dataclasses.replace(asked, device=config.device, run_dir=config.run_dir, launch=launch, data=data)
+    other = resolve(asked, hardware, None)
+    return dataclasses.replace(other, process_range=config.process_range, process_counts=config.process_counts)
 
 
 def _data(config: Config, device: str, cores: int, hardware: Hardware) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 from ddp_train.config import fine_tuning, metrics
 from ddp_train.config.auto import OWN_GRAPHS, capture_blockers, process_count
 from ddp_train.config.hardware import Hardware
+from ddp_train.config.key import range_of
 from ddp_train.config.options.custom import CustomConfig
 from ddp_train.config.options.optimizer import SgdConfig
 from ddp_train.config.options.strategy import DdpConfig, OrderedConfig
@@ -31,6 +32,8 @@ def _batch(asked: Config, config: Config, hardware: Hardware, world: World | Non
         return []  # samples are dealt out, and a process may go without
     if isinstance(config.strategy, OrderedConfig):
         unit, over = config.strategy.virtual_shards, counted(config.strategy.virtual_shards, "virtual shard")
+    elif range_of(asked.launch.nproc_per_node):
+        return []  # some have a sample less than others with some numbers; `processes.problems` looks at them
     else:
         unit = processes * accumulation
         over = f"{counted(processes, 'process')} x {counted(accumulation, 'accumulation step')}"
@@ -93,7 +96,7 @@ def _ordered(asked: Config, config: Config, hardware: Hardware, world: World | N
     lower = 1 << shards.bit_length() - 1
     if shards != lower:
         problems.append(f"strategy.virtual_shards={shards}: must be a power of two; use {lower} or {2 * lower}")
-    elif shards % processes:
+    elif shards % processes and not range_of(asked.launch.nproc_per_node):
         more = processes > shards and not processes & processes - 1
         use = f"strategy.virtual_shards={processes}" if more else f"a power of two up to {shards}"
         problems.append(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import pynvml
 
@@ -48,6 +49,48 @@ def detect_hardware(visible_devices: str | None) -> Hardware:
         return Hardware(cpus)
     finally:
         pynvml.nvmlShutdown()
+
+
+def gpu_names(visible_devices: str | None) -> list[str]:
+    """The visible GPUs as CUDA_VISIBLE_DEVICES may name them: by UUID where NVML knows it, since the numbers of the
+    others change when one falls off the bus."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return []
+    try:
+        present = pynvml.nvmlDeviceGetCount()
+        visible = list(range(present)) if visible_devices is None else _visible(visible_devices, present)
+        return [pynvml.nvmlDeviceGetUUID(_handle(one)) if isinstance(one, int) else one for one in visible]
+    except pynvml.NVMLError:
+        return []
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def unreachable_gpus(names: list[str]) -> set[str]:
+    """Those of `gpu_names` that the driver does not reach, or list, any more. A part of one (MIG) counts as reached."""
+    whole = [name for name in names if name.startswith("GPU-")]
+    if not whole:
+        return set()
+    gone = set()
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return set()  # nothing is known then: all would be gone
+    try:
+        for name in whole:
+            try:
+                pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByUUID(name))
+            except pynvml.NVMLError:  # NVML_ERROR_GPU_IS_LOST, NVML_ERROR_NOT_FOUND
+                gone.add(name)
+    finally:
+        pynvml.nvmlShutdown()
+    return gone
+
+
+def _handle(index: int) -> Any:
+    return pynvml.nvmlDeviceGetHandleByIndex(index)
 
 
 def _read(index: int) -> tuple[str, tuple[int, int], int]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import field
+import re
+from dataclasses import dataclass, field
 from typing import Any
 
 from ddp_train.text import did_you_mean
@@ -22,8 +23,8 @@ def key(default: Any, meaning: str, **rules: Any) -> Any:
     """A field with its meaning and its rules.
 
     Rules: `at_least`, `above`, `at_most`, `below` (numbers; of a list, each item), `choices` (all values allowed),
-    `literals` (strings allowed beside numbers or booleans, "auto" for example), `may_be_empty` and `is_path` (strings).
-    `example` is a value, for messages.
+    `literals` (strings allowed beside numbers or booleans, "auto" for example), `may_be_range` (two numbers, as 2:8),
+    `may_be_empty` and `is_path` (strings). `example` is a value, for messages.
     """
     metadata = {"meaning": meaning, **rules}
     if isinstance(default, list | dict):
@@ -39,6 +40,8 @@ def broken_rule(value: Any, rules: Any) -> str:
         allowed = rules.get("choices", ())
         if allowed and value not in allowed:
             return f"must be one of {', '.join(allowed)}{did_you_mean(value, list(allowed))}"
+        if rules.get("may_be_range") and ":" in value:
+            return _broken_range(value)
         if "literals" in rules and value not in rules["literals"]:
             kind = "a whole number" if "at_least" in rules else "true, false"
             return f"must be {kind} or {' or '.join(rules['literals'])}"
@@ -58,3 +61,29 @@ def broken_rule(value: Any, rules: Any) -> str:
     broken = [f"{text} {rules[name]}" for name, text, holds in bounds if name in rules and not holds(rules[name])]
     broken = broken or [f"below {LARGEST}"] * (isinstance(value, int) and value >= LARGEST)
     return f"must be {' and '.join(broken)}" if broken else ""
+
+
+PATTERN = re.compile(r"(\d{1,9}):(\d{1,9}|auto)")
+
+
+@dataclass(frozen=True)
+class Range:
+    low: int
+    high: int | None
+    """None: as many as there are devices."""
+
+
+def range_of(value: Any) -> Range | None:
+    """The range that a value of the key is; None if it is none."""
+    match = PATTERN.fullmatch(value) if isinstance(value, str) else None
+    return Range(int(match[1]), None if match[2] == "auto" else int(match[2])) if match else None
+
+
+def _broken_range(value: str) -> str:
+    found = range_of(value)
+    if found is None:
+        return "must be a whole number, auto, or a range LOW:HIGH, as 2:8 or 2:auto"
+    if not found.low or (found.high is not None and found.high < found.low):
+        low, high = max(1, min(found.low, found.high or 1)), max(found.low, found.high or 1)
+        return f"must be a range LOW:HIGH with LOW at least 1, and at most HIGH; use {low}:{high}"
+    return ""

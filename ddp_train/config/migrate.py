@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ddp_train.config.bind import bind
+from ddp_train.config.key import range_of
 from ddp_train.config.schema import Config
 
 
@@ -39,7 +40,12 @@ def bind_frozen(values: dict[str, Any]) -> tuple[Config, list[str]]:
     """Binds a frozen config of this version or an earlier one. Returns it and all problems."""
     values = migrated(values)
     reasons = values.pop("reasons", {})
+    process_range, counts = values.pop("process_range", None), values.pop("process_counts", [])
     config, problems = bind(values)
+    if range_of(process_range) and isinstance(counts, list) and all(type(count) is int for count in counts):
+        config.process_range, config.process_counts = process_range, counts
+    elif process_range or counts:
+        problems.append("process_range, process_counts: must be a range, as 2:8, and the numbers in it")
     if isinstance(reasons, dict):
         config.reasons = {str(name): str(reason) for name, reason in reasons.items()}
     else:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ddp_train.config.auto import resolve
+from ddp_train.config.auto import at_another_number, resolve
 from ddp_train.config.conflicts import notices
 from ddp_train.config.external_checks import changed, held_run, manifest_config, unwritable
 from ddp_train.config.freeze import COMMANDS, freeze, record_command, to_text
-from ddp_train.config.hardware import detect_hardware
+from ddp_train.config.hardware import Hardware, detect_hardware
 from ddp_train.config.overrides import PRESETS, Overrides, read_config, read_overrides
 from ddp_train.config.program import Program
 from ddp_train.config.reuse import held_config
@@ -33,6 +35,8 @@ class Prepared:
     notices: list[str]
     lock: run_lock.Lock | None = None
     """Held for the life of the run, so that no second run uses its directory."""
+    at_another_number: Callable[[int], Config] | None = None
+    """The config for another number of processes on this host."""
 
 
 def prepare(program: Program, overrides: list[str], world: World | None, run_dir: str | None = None) -> Prepared:
@@ -73,19 +77,22 @@ def read_run(program: Program, overrides: Overrides) -> tuple[Config, list[str]]
     return config, problems
 
 
-def resolve_and_check(config: Config, world: World | None) -> tuple[Config, list[str]]:
+def resolve_and_check(
+    config: Config, world: World | None, hardware: Hardware | None = None
+) -> tuple[Config, list[str]]:
     """The config without `auto`, as this hardware will run it, and everything that is wrong with it."""
     problems = check_rules(config)
     if problems:  # checks on values that break their rules would only repeat them
         return config, problems
-    hardware = detect_hardware(visible_devices())
+    hardware = hardware or detect_hardware(visible_devices())
     resolved = resolve(config, hardware, world)
     return resolved, check(config, resolved, hardware, world)
 
 
 def _locked_and_frozen(config: Config, problems: list[str], world: World | None, command: str) -> Prepared:
     """The rest of `prepare`, for a config that has been composed and bound."""
-    resolved, more = resolve_and_check(config, world)
+    hardware = detect_hardware(visible_devices())
+    resolved, more = resolve_and_check(config, world, hardware)
     if problems or more:
         raise ConfigError(list(dict.fromkeys(problems + more)))
     notes = notices(config, resolved)
@@ -104,7 +111,7 @@ def _locked_and_frozen(config: Config, problems: list[str], world: World | None,
         record_command(Path(str(resolved.run_dir)), command)
     except OSError as error:
         raise ConfigError([unwritable(resolved.run_dir, error.strerror or str(error))]) from None
-    return Prepared(resolved, text, notes, held)
+    return Prepared(resolved, text, notes, held, partial(at_another_number, config, resolved, hardware))
 
 
 def lock_run_dir(config: Config, world: World | None) -> run_lock.Lock:

@@ -54,6 +54,9 @@ def _ground(frozen: dict[str, Any], run_dir: Path) -> dict[str, Any]:
         tuning.update((name, "auto") for name in reasons if name in tuning)
     if isinstance(data, dict) and data.get("name") != "custom" and "placement" in data:
         data["placement"] = "auto"
+    values.pop("process_counts", None)
+    if (asked := values.pop("process_range", None)) and isinstance(values.get("launch"), dict):
+        values["launch"]["nproc_per_node"] = asked
     typed = _typed_keys(run_dir)
     for key in OF_THE_HOST:
         section, _, name = key.rpartition(".")

@@ -55,7 +55,13 @@ from ddp_train.config.options.task import (
 
 @dataclass
 class LaunchConfig:
-    nproc_per_node: Union[int, str] = key("auto", "processes per host; auto: one per GPU, else 2", at_least=1, **AUTO)
+    nproc_per_node: Union[int, str] = key(
+        "auto",
+        "processes per host; auto: one per GPU, else 2; LOW:HIGH, as 2:8 or 2:auto: a number that may change meanwhile",
+        at_least=1,
+        may_be_range=True,
+        **AUTO,
+    )
     nnodes: int = key(1, "number of hosts", at_least=1)
     rdzv_endpoint: str | None = key(None, "HOST:PORT of one of the hosts, where all hosts of a run meet")
     max_restarts: int = key(0, "restarts after a failure; the count begins anew with each checkpoint", at_least=0)
@@ -238,6 +244,10 @@ class Config:
     trusted_modules: list[str] = key([], "packages whose code a checkpoint's _target_ may name")
     reasons: dict[str, str] = field(default_factory=dict)
     """Why `auto` chose its value, by the name of the switch. Not a key: filled in when `auto` is resolved."""
+    process_range: str | None = None
+    """What launch.nproc_per_node was if that was a range. Not a key: filled in when `auto` is resolved."""
+    process_counts: list[int] = field(default_factory=list)
+    """The numbers in that range with which the run may go on. Likewise."""
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     strategy: Any = field(default_factory=DdpConfig)
     train: TrainConfig = field(default_factory=TrainConfig)

@@ -9,7 +9,8 @@ from typing import Any
 from ddp_train.config import conflicts, external_checks, fine_tuning
 from ddp_train.config.auto import process_count
 from ddp_train.config.hardware import Hardware
-from ddp_train.config.key import broken_rule
+from ddp_train.config.key import broken_rule, range_of
+from ddp_train.config.processes import problems as range_problems
 from ddp_train.config.schema import Config
 from ddp_train.distributed.environment import hosts_requested, srun_tasks
 from ddp_train.distributed.world import World
@@ -22,7 +23,7 @@ MOST_BESIDE = 256
 def check(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
     """The problems of a config whose values obey `check_rules`. asked: what the user wrote; config: after `resolve`."""
     checks = (
-        *(_mode, _devices, _too_many, _backend, _under_torchrun, _under_srun, _hosts, _process_count),
+        *(_mode, _devices, _too_many, _backend, _under_torchrun, _under_srun, _hosts, _process_count, range_problems),
         *conflicts.CHECKS,
         *external_checks.CHECKS,
         fine_tuning.check,
@@ -73,8 +74,9 @@ def _devices(asked: Config, config: Config, hardware: Hardware, world: World | N
             "grep -i xid`), or leave it out with CUDA_VISIBLE_DEVICES"
         ]
     if wanted > hardware.gpus:
+        asked_for = asked.launch.nproc_per_node if range_of(asked.launch.nproc_per_node) else wanted
         return [
-            f"launch.nproc_per_node={wanted}: needs one GPU per process, and {counted(hardware.gpus, 'GPU')} "
+            f"launch.nproc_per_node={asked_for}: needs one GPU per process, and {counted(hardware.gpus, 'GPU')} "
             f"{'is' if hardware.gpus == 1 else 'are'} visible on this host; use launch.nproc_per_node={hardware.gpus} "
             "or device=cpu"
         ]
@@ -110,7 +112,7 @@ def _under_torchrun(asked: Config, config: Config, hardware: Hardware, world: Wo
     # More hosts asked for than started is no mistake in the config: distributed.preflight reports it.
     hosts = (hosts_requested() or (world.hosts,))[0]
     for name, actual in (("nproc_per_node", world.local_size), ("nnodes", hosts)):
-        if getattr(launch, name) not in ("auto", 1, actual):
+        if getattr(launch, name) not in ("auto", 1, actual) and not range_of(getattr(launch, name)):
             problems.append(
                 f"launch.{name}={getattr(launch, name)}: torchrun started {actual}; leave it out, or "
                 f"use torchrun --{name}={getattr(launch, name)}"
@@ -161,7 +163,7 @@ def _hosts(asked: Config, config: Config, hardware: Hardware, world: World | Non
 
 def _process_count(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
     count = process_count(config)
-    if config.strategy.has_process_group or count == 1:
+    if config.strategy.has_process_group or count == 1 or range_of(asked.launch.nproc_per_node):
         return []
     return [
         f"strategy={config.strategy.name}: runs in one process, and {count} were asked for; "

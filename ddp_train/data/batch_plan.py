@@ -68,8 +68,8 @@ class BatchPlan:
 
     @property
     def micro_batch_size(self) -> int:
-        """In the unit of the global batch; with lengths about."""
-        return self.global_batch_size // (self.accumulation_steps * self.world_size)
+        """The largest, in the unit of the global batch; with lengths about."""
+        return -(-self.global_batch_size // (self.accumulation_steps * self.world_size))
 
     def epoch_end(self, step: int) -> int:
         """The step at which the epoch of optimizer step `step` ends, or the run if that is earlier."""

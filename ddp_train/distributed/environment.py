@@ -12,7 +12,9 @@ import re
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
@@ -32,6 +34,9 @@ STATUS_FD = "DDP_TRAIN_STATUS_FD"
 
 LOST = "DDP_TRAIN_LOST"
 """JSON: the rank that the attempt before has lost (see `just_in_time.Loss`)."""
+
+RESIZED = "DDP_TRAIN_RESIZED"
+"""JSON: the last changes of the number of processes (see `launcher.size.Change`)."""
 
 
 def world_from_environment() -> World | None:
@@ -66,11 +71,18 @@ def restart_in_utf8() -> None:
 
 
 def worker_environment(
-    world: World, port: int, threads: int, import_path: Path | None, lost: dict[str, float] | None = None
+    world: World,
+    port: int,
+    threads: int,
+    import_path: Path | None,
+    lost: dict[str, float] | None = None,
+    resized: Sequence[dict[str, Any]] = (),
+    devices: Sequence[str] = (),
 ) -> dict[str, str]:
     """The environment of one worker that our launcher starts on this host, without `worker_descriptors`.
 
-    port: of the store. threads: OMP_NUM_THREADS. import_path: see `config.program`. lost: see `LOST`.
+    port: of the store. threads: OMP_NUM_THREADS. import_path: see `config.program`. lost: see `LOST`. resized: see
+    `RESIZED`. devices: CUDA_VISIBLE_DEVICES; none: as it is.
     """
     env = {
         **_importing_environment(import_path, threads),
@@ -83,6 +95,8 @@ def worker_environment(
         "TORCHELASTIC_RESTART_COUNT": str(world.attempt),
         LAUNCHER_PID: str(os.getpid()),
         **({LOST: json.dumps(lost)} if lost else {}),
+        **({RESIZED: json.dumps(resized)} if resized else {}),
+        **({"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {}),
     }
     # One host needs only loopback: nothing listens on other interfaces, and an unresolvable host name does no harm.
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
@@ -241,6 +255,11 @@ def lost_rank() -> dict[str, float] | None:
     """The rank that the attempt before has lost; None if this is the first attempt, or it ended in another way."""
     text = os.environ.get(LOST)
     return json.loads(text) if text else None
+
+
+def changes_of_number() -> list[dict[str, Any]]:
+    """The last changes of the number of processes; none if they are as many as at the start."""
+    return json.loads(os.environ.get(RESIZED, "[]"))
 
 
 def store_address() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import json
 import math
 import os
 import signal
@@ -12,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from ddp_train.config.auto import described
@@ -20,23 +21,19 @@ from ddp_train.config.schema import Config
 from ddp_train.distributed.environment import worker_descriptors, worker_environment
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, DataError, HangError, LaunchError, WriteError
+from ddp_train.launcher.elastic import Elastic
 from ddp_train.launcher.fork_server import ForkedWorker, ForkServer, WorkerSpec
+from ddp_train.launcher.size import is_of_device
+from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.linux import adopting_orphans, oom_kills
 from ddp_train.resilience import failure_report
 from ddp_train.resilience.checkpoint_files import places
 from ddp_train.resilience.hang_detector import HangDetector, working_stack
 from ddp_train.resilience.heartbeat import STARTING, StatusBoard
 from ddp_train.resilience.just_in_time import Loss, save_by_survivor
-from ddp_train.resilience.preemption import (
-    INTERRUPTED,
-    SAME_REQUEST_SECONDS,
-    SAVED,
-    SIGNALS,
-    UNSAVED,
-    exit_code,
-    stop_signals,
-)
+from ddp_train.resilience.preemption import INTERRUPTED, SAVED, SIGNALS, UNSAVED
 from ddp_train.resilience.restart_policy import RestartPolicy
+from ddp_train.text import counted
 
 POLL_SECONDS = 0.02
 REPORT_SECONDS = 5.0
@@ -51,81 +48,78 @@ SELF_REPORTED = tuple(cls.exit_code for cls in (LaunchError, *LaunchError.__subc
 """Exit codes of workers that report their failure themselves."""
 
 
-class StopRequests:
-    """The stop signals that the launcher has received. The handlers only record them."""
-
-    def __init__(self, program_ends: bool = False) -> None:
-        """program_ends: after `listening`. A later signal, which has nothing to stop, must not hide the exit code."""
-        self.program_ends = program_ends
-        self.received: list[int] = []
-        self.repeated = False
-        """Whether a second request came: end at once."""
-        self._first_time = 0.0
-
-    @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
-        """Records all stop signals inside; restores the previous handlers after it, if the program goes on."""
-        before = {number: signal.signal(number, self._record) for number in stop_signals()}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, signal.SIG_IGN if self.program_ends else handler)
-
-    def forward(self) -> None:
-        """Raises the first signal again for the previous handler, if there was one. Call it after `listening`."""
-        handler = signal.getsignal(self.received[0]) if self.received else None
-        if callable(handler) and handler is not signal.default_int_handler:
-            signal.raise_signal(self.received[0])
-
-    def _record(self, number: int, _: object) -> None:
-        self._first_time = self._first_time or time.monotonic()
-        self.repeated = time.monotonic() - self._first_time > SAME_REQUEST_SECONDS
-        self.received.append(number)
-
-    def exit_code(self, code: int) -> int:
-        """INTERRUPTED if the first signal came from a terminal (SIGINT, SIGHUP), else `code` (SAVED or UNSAVED)."""
-        return INTERRUPTED if self.received and exit_code(self.received[0]) == INTERRUPTED else code
-
-
 def launch(
-    config: Config, import_path: Path | None, stop: StopRequests | None = None, server: ForkServer | None = None
+    config: Config,
+    import_path: Path | None,
+    stop: StopRequests | None = None,
+    server: ForkServer | None = None,
+    at_another_number: Callable[[int], Config] | None = None,
 ) -> int:
     """Runs a frozen config in new processes, and again after a failure if restarts are left. Returns the exit code.
 
     import_path: the folder of a checkout, from which workers import first. stop: records the stop
     requests for the caller, even if the run was completed all the same. server: forks the workers, if it can and
-    `launch.fork_server` is true; otherwise each worker is started as a new interpreter.
+    `launch.fork_server` is true; otherwise each worker is started as a new interpreter. at_another_number: the config
+    for another number of processes, where it has a range.
     """
-    stop = stop or StopRequests()
-    restarts = RestartPolicy(config.launch.max_restarts, Path(str(config.run_dir)))
-    lost: Loss | None = None
-    with stop.listening(), adopting_orphans():
-        for number in itertools.count():
-            with contextlib.closing(Attempt(config, import_path, number, stop, server, lost, restarts)) as attempt:
-                code = attempt.run()
-            lost = attempt.lost
-            if code == UNSAVED:
-                _print_unsaved(Path(str(config.run_dir)), stop)
-            if code in (SAVED, UNSAVED):
-                return stop.exit_code(code)
-            if code in (0, *FINAL) or (stop.received and not attempt.is_made_good):
-                return code
-            if attempt.refusal:
-                if restarts.allowed:
-                    print(f"not restarted: {attempt.refusal}", file=sys.stderr)
-                return code
-            whence = f", from step {attempt.saved_step}: no step is lost" if attempt.saved_step is not None else ""
-            print(f"restarting ({restarts.used} of {restarts.allowed} restarts){whence}", file=sys.stderr)
+    stop, elastic, code = stop or StopRequests(), Elastic(config, at_another_number), UNSAVED
+    try:
+        with stop.listening(), adopting_orphans():
+            code = _attempts(config, import_path, stop, server, elastic)
+    finally:
+        elastic.close(completed=code == 0)
+    return code
+
+
+def _attempts(
+    config: Config, import_path: Path | None, stop: StopRequests, server: ForkServer | None, elastic: Elastic
+) -> int:
+    restarts, lost = RestartPolicy(config.launch.max_restarts, Path(str(config.run_dir))), None
+    for number in itertools.count():
+        attempt = Attempt(elastic.config, import_path, number, stop, server, lost, restarts, elastic)
+        with contextlib.closing(attempt):
+            code = attempt.run()
+        lost = attempt.lost
+        if code == SAVED and attempt.is_for_change and not stop.received:
+            _go_on(elastic, restarts)
+            continue
+        if code == UNSAVED or (code == SAVED and attempt.is_for_change):
+            _print_stopped(Path(str(config.run_dir)), stop, saved=code == SAVED)
+        if code in (SAVED, UNSAVED):
+            return stop.exit_code(code)
+        if code in (0, *FINAL) or (stop.received and not attempt.is_made_good):
+            return code
+        if attempt.refusal:
+            if restarts.allowed:
+                print(f"not restarted: {attempt.refusal}", file=sys.stderr)
+            return code
+        whence = f", from step {attempt.saved_step}: no step is lost" if attempt.saved_step is not None else ""
+        if attempt.gives_up:
+            on = f"going on with {counted(elastic.size.count, 'process')}{whence}; {attempt.gives_up}"
+        else:
+            on = f"restarting ({restarts.used} of {restarts.allowed} restarts){whence}"
+        print(on, file=sys.stderr)
+        if elastic.is_asked:
+            _go_on(elastic, restarts)
     raise AssertionError("unreachable: the loop has no end")
 
 
-def _print_unsaved(run_dir: Path, stop: StopRequests) -> None:
-    """Says that the run was stopped before it could save, and how to continue."""
+def _go_on(elastic: Elastic, restarts: RestartPolicy) -> None:
+    """With the number of processes that was asked for."""
+    step = max(0, restarts.step_of_newest())
+    if elastic.become_what_is_asked(step):
+        what = f"{counted(elastic.size.count, 'process')}, from step {step}"
+        print(f"going on with {what}: as asked for", file=sys.stderr)
+
+
+def _print_stopped(run_dir: Path, stop: StopRequests, saved: bool) -> None:
+    """Says that the run was stopped, and how to continue, where no worker has."""
     if sys.stdout.isatty():
         sys.stdout.write("\x1b[?25h")  # the cursor, which rank 0's progress bar has hidden
     by = f" by {signal.Signals(stop.received[0]).name}" if stop.received else ""
-    if places(run_dir):
+    if saved:
+        print(f"stopped{by}; run_dir={run_dir} resumes from its last checkpoint", file=sys.stderr)
+    elif places(run_dir):
         print(f"stopped{by} before it could save; run_dir={run_dir} resumes from its last checkpoint", file=sys.stderr)
     else:
         print(f"stopped{by}; nothing was saved", file=sys.stderr)
@@ -143,9 +137,16 @@ class Attempt:
         server: ForkServer | None,
         lost: Loss | None = None,
         restarts: RestartPolicy | None = None,
+        elastic: Elastic | None = None,
     ) -> None:
-        """number: restarts before this attempt. lost: by the one before. restarts: None allows none. The other
-        parameters are those of `launch`."""
+        """number: attempts before this one. lost: by the one before. restarts: None allows none. elastic: None: the
+        number of processes stays. The other parameters are those of `launch`."""
+        self.elastic = elastic or Elastic(config, None)
+        self.is_asked_to_stop = False
+        self.is_for_change = False
+        """Whether that was only to go on with another number of processes."""
+        self.gives_up = ""
+        """Why the next attempt has fewer processes, or other GPUs."""
         self.restarts = restarts
         self.is_made_good = False
         """Whether the user was told that the run goes on without a loss: a stop from then on is the next attempt's."""
@@ -167,7 +168,25 @@ class Attempt:
     @functools.cached_property
     def refusal(self) -> str:
         """Why there is no restart after the failure that was reported; empty if there is one."""
-        return self.restarts.refusal() if self.restarts else "no restarts"
+        if not self.restarts:
+            return "no restarts"
+        refusal = self.restarts.refusal()
+        if self.restarts.allowed:
+            at = self.lost.at if self.lost else time.monotonic()
+            self.gives_up = self.elastic.shrink(self._rank_that_may_lack_its_gpu(), self.restarts.has_progressed, at)
+        if self.gives_up:
+            self.restarts.begin_anew()
+            return ""
+        return refusal
+
+    def _rank_that_may_lack_its_gpu(self) -> int | None:
+        """The one whose failure was reported, if that may be its device's."""
+        try:
+            failure = json.loads((self.run_dir / failure_report.FILE).read_text())
+            rank = int(failure["rank"])
+        except (OSError, ValueError, KeyError, TypeError):  # it could not be written, or was damaged since
+            return None
+        return rank if is_of_device(failure, (self.workers[rank].poll() or 0) < 0) else None
 
     def run(self) -> int:
         """Starts the workers and watches them. Returns 0, SAVED, UNSAVED, or the exit code of a failure."""
@@ -189,8 +208,15 @@ class Attempt:
             specs = []
             for rank in range(size):
                 world = World(rank, size, rank, size, self.number)
-                lost = self.lost_before and self.lost_before.as_dict()
-                env = worker_environment(world, port, int(launch.threads_per_process), self.import_path, lost)
+                env = worker_environment(
+                    world,
+                    port,
+                    int(launch.threads_per_process),
+                    self.import_path,
+                    lost=self.lost_before and self.lost_before.as_dict(),
+                    resized=self.elastic.last_changes(),
+                    devices=self.elastic.size.devices(),
+                )
                 descriptors = worker_descriptors(world, listener.fileno(), self.board.descriptor)
                 arguments = [str(self.run_dir.absolute()), f"rank={rank}"]  # the rank is for readers of `ps`
                 specs.append(WorkerSpec(arguments, env, descriptors))
@@ -219,13 +245,16 @@ class Attempt:
                 return code
             if None not in codes:
                 return SAVED if SAVED in codes else 0
-            if deadline == math.inf and (self.stop.received or SAVED in codes):
+            if deadline == math.inf and (self.stop.received or (SAVED in codes and not self.is_for_change)):
                 deadline = time.monotonic() + self.config.launch.grace_seconds
                 if self.stop.received:
                     self._ask_to_stop()
             if deadline == math.inf and detector.is_hung():
                 return self._report_hang(detector)
-            time.sleep(POLL_SECONDS)
+            self.elastic.wait(POLL_SECONDS)
+            self.elastic.see(self.board)
+            if self.elastic.is_asked and all(status.heeds_stop for status in self.board.ranks):
+                self._stop_for_change()
 
     def _failed_ranks(self, codes: list[int | None]) -> list[int]:
         """Ranks that exited with the code of a failure, or with one that they did not announce."""
@@ -313,8 +342,21 @@ class Attempt:
 
     def _ask_to_stop(self) -> None:
         """Sends SIGTERM, whatever signal came: a worker that still imports would die of SIGINT with a traceback."""
+        if self.is_asked_to_stop:  # for a change of their number, and now for good: a second signal would hurry them
+            for status in self.board.ranks:
+                status.goes_on = 0
+            return
+        self.is_asked_to_stop = True
         for worker in self.workers:
             worker.send_signal(signal.SIGTERM)
+
+    def _stop_for_change(self) -> None:
+        """All ranks stop after the same step and save, to go on from there in another number."""
+        if not self.is_asked_to_stop:
+            self.is_for_change = True
+            for status in self.board.ranks:
+                status.goes_on = 1
+            self._ask_to_stop()
 
     def close(self) -> None:
         """Kills the process group of each worker, waits for the workers, and closes the status board."""

@@ -29,7 +29,8 @@ from ddp_train.config.program import Program
 from ddp_train.config.schema import Config
 from ddp_train.distributed.environment import REPORTED, agent_environment
 from ddp_train.errors import LaunchError, PeerError
-from ddp_train.launcher.local import FINAL, StopRequests
+from ddp_train.launcher.local import FINAL
+from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.linux import children_of, end_with_parent
 from ddp_train.resilience import failure_report, run_lock
 from ddp_train.resilience.preemption import SAVED, UNSAVED

@@ -31,6 +31,7 @@ from ddp_train.distributed.environment import new_run_id
 from ddp_train.errors import ConfigError
 from ddp_train.launcher import local
 from ddp_train.launcher.fork_server import ForkServer
+from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.resilience.failure_report import FILE as FAILURE
 from ddp_train.resilience.failure_report import SUMMARY
 from ddp_train.resilience.preemption import SAVED, UNSAVED
@@ -163,14 +164,16 @@ class Trials:
         is_grid = job.sweeper._target_.endswith(".BasicSweeper") and not job.sweeper.get("params")
         count = f" ({job.job.num + 1} of {self.total})" if self.total and is_grid else ""
         print(f"trial {job.job.num}{count}: {' '.join(swept)}", flush=True)
-        stop = local.StopRequests()
+        stop = StopRequests()
         try:
             with _hydra_set_aside():
                 prepared = prepare(self.program, overrides, None, run_dir)
             for notice in prepared.notices:
                 print(f"note: {notice}", file=sys.stderr)
             try:
-                row["exit_code"] = local.launch(prepared.config, self.program.import_path, stop, self.server)
+                row["exit_code"] = local.launch(
+                    prepared.config, self.program.import_path, stop, self.server, prepared.at_another_number
+                )
             finally:
                 if prepared.lock:
                     prepared.lock.release()

@@ -72,7 +72,7 @@ class RankStatus(ctypes.Structure):
         (name, ctypes.c_int64)
         for name in (
             *("beats", "step", "batches", "resident_bytes", "saving", "_phase", "_leaves_with", "has_told"),
-            *("state", "order", "acted"),
+            *("state", "order", "acted", "heeds_stop", "goes_on"),
         )
     )
     step: int
@@ -91,6 +91,10 @@ class RankStatus(ctypes.Structure):
     """NO_ORDER, STOP or SAVE; the launcher sets it."""
     acted: int
     """The last step after which all hooks have acted that were due."""
+    heeds_stop: int
+    """1 while a signal makes all ranks stop after the same step; before, it ends the process."""
+    goes_on: int
+    """1 once the launcher stops all ranks only to start another number of them; it sets it before it sends a signal."""
     on_stop: Callable[[], None] | None = None
     """Is called once, by the thread that beats, when the launcher has ordered a stop. Not shared with the launcher."""
     fetching: Sequence[Any] = ()

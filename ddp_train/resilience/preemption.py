@@ -51,11 +51,14 @@ class StopController:
         """Training asks `allows` before it goes beyond this step. It may be a proposal that training has passed."""
         self.last_step = NEVER
         """Agreed last step. Valid once `allows()` has returned for it."""
+        self.goes_on = False
+        """Whether other processes take over there at once, in another number. Valid as `last_step` is."""
         self.requested = threading.Event()
         self.is_agreed = threading.Event()
         self.deciding = threading.Lock()
         self.is_over = threading.Event()
         self.signal_number = 0
+        self.status = RankStatus()
         self.patience_seconds = 0.0
         self.leave: Callable[[int], Any] = os._exit
 
@@ -83,6 +86,7 @@ class StopController:
         """
         self.patience_seconds = patience_seconds
         self.leave = leave
+        self.status = status
         read_end, write_end = os.pipe()
         os.set_blocking(write_end, False)
         signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
@@ -91,12 +95,14 @@ class StopController:
             signal.signal(number, lambda *_: None)  # without a handler the interpreter does not write the number
         for run in (lambda: self._read_signals(read_end), lambda: self.agree(status, world, store)):
             threading.Thread(target=run, daemon=True).start()
+        status.heeds_stop = 1
         completed = False
         try:
             yield
             completed = True
         finally:
             self.is_over.set()
+            status.heeds_stop = 0
             # A late request has nothing to stop if the run is done, or has failed and only completes a checkpoint.
             handler = signal.SIG_IGN if completed or status.saving else signal.SIG_DFL
             for number in handled:
@@ -157,9 +163,11 @@ class StopController:
                 if store and store.check([REQUEST]):
                     self.request_stop(int(store.get(REQUEST)))
             step = self.propose_step(status)
+            goes_on = bool(status.goes_on)
             if store:
-                step = agreed_step(step, self.signal_number, world, store)
+                step, goes_on = agreed_step(step, self.signal_number, world, store, goes_on)
             with self.deciding:
+                self.goes_on = goes_on
                 if not self.is_agreed.is_set():
                     self.last_step = step  # before `limit`: training that passes `allows` must find it
                     self.limit = step
@@ -170,7 +178,7 @@ class StopController:
                 log.info("ranks can no longer agree on a stop: %s", error)
 
     def _leave_without_agreement(self) -> None:
-        if not self.is_agreed.is_set() and not self.is_over.is_set():
+        if not self.is_agreed.is_set() and not self.is_over.is_set() and not self.status.goes_on:
             log.error(
                 "the ranks did not agree on a last step within %g s: exiting without saving", self.patience_seconds
             )
@@ -187,8 +195,8 @@ def exit_code(number: int) -> int:
     return INTERRUPTED if number in (signal.SIGINT, signal.SIGHUP) else UNSAVED
 
 
-def agreed_step(proposed_step: int, number: int, world: World, store: Store) -> int:
-    """The largest step that any rank proposes. Waits for all ranks, without a limit.
+def agreed_step(proposed_step: int, number: int, world: World, store: Store, goes_on: bool = False) -> tuple[int, bool]:
+    """The largest step that any rank proposes, and rank 0's `goes_on`. Waits for all ranks, without a limit.
 
     number: the signal, which is passed on to ranks that have not received it.
     """
@@ -197,9 +205,10 @@ def agreed_step(proposed_step: int, number: int, world: World, store: Store) -> 
     if world.is_leader:
         proposals = [f"{EARLIEST}/{rank}" for rank in range(world.size)]
         _wait_for(proposals, store)
-        store.set(AGREED, str(max(int(store.get(key)) for key in proposals)))
+        store.set(AGREED, f"{max(int(store.get(key)) for key in proposals)} {int(goes_on)}")
     _wait_for([AGREED], store)
-    return int(store.get(AGREED))
+    step, other_number = map(int, store.get(AGREED).split())
+    return step, bool(other_number)
 
 
 def _wait_for(keys: list[str], store: Store) -> None:

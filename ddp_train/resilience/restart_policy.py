@@ -20,7 +20,9 @@ class RestartPolicy:
         self.allowed = allowed
         self.run_dir = run_dir
         self.used = 0
-        self.newest_step = self._newest_step()
+        self.newest_step = self.step_of_newest()
+        self.has_progressed = False
+        """Whether there was a newer checkpoint at the last failure than at the one before."""
         self.failure: tuple[str, ...] = ()
         self.repeats = 0
         """How many attempts in a row have ended in `failure`."""
@@ -30,8 +32,9 @@ class RestartPolicy:
 
         Call it once per failure: it counts.
         """
-        newest_step, failure = self._newest_step(), self._failure()
-        if newest_step > self.newest_step:
+        newest_step, failure = self.step_of_newest(), self._failure()
+        self.has_progressed = newest_step > self.newest_step
+        if self.has_progressed:
             self.used = 0
             self.newest_step = newest_step
         self.repeats = self.repeats + 1 if failure and failure == self.failure else 1
@@ -43,7 +46,12 @@ class RestartPolicy:
             f"launch.max_restarts={self.allowed} used up without a new checkpoint" if self.used > self.allowed else ""
         )
 
-    def _newest_step(self) -> int:
+    def begin_anew(self) -> None:
+        """With fewer processes: they have not failed yet."""
+        self.used = self.repeats = 0
+
+    def step_of_newest(self) -> int:
+        """Checkpoint; -1 if there is none."""
         return max((int(path.name.removeprefix("step_")) for path in places(self.run_dir)), default=-1)
 
     def _failure(self) -> tuple[str, ...]:

@@ -13,13 +13,15 @@ import yaml
 from ddp_train.config.auto import resolve
 from ddp_train.config.bind import bind_fields
 from ddp_train.config.hardware import Hardware, detect_hardware
+from ddp_train.config.key import range_of
 from ddp_train.config.overrides import read_config, read_overrides
+from ddp_train.config.processes import KEY
 from ddp_train.config.program import Program
 from ddp_train.config.schema import Config
 from ddp_train.config.validate import check, check_rules, section_rules
 from ddp_train.distributed.environment import new_run_id, visible_devices
 from ddp_train.errors import ConfigError
-from ddp_train.launcher.local import StopRequests
+from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.text import did_you_mean
 
 STUDY_KEYS = ("mode", "study", "run_dir", "name")
@@ -114,6 +116,11 @@ def resolve_run(program: Program, overrides: list[str], hardware: Hardware) -> R
     invalid = invalid or check_rules(config)
     if invalid:
         return ResolvedRun(config, invalid, [])
+    asked = config.launch.nproc_per_node
+    if given := range_of(asked):
+        return ResolvedRun(
+            config, [f"{KEY}={asked}: a study compares runs whose numbers stay; use one number, {KEY}={given.low}"], []
+        )
     resolved = resolve(config, hardware, None)
     return ResolvedRun(resolved, [], check(config, resolved, hardware, None))
 

@@ -19,7 +19,7 @@ from ddp_train.config.external_checks import unwritable
 from ddp_train.config.program import Program
 from ddp_train.distributed.environment import environment
 from ddp_train.errors import ConfigError
-from ddp_train.launcher.local import StopRequests
+from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.linux import adopting_orphans, end_with_parent
 from ddp_train.resilience import run_lock
 from ddp_train.resilience.failure_report import FILE as FAILURE

@@ -15,6 +15,9 @@ from ddp_train.text import counted
 from ddp_train.training.averaging import scored
 from ddp_train.training.loop import Job
 
+RESIZE = "resize"
+"""The kind of a line of metrics.jsonl: from here on another number of processes computes."""
+
 
 class MetricsHook:
     """Loss and speed at each logging interval, a score at each evaluation: to metrics.jsonl and to the display."""
@@ -57,6 +60,8 @@ class MetricsHook:
         """Of `interval_loss`, those of earlier processes: this one's clock knows nothing of them."""
         self.recoveries: list[dict[str, Any]] = []
         """For summary.json: each restart after a rank was lost."""
+        self.resizes = [line for line in metrics.kept if line["kind"] == RESIZE]
+        """Likewise: each change of the number of processes."""
         self.owes_score = False
         """Whether a stop has cut off the evaluation of the step that was done last. The run that goes on from there
         makes up for it: best checkpoint and early stopping depend on it."""
@@ -112,7 +117,8 @@ class MetricsHook:
             self._evaluate(job)
             self._show_epoch(job)
             return
-        if epoch_ends or job.step % self.log_every_steps == 0 or job.step >= job.stop.last_step:
+        stopped = job.step >= job.stop.last_step and not job.stop.goes_on
+        if epoch_ends or job.step % self.log_every_steps == 0 or stopped:
             self._record_interval(job)
         if epoch_ends:
             self._record_epoch(job)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from ddp_train.config import metrics
@@ -49,7 +50,8 @@ def plan_rows(
 
 def _processes(config: Config) -> str:
     count, hosts = process_count(config), config.launch.nnodes
-    on = f"{count} on {hosts} hosts" if hosts > 1 else str(count)
+    of_range = f" of {config.process_range}" if config.process_range else ""
+    on = f"{count} on {hosts} hosts" if hosts > 1 else f"{count}{of_range}"
     backend = config.launch.backend if config.strategy.has_process_group else "no process group"
     threads = "" if config.device == "cuda" else f", {counted(int(config.launch.threads_per_process), 'thread')} each"
     return f"{on} x {config.device}, {backend}, {config.strategy.name}{threads}"
@@ -117,7 +119,9 @@ def _split(plan: BatchPlan, processes: int) -> str:
         each = plan.global_batch_size // plan.virtual_shards
         return f"{each} x {plan.virtual_shards} virtual shards, added up in order"
     over = f"{counted(processes, 'process')} x {plan.accumulation_steps} accumulation"
-    return f"{plan.micro_batch_size} per process x {over}"
+    each = plan.global_batch_size / (processes * plan.accumulation_steps)
+    share = f"{each:.0f}" if each.is_integer() else f"{math.floor(each)} or {math.ceil(each)}"
+    return f"{share} per process x {over}"
 
 
 def _steps(plan: BatchPlan, epochs: int, first_step: int) -> str:

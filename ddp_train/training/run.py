@@ -18,7 +18,7 @@ from ddp_train.config.user_code import build_hooks
 from ddp_train.data.datasets import BatchSource, check_same_data
 from ddp_train.data.loader import Batch
 from ddp_train.data.splits import Splits
-from ddp_train.distributed.environment import lost_rank
+from ddp_train.distributed.environment import changes_of_number, lost_rank
 from ddp_train.distributed.process_group import Store, local_leader_first, set_buffers
 from ddp_train.distributed.world import World
 from ddp_train.models.pretrained import Origin, in_words
@@ -46,6 +46,7 @@ from ddp_train.training.own_hooks import OwnHooks
 from ddp_train.training.own_state import OnDevice, Published
 from ddp_train.training.phases import ReportedHook, ReportedStepper
 from ddp_train.training.plan_report import plan_rows, selects_by_test
+from ddp_train.training.resize_hook import ResizeHook
 from ddp_train.training.summary import Scores, Summary
 from ddp_train.training.summary import write as write_summary
 from ddp_train.training.trained import facts_of_model, find_checkpoint
@@ -100,7 +101,8 @@ class Run:
             launch = self.config.launch
             with open_trackers(self.tracker_names(), launch.grace_seconds, launch.timeout_seconds) as tracking:
                 summary = self.train(sources, found, tracking)
-                self.publish(summary)
+                if summary["status"] == "completed" or not self.status.goes_on:
+                    self.publish(summary)
                 tracking.finish(summary)
         return summary["status"] == "completed"
 
@@ -176,6 +178,8 @@ class Run:
         just_in_time = self.just_in_time(job, save)
         if lost := lost_rank():
             job.hooks = [*job.hooks, RecoveryHook(record, lost, first_step)]
+        if changes := changes_of_number():
+            job.hooks = [ResizeHook(record, changes, first_step), *job.hooks]
         job.stop = job.evaluation.stop = StopController()
         test = job.evaluation
         if sources.validation is not None:

@@ -65,6 +65,7 @@ class Summary:
             samples_per_second_with_evaluation=samples_seen / seconds if seconds else None,
             figures=record.hardware.summary(),
             recoveries=record.recoveries,
+            resizes=[{name: one[name] for name in one if name != "kind"} for one in record.resizes],
             steps_redone=sum(one["steps_redone"] for one in record.recoveries),
         )
 

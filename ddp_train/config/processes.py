@@ -1,0 +1,62 @@
+"""A range in place of a number of processes, `launch.nproc_per_node=2:8`: with which numbers may a run go on?"""
+
+from __future__ import annotations
+
+from ddp_train.config.hardware import Hardware
+from ddp_train.config.key import Range, range_of
+from ddp_train.config.options.strategy import OrderedConfig
+from ddp_train.config.schema import Config
+from ddp_train.distributed.world import World
+
+KEY = "launch.nproc_per_node"
+
+
+def counts_of(asked: Range, config: Config, gpus: int | None, cpus: int) -> list[int]:
+    """The numbers of a range, ascending. `strategy=ordered` goes without those that do not divide its virtual shards.
+
+    gpus: None to train on the CPU.
+    """
+    high = asked.high or max(asked.low, cpus if gpus is None else gpus)
+    shards = config.strategy.virtual_shards if isinstance(config.strategy, OrderedConfig) else 0
+    return [count for count in range(asked.low, high + 1) if shards % count == 0]
+
+
+def first_count(asked: Range, counts: list[int], gpus: int | None) -> int:
+    """With how many a run starts: the largest for which there are devices. The smallest number that was asked for if
+    there are too few, or none fits: `check` says so."""
+    return max((count for count in counts if gpus is None or count <= gpus), default=asked.low)
+
+
+def problems(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
+    """What is wrong with a range that obeys its rule; nothing where the key is a number, or auto. Any number of it must
+    be able to train the global batch."""
+    value, found = asked.launch.nproc_per_node, range_of(asked.launch.nproc_per_node)
+    if found is None:
+        return []
+    named, use = f"{KEY}={value}", f"use one number, {KEY}={config.launch.nproc_per_node}"
+    if world:
+        return [f"{named}: torchrun decides how many there are, {world.local_size} here; leave it out"]
+    if config.launch.nnodes > 1:
+        return [f"{named}: the number changes on one host only, and launch.nnodes={config.launch.nnodes}; {use}"]
+    if not config.strategy.has_process_group:
+        name = config.strategy.name
+        return [f"{named}: strategy={name} runs in one process; use strategy=ddp, or leave it out"]
+    counts = counts_of(found, config, hardware.gpus if config.device == "cuda" else None, hardware.cpus)
+    ends = [found.low, *([found.high] if found.high else [])]
+    if isinstance(config.strategy, OrderedConfig):
+        shards = config.strategy.virtual_shards
+        wrong = [str(end) for end in ends if end not in counts]
+        what = f"strategy=ordered cannot divide {shards} virtual shards evenly among {' or '.join(wrong)} processes"
+        return [f"{named}: {what}; use powers of two up to {shards}"] if wrong else []
+    batch, accumulation, most = config.train.global_batch_size, config.train.accumulation_steps, counts[-1]
+    enough = batch // accumulation
+    if most <= enough or config.data.batch_by == "tokens":
+        return []
+    first = max(found.low, enough + 1)
+    wrong = f"{first} to {most} processes" if first < most else f"{most} processes"
+    each = f" and {accumulation} accumulation steps each" if accumulation > 1 else ""
+    better = f"{KEY}={found.low}:{enough}, or " if found.low <= enough else ""
+    return [
+        f"{named}: train.global_batch_size={batch} has no sample for each of {wrong}{each}; use {better}"
+        f"train.global_batch_size={most * accumulation} or more"
+    ]

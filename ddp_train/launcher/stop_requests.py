@@ -1,0 +1,47 @@
+"""The stop signals of a launcher: what was received, and when it is time to hurry. Torch-free."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Iterator
+
+from ddp_train.resilience.preemption import INTERRUPTED, SAME_REQUEST_SECONDS, exit_code, stop_signals
+
+
+class StopRequests:
+    """The stop signals that the launcher has received. The handlers only record them."""
+
+    def __init__(self, program_ends: bool = False) -> None:
+        """program_ends: after `listening`. A later signal, which has nothing to stop, must not hide the exit code."""
+        self.program_ends = program_ends
+        self.received: list[int] = []
+        self.repeated = False
+        """Whether a second request came: end at once."""
+        self._first_time = 0.0
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Records all stop signals inside; restores the previous handlers after it, if the program goes on."""
+        before = {number: signal.signal(number, self._record) for number in stop_signals()}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, signal.SIG_IGN if self.program_ends else handler)
+
+    def forward(self) -> None:
+        """Raises the first signal again for the previous handler, if there was one. Call it after `listening`."""
+        handler = signal.getsignal(self.received[0]) if self.received else None
+        if callable(handler) and handler is not signal.default_int_handler:
+            signal.raise_signal(self.received[0])
+
+    def _record(self, number: int, _: object) -> None:
+        self._first_time = self._first_time or time.monotonic()
+        self.repeated = time.monotonic() - self._first_time > SAME_REQUEST_SECONDS
+        self.received.append(number)
+
+    def exit_code(self, code: int) -> int:
+        """INTERRUPTED if the first signal came from a terminal (SIGINT, SIGHUP), else `code` (SAVED or UNSAVED)."""
+        return INTERRUPTED if self.received and exit_code(self.received[0]) == INTERRUPTED else code
