@@ -13,13 +13,17 @@ from PIL import Image
 from torch import nn
 
 import ddp_train
+from ddp_train.config.options.custom import CustomDataConfig
 from ddp_train.config.options.data import DigitsConfig
+from ddp_train.config.schema import Config
 from ddp_train.data.datasets import ArraySource
 from ddp_train.data.image_folder import FolderSource
 from ddp_train.data.raw import ImageInput
 from ddp_train.errors import ConfigError, DataError, TaskError, WriteError
 from ddp_train.tasks.builtin import LanguageModel, Multilabel, Regression, Segmentation
 from ddp_train.training.export import export_model
+from ddp_train.training.inference import _refuse_other_data
+from ddp_train.training.open_data import open_datasets
 from ddp_train.training.predictions import PredictionFile, labels_of, write_predictions
 from tests.commands import ONE, THREE, environment, fatal_lines, read, run
 from tests.jobs import datasets_of
@@ -60,6 +64,11 @@ class Task:
     def predictions(self, model, batch):
         logits = model(batch[0])
         return {"margin": logits[self.wrong :, 1] - logits[self.wrong :, 0]}
+
+
+class Silent:
+    def loss(self, model, batch):
+        return Task.loss(self, model, batch)
 
 
 class Short(Task):
@@ -107,6 +116,9 @@ def test_predictions_are_the_same_bytes_on_any_number_of_processes_and_agree_wit
     assert part["label"] == [str(one) for one in part["prediction"]] and len(part["probability"][0]) == 10
 
     model = ddp_train.load(trained)
+    for nothing in ([], "one.png"):
+        with pytest.raises(DataError, match="takes a list of samples"):
+            model.predict(nothing)
     assert model.task == "classification" and model.classes == list("0123456789")
     raw = [(image + 1) / 2 for image in test.inputs[:20]]  # pixels from 0 to 1
     assert model.predict(raw)["label"] == found["label"][:20].tolist()
@@ -148,6 +160,9 @@ def test_own_data_without_targets_and_a_task_with_columns_of_its_own(tmp_path: P
     done = run(*words, f"checkpoint.resume={tmp_path}/task", f"run_dir={tmp_path}/margins", env=env)
     assert done.returncode == 0, done.stderr
     assert dict(np.load(tmp_path / "margins/predictions.npz"))["margin"].shape == (50,)
+    silent = ["task._target_=mine.Silent", f"checkpoint.resume={tmp_path}/task", f"run_dir={tmp_path}/silent"]
+    done = run(*words, *silent, env=env)
+    assert done.returncode == 65 and "the task Silent does not say what it predicts" in done.stderr, done.stderr
     short = ["task._target_=mine.Short", f"checkpoint.resume={tmp_path}/task", f"run_dir={tmp_path}/short"]
     done = run(*words, *short, env=env)
     (fatal,) = fatal_lines(done.stderr)
@@ -182,8 +197,42 @@ def test_a_full_disk_is_named_and_leaves_the_old_file(tmp_path: Path) -> None:
 
 def test_classes_have_labels_where_they_have_names() -> None:
     assert labels_of(torch.tensor([1, 0, 2]), ["cat", "dog"]) == ["dog", "cat", "2"], "a model may have more outputs"
+    assert labels_of(np.array([-1, 10**12]), ["cat", "dog"]) == ["-1", "1000000000000"]
     for other in (None, np.array([0.5]), torch.tensor([0.5]), torch.tensor([True]), np.array([[1, 0]])):
         assert labels_of(other, ["cat", "dog"]) is None
+
+
+def test_classes_of_other_names_are_refused() -> None:
+    source = ArraySource(torch.zeros(2, 3), torch.tensor([0, 1]))
+    source.classes = ["cat", "fox"]
+    facts = {"outputs": 2, "input_shape": [3], "classes": ["cat", "dog", "fox"]}
+    with pytest.raises(DataError, match="the data have 2 classes and the checkpoint 3, which differ in dog"):
+        _refuse_other_data(source, facts, is_own=False)
+    with pytest.raises(DataError, match=r"an input is \[3\], and the model was trained with \[4\]"):
+        _refuse_other_data(source, {**facts, "input_shape": [4]}, is_own=True)
+    _refuse_other_data(source, {**facts, "classes": ["cat", "fox"]}, is_own=False)
+    _refuse_other_data(source, {}, is_own=False)
+
+
+class Plain:
+    classes = ("a", "b")
+
+    def __init__(self, train: bool, augment: bool = True) -> None:
+        self.augment = augment
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, number: int) -> tuple[Any, int]:
+        return torch.full((2,), float(self.augment)), number % 2
+
+
+def test_training_samples_are_predicted_without_augmentation() -> None:
+    data = CustomDataConfig(target=f"{__name__}.Plain", transform=["torch.nn.Dropout"], test_transform=[])
+    first = {}
+    for mode in ("predict", "train"):
+        first[mode] = open_datasets(Config(mode=mode, data=data)).train.get_batch(np.arange(4), None)[0]
+    assert first["predict"].tolist() == [[0, 0]] * 4 and first["train"].max() == 2
 
 
 class Returns(nn.Module):
@@ -232,6 +281,9 @@ def test_raw_images_become_what_the_data_set_gives(tmp_path: Path) -> None:
         assert prepare(image[0].numpy()).equal(expected[number])
         torch.testing.assert_close(prepare(image / 255), expected[number])
     assert prepare(Image.new("RGB", (30, 20))).shape == (1, 8, 8)
+    for wrong in (np.full((8, 8), 200), np.full((8, 8), 16.0), np.full((8, 8), -0.5), np.full((8, 8), np.nan)):
+        with pytest.raises(DataError, match="pixels of torch"):
+            prepare(wrong)
     with pytest.raises(DataError, match="an image of 3 channels, and the model takes 1"):
         prepare(np.zeros((8, 8, 3), dtype=np.uint8))
     (tmp_path / "no.jpg").write_text("text")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
@@ -119,4 +121,25 @@ def test_states_find_the_hooks_of_their_class() -> None:
 
 def test_a_state_that_no_checkpoint_could_give_back_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"a\.A\.state_dict\(\) has a SimpleNamespace"):
-        OwnHooks([Acts({"here": [SimpleNamespace()]})], ["a.A"]).state()
+        OwnHooks([Acts({"here": [SimpleNamespace()]})], ["a.A"])
+
+
+def test_a_state_is_a_copy_and_kept_for_hooks_that_only_enter() -> None:
+    """The hook goes on with its own list and tensor while a survivor may still save the state from before."""
+    numbers, tensor = [1], torch.zeros(2)
+    hook = Acts({"numbers": numbers, "tensor": tensor})
+    ((path, state),) = OwnHooks([hook], ["a.A"]).state()
+    numbers.append(2)
+    tensor.add_(1)
+    assert path == "a.A" and state["numbers"] == [1] and state["tensor"].tolist() == [0, 0]
+
+    enters = SimpleNamespace(state_dict=lambda: {"n": 7}, __enter__=None, __exit__=None)
+    hooks = OwnHooks([enters], ["a.Enters"])
+    assert hooks.state() == [["a.Enters", {"n": 7}]] and hooks.acting == []
+
+
+@pytest.mark.parametrize("state", [np.float64(0.5), {"best": [np.float64(0.5)]}, Counter("aab")])
+def test_numbers_that_are_only_derived_from_pythons_are_refused(state: Any) -> None:
+    """torch.load refuses them with weights_only, and the whole checkpoint with them. Before the first step."""
+    with pytest.raises(ConfigError, match=r"a\.A\.state_dict\(\) has a (float64|Counter)"):
+        OwnHooks([Acts(state)], ["a.A"])

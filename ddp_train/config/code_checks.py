@@ -72,6 +72,8 @@ def _own_code(config: Config) -> dict[str, CustomConfig]:
     sections = {section: getattr(config, section) for section in ("model", "task", "data", "optimizer")}
     own = {section: custom for section, custom in sections.items() if isinstance(custom, CustomConfig)}
     missing = () if _has_metrics() else (f"{metrics.LIBRARY}.",)  # said once, by `_further_metrics`
+    if config.mode == "export":  # nothing else is built
+        return {section: custom for section, custom in own.items() if section == "model"}
     return own | {one.key: one.custom for one in metrics.further(config) if not one.custom.target.startswith(missing)}
 
 

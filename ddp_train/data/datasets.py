@@ -248,7 +248,7 @@ def _torchvision(
         images = images[:, None] if images.ndim == 3 else images.permute(0, 3, 1, 2).contiguous()
         moved = functools.partial(augmentation.move, by=shift, flips=flips) if augment and train else None
         splits.append(ArraySource(images, torch.as_tensor(split.targets), mean, std, moved, seed))
-        splits[-1].classes = list(split.classes)
+        splits[-1].classes = list(getattr(split, "classes", ())) or None
     return splits[0], splits[1]
 
 

@@ -62,7 +62,13 @@ class ImageInput:
         if hasattr(image, "convert"):  # PIL's
             image = np.array(image.convert({1: "L", 3: "RGB"}.get(self.shape[0], image.mode)))
         pixels = torch.as_tensor(image)
-        pixels = pixels if pixels.dtype == torch.uint8 else pixels.float()
+        if pixels.dtype != torch.uint8:
+            low, high = float(pixels.min()), float(pixels.max())
+            if not (pixels.is_floating_point() and low >= 0 and high <= 1):
+                raise DataError(
+                    f"pixels of {pixels.dtype} from {low:g} to {high:g}", "pass uint8, or numbers from 0 to 1"
+                )
+            pixels = pixels.float()
         if pixels.ndim == 2:
             return pixels[None]
         if pixels.ndim == 3 and pixels.shape[0] not in (1, 3, 4) and pixels.shape[2] in (1, 3, 4):

@@ -172,8 +172,8 @@ def traceback_of(error: BaseException) -> str:
 def _is_foreign(filename: str) -> bool:
     """Whether a frame's file is of this package, of Python or of an installed library."""
     paths = sysconfig.get_paths()
-    ours = str(Path(__file__).parents[1])
-    return filename.startswith(("<", ours, paths["stdlib"], paths["purelib"], paths["platlib"]))
+    foreign = (Path(__file__).parents[1], paths["stdlib"], paths["purelib"], paths["platlib"])
+    return filename.startswith("<") or any(Path(filename).is_relative_to(place) for place in foreign)
 
 
 def stack_of(rank: int, frames: Sequence[str]) -> str:

@@ -88,6 +88,12 @@ def can_predict(task: Task) -> bool:
     )
 
 
+def has_columns(task: Task) -> bool:
+    """Whether mode=predict gets something from it."""
+    found = task.predictions
+    return can_predict(task) or getattr(found, "__func__", found) is not Task.predictions
+
+
 def complete(task: Any) -> Task:
     """A task of a class of the user's own, with what it lacks. Raises ConfigError if it is none."""
     name = type(task).__name__

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from ddp_train.config.options.custom import CustomDataConfig
 from ddp_train.config.schema import Config
 from ddp_train.data.datasets import BatchSource
+from ddp_train.data.sample_facts import class_names
 from ddp_train.data.splits import Splits
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, DataError
@@ -52,6 +54,7 @@ class Inference:
         """Scores the test set with a checkpoint."""
         config, device, found = self.config, self.device, self.found()
         common_digests(sources, sources.test, device)
+        _refuse_other_data(sources.test, checkpoint.read_manifest(found), isinstance(config.data, CustomDataConfig))
         strategy = setup.build_strategy(config, self.world, device)
         module = setup.build_module(config, sources.train, strategy, device)
         if module.further:
@@ -76,7 +79,7 @@ class Inference:
         if source is None:
             raise ConfigError([f"predict.split={split}: there is none; use predict.split=test"])
         manifest = checkpoint.read_manifest(found)
-        _refuse_other_shape(source, manifest)
+        _refuse_other_data(source, manifest, isinstance(config.data, CustomDataConfig))
         common_digests(sources, source, self.device)
         strategy = setup.build_strategy(config, self.world, self.device)
         module = trained.module_of(config, manifest, strategy, self.device)
@@ -102,7 +105,7 @@ class Inference:
         WriteError."""
         found = self.found()
         manifest, used = checkpoint.read_manifest(found), checkpoint.described(found)
-        model = trained.model_of(self.config.model, manifest, str(found))  # as it is: nothing is tuned
+        model = trained.model_of(self.config, manifest, str(found))  # as it is: nothing is tuned
         checkpoint.load_model(found, model, checkpoint.weights_file(found, self.config.checkpoint.average))
         self.display.checkpoint(used)
         began = time.perf_counter()
@@ -110,12 +113,19 @@ class Inference:
         return self.summaries.of_use(model, used, time.perf_counter() - began, export=written)
 
 
-def _refuse_other_shape(source: BatchSource, manifest: dict[str, Any]) -> None:
-    """Raises DataError if a model of ours was trained with inputs of another shape."""
-    sample = source.get_batch(np.array([0]), None)
-    inputs = sample[0] if isinstance(sample, tuple | list) else sample
+def _refuse_other_data(source: BatchSource, manifest: dict[str, Any], is_own: bool) -> None:
+    """Raises DataError if a model of ours was trained with inputs of another shape, or if the classes are others: their
+    numbers would mean something else."""
+    inputs = trained.inputs_of(source.get_batch(np.array([0]), None))
     if "outputs" in manifest and isinstance(inputs, Tensor) and list(inputs.shape[1:]) != manifest["input_shape"]:
         raise DataError(
             f"an input is {list(inputs.shape[1:])}, and the model was trained with {manifest['input_shape']}",
-            "name data of that shape, or transform them with data.test_transform",
+            "name data of that shape" + (", or transform them with data.test_transform" if is_own else ""),
+        )
+    then, now = manifest.get("classes"), class_names(source)
+    if then and now and then != now:
+        differing = sorted(set(then) ^ set(now))[:5] or ["their order"]
+        raise DataError(
+            f"the data have {len(now)} classes and the checkpoint {len(then)}, which differ in {', '.join(differing)}",
+            "give the data the same classes in the same order: their numbers would mean something else",
         )

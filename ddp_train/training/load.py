@@ -17,7 +17,7 @@ from ddp_train.config.schema import Config
 from ddp_train.config.user_code import build_transforms
 from ddp_train.data.corpus import Bytes, Tokenizer
 from ddp_train.data.raw import ImageInput, TextInput, ToInput, TransformedInput, numbers
-from ddp_train.errors import ConfigError
+from ddp_train.errors import ConfigError, DataError
 from ddp_train.tasks.builtin import TASKS
 from ddp_train.training import checkpoint, trained
 from ddp_train.training.predictions import labels_of
@@ -54,8 +54,15 @@ class Trained(nn.Module):
         the names, if there are any. All samples are one batch. Raises ConfigError for a task of your own."""
         if self.task not in TASKS or self.task == "language_model":
             raise ConfigError([f"predict: knows no columns of task={self.task}; call the model, which is `.model`"])
-        device = next(self.model.parameters()).device
-        batch = torch.stack([self.preprocess(sample) for sample in samples]).to(device)
+        if isinstance(samples, str | PathLike) or not len(samples):
+            raise DataError(f"predict({samples!r}): takes a list of samples", "pass predict([SAMPLE, ...])")
+        own = next(self.model.parameters())
+        inputs = [self.preprocess(sample) for sample in samples]
+        shapes = list(dict.fromkeys(tuple(one.shape) for one in inputs))
+        if len(shapes) > 1:
+            raise DataError(f"samples become inputs of {' and '.join(map(str, shapes))}", "pass those of one size")
+        batch = torch.stack(inputs).to(own.device)
+        batch = batch.to(own.dtype) if batch.is_floating_point() else batch
         columns = {name: value.cpu() for name, value in TASKS[self.task]().predictions(self.model, batch).items()}
         labels = labels_of(columns.get("prediction"), self.classes)
         return columns if labels is None else {**columns, "label": labels}
@@ -81,9 +88,7 @@ def load(
     problems += code_problems("model", config.model, trusted_modules)
     if problems:
         raise ConfigError(problems)
-    model = trained.model_of(config.model, manifest, str(found))
-    if config.tuning.precision == "fp64":
-        model.double()
+    model = trained.model_of(config, manifest, str(found))
     checkpoint.load_model(found, model, checkpoint.weights_file(found, average))
     task = trained.task_name(config, manifest) or "custom"
     to_input = _to_input(config, manifest, trusted_modules)

@@ -34,11 +34,12 @@ def open_datasets(config: Config, downloads: bool = True) -> Splits:
     """downloads: whether this process may; another of its host has done so if not. Raises DataError or ConfigError."""
     data, seed = config.data, config.seed
     is_own = isinstance(data, CustomDataConfig)
-    splits, whole = _OwnData(data, seed, downloads).opened() if is_own else _built_in(data, seed)
-    if not data.weights or config.uses_trained:  # then nothing trains
+    trains = not config.uses_trained
+    splits, whole = _OwnData(data, seed, downloads, trains).opened() if is_own else _built_in(data, seed)
+    if not data.weights or not trains:
         return splits
-    trains = parted(whole, data.validation, seed)[0] if data.validation else np.arange(whole)
-    weights = training_weights(data.weights, splits.train, trains[: len(splits.train)], whole)
+    chosen = parted(whole, data.validation, seed)[0] if data.validation else np.arange(whole)
+    weights = training_weights(data.weights, splits.train, chosen[: len(splits.train)], whole)
     return splits._replace(weights=weights)
 
 
@@ -79,8 +80,9 @@ def arguments_of_splits(data: CustomDataConfig, parameters: list[str]) -> dict[s
 class _OwnData:
     """The splits of the user's own class."""
 
-    def __init__(self, data: CustomDataConfig, seed: int, downloads: bool) -> None:
-        self.data, self.seed, self.downloads = data, seed, downloads
+    def __init__(self, data: CustomDataConfig, seed: int, downloads: bool, trains: bool) -> None:
+        """trains: whether the training set is to train, with its augmentation; else its samples are as if scored."""
+        self.data, self.seed, self.downloads, self.trains = data, seed, downloads, trains
         self.parameters = parameters_of("data", data)
         self.arguments = arguments_of_splits(data, self.parameters)
         self.refuse_same_samples()
@@ -93,7 +95,8 @@ class _OwnData:
     def opened(self) -> tuple[Splits, int]:
         """And the number of samples of the training set, before it is parted or limited."""
         data = self.data
-        train = self.split("train").transformed(self.transforms)
+        train = self.split("train", augments=self.trains)
+        train = train.transformed(self.transforms) if self.trains else train
         test, validation, whole = self.split("test", augments=False), None, len(train)
         numbers = {}
         if data.validation:

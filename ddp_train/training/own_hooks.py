@@ -50,7 +50,7 @@ class OwnHook:
     def state(self) -> Any:
         """Of `state_dict`; None if it has none. Raises ConfigError if a checkpoint could not be read with it."""
         state = self.hook.state_dict() if hasattr(self.hook, "state_dict") else None
-        wrong = next((value for value in _leaves(state) if not isinstance(value, PLAIN)), None)
+        wrong = next((value for value in _leaves(state) if type(value) not in PLAIN), None)
         if wrong is not None:
             raise ConfigError(
                 [
@@ -58,7 +58,7 @@ class OwnHook:
                     "in dicts and lists, can be read again without running code"
                 ]
             )
-        return state
+        return _copied(state)  # the hook goes on changing what it has returned
 
 
 class OwnHooks:
@@ -66,18 +66,19 @@ class OwnHooks:
 
     def __init__(self, made: Sequence[Any], paths: Sequence[str]) -> None:
         """paths: of their classes."""
-        self.made = made
-        self.acting = [OwnHook(hook, path) for hook, path in zip(made, paths, strict=True) if hasattr(hook, "act")]
+        self.made = [OwnHook(hook, path) for hook, path in zip(made, paths, strict=True)]
+        self.acting = [one for one in self.made if hasattr(one.hook, "act")]
+        self.state()  # one that cannot be saved is refused now
 
     def state(self) -> list[list[Any]]:
-        """For a checkpoint: path and state of each that acts."""
-        return [[hook.path, hook.state()] for hook in self.acting]
+        """For a checkpoint: path and state of each."""
+        return [[hook.path, hook.state()] for hook in self.made]
 
     def load_state(self, saved: Sequence[Sequence[Any]]) -> list[str]:
         """Returns what the user should know. saved: perhaps by a run with other hooks; those of one class take theirs
         in their order."""
         left = [(path, state) for path, state in saved if state is not None]
-        for hook in self.acting:
+        for hook in self.made:
             mine = next((one for one in left if one[0] == hook.path), None)
             if mine and hasattr(hook.hook, "load_state_dict"):
                 left.remove(mine)
@@ -88,15 +89,24 @@ class OwnHooks:
     def entered(self) -> Iterator[None]:
         """Enters those with `__enter__`, in their order, around training."""
         with contextlib.ExitStack() as stack:
-            for hook in self.made:
-                if hasattr(hook, "__enter__"):
-                    stack.enter_context(hook)
+            for one in self.made:
+                if hasattr(one.hook, "__enter__"):
+                    stack.enter_context(one.hook)
             yield
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, dict | list | tuple):
+    """Classes that derive from dict, float and so on count as leaves: numpy's numbers are among them."""
+    if type(value) in (dict, list, tuple):
         for item in [*value, *value.values()] if isinstance(value, dict) else value:
             yield from _leaves(item)
     else:
         yield value
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _copied(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_copied, value))
+    return value.detach().clone() if isinstance(value, Tensor) else value

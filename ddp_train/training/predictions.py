@@ -66,8 +66,7 @@ def labels_of(predictions: Any, classes: Sequence[str] | None) -> list[str] | No
     """The name of each class that is predicted, [n]; None if they have no names, or if it is not one class a sample."""
     if not classes or predictions is None or predictions.ndim != 1 or np.asarray(predictions).dtype.kind != "i":
         return None
-    names = [*classes, *(str(number) for number in range(len(classes), 1 + int(max(predictions, default=0))))]
-    return [names[int(number)] for number in predictions]
+    return [classes[number] if 0 <= number < len(classes) else str(number) for number in map(int, predictions)]
 
 
 def write_predictions(

@@ -15,11 +15,11 @@ from ddp_train.data.datasets import BatchSource
 from ddp_train.data.sample_facts import class_names
 from ddp_train.distributed.process_group import same_everywhere
 from ddp_train.distributed.world import World
-from ddp_train.errors import ConfigError, DataError
+from ddp_train.errors import ConfigError, DataError, TaskError
 from ddp_train.models.zoo import build_model
 from ddp_train.parallel.strategy import Strategy
 from ddp_train.tasks.builtin import TASKS
-from ddp_train.tasks.task import ModelWithTask, Task, complete
+from ddp_train.tasks.task import ModelWithTask, Task, complete, has_columns
 from ddp_train.training import checkpoint, setup
 
 
@@ -37,10 +37,15 @@ def find_checkpoint(config: Config, world: World, device: str) -> Path | None:
     return found
 
 
+def inputs_of(sample: Any) -> Any:
+    """What a batch gives to the model: the first of (inputs, targets), or all of it."""
+    return sample[0] if isinstance(sample, tuple | list) else sample
+
+
 def facts_of_model(config: Config, source: BatchSource, task: Task) -> dict[str, Any]:
     """What it takes to use the model without the config's data: to load it, to export it, to read its outputs."""
     sample = source.get_batch(np.array([0]), None)
-    inputs = sample[0] if isinstance(sample, tuple | list) else sample
+    inputs = inputs_of(sample)
     facts: dict[str, Any] = {"task": next((name for name, one in TASKS.items() if type(task) is one), "custom")}
     if isinstance(inputs, Tensor):
         facts |= {"input_shape": list(inputs.shape[1:]), "input_dtype": str(inputs.dtype).removeprefix("torch.")}
@@ -53,14 +58,19 @@ def facts_of_model(config: Config, source: BatchSource, task: Task) -> dict[str,
     return facts
 
 
-def model_of(section: Any, manifest: dict[str, Any], where: str) -> nn.Module:
-    """The model of a checkpoint, without its weights. Raises DataError if its manifest is too old to say what."""
+def model_of(config: Config, manifest: dict[str, Any], where: str) -> nn.Module:
+    """The model of a checkpoint, without its weights, in their precision. Raises DataError if its manifest is too old
+    to say what it takes."""
+    section = config.model
     if section.name == "custom":
-        return setup.own_model(section)
-    if "input_shape" not in manifest:
+        model = setup.own_model(section)
+    elif "input_shape" in manifest:
+        shape, arguments = torch.Size(manifest["input_shape"]), setup.arguments_of(section, *setup.BESIDE_MODEL)
+        model = build_model(section.name, shape, manifest["outputs"], **arguments)
+    else:
         raise DataError(f"{where} does not say what its model takes", "go on with its run for a step, which saves that")
-    shape, arguments = torch.Size(manifest["input_shape"]), setup.arguments_of(section, *setup.BESIDE_MODEL)
-    return build_model(section.name, shape, manifest["outputs"], **arguments)
+    wide = manifest["config"]["tuning"].get("precision") == "fp64"
+    return model.double() if wide else model
 
 
 def task_name(config: Config, manifest: dict[str, Any]) -> str:
@@ -75,5 +85,10 @@ def module_of(config: Config, manifest: dict[str, Any], strategy: Strategy, devi
     if not name:
         raise ConfigError([f"mode={config.mode}: the checkpoint does not say its task; add task=NAME"])
     task = complete(instantiate("task", config.task)) if name == "custom" else TASKS[name]()
-    model = model_of(config.model, manifest, config.checkpoint.resume)
+    if not has_columns(task):
+        raise TaskError(
+            f"the task {type(task).__name__} does not say what it predicts",
+            "give it a method predictions(self, model, batch) that returns {NAME: tensor with a row per sample}",
+        )
+    model = model_of(config, manifest, config.checkpoint.resume)
     return setup.placed(config, model, task, strategy, device)
