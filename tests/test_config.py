@@ -859,6 +859,10 @@ def test_a_run_keeps_its_decoder_and_an_evaluation_has_its_own(tmp_path: Path) -
 def test_an_evaluation_adopts_the_model_and_the_data_of_its_checkpoint(place: str, tmp_path: Path) -> None:
     words = ["model._target_=torch.nn.Linear", "model.in_features=64", "data=synthetic", "data.samples=100"]
     checkpoint_of(tmp_path / "run", *words)
+    (note,) = prepare(
+        PROGRAM, ["mode=evaluate", f"checkpoint.resume={place}", "run_dir=noted", "experiment=mnist"], None
+    ).notices
+    assert note.startswith("experiment=mnist with mode=evaluate: model, task, data and metrics are those of the check")
     config = prepare(PROGRAM, ["mode=evaluate", f"checkpoint.resume={place}", "run_dir=out"], None).config
     assert (config.model.target, config.model.arguments) == ("torch.nn.Linear", {"in_features": 64})
     assert (config.data.name, config.data.samples) == ("synthetic", 100)

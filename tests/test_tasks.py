@@ -537,3 +537,17 @@ def test_the_ladder_meets_uneven_batches_and_stand_ins() -> None:
         plan = build_plan(config_of(world, train=train), world, SAMPLES)
         sizes += [micro_batch.num_real for micro_batch in plan.micro_batches()]
     assert set(sizes) == {0, 1}
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.int16, torch.bool])
+def test_labels_may_be_integers_of_any_width(dtype: torch.dtype) -> None:
+    """As numpy arrays and masks have them; torch's own loss takes int64 and uint8 alone."""
+    model, inputs = nn.Linear(3, 2), torch.ones(4, 3)
+    labels = torch.tensor([0, 1, 1, 0])
+    expected = Classification().loss(model, (inputs, labels))
+    assert Classification().loss(model, (inputs, labels.to(dtype))) == expected
+    assert choose("auto", (inputs, labels.to(dtype))) == "classification"
+    masks = torch.ones(2, 3, 1, dtype=torch.int64)
+    pixels = nn.Conv2d(1, 2, 1)
+    scores = [Segmentation().score(pixels, (torch.ones(2, 1, 3, 1), one)) for one in (masks, masks.to(dtype))]
+    assert scores[0]["loss"] == scores[1]["loss"]

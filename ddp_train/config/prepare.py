@@ -50,7 +50,11 @@ def prepare(program: Program, overrides: list[str], world: World | None, run_dir
     config, problems = read_run(program, read)
     if run_dir:
         config = replace(config, run_dir=run_dir)
-    return _locked_and_frozen(config, problems, world, program.command(overrides))
+    prepared = _locked_and_frozen(config, problems, world, program.command(overrides))
+    if config.uses_trained and read.choices.get("experiment", "None") != "None":
+        theirs = "model, task, data and metrics are those of the checkpoint; type the keys that shall differ"
+        prepared.notices.append(f"experiment={read.choices['experiment']} with mode={config.mode}: {theirs}")
+    return prepared
 
 
 def read_run(program: Program, overrides: Overrides) -> tuple[Config, list[str]]:

@@ -63,7 +63,8 @@ class _Supervised(_BuiltIn):
     def pair(self, batch: Any) -> tuple[Any, Tensor]:
         """Inputs and targets. Raises DataError if the batch is something else."""
         if isinstance(batch, tuple | list) and len(batch) == 2 and isinstance(batch[1], Tensor):
-            return batch[0], batch[1]
+            targets = batch[1]  # integers of other widths, and truth values, as numpy has them, are labels too
+            return batch[0], targets if targets.is_floating_point() else targets.long()
         what = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, tuple | list) else type(batch).__name__
         raise DataError(f"a batch is a {what}", "return (input, target) for each sample, or write a task of your own")
 
