@@ -20,12 +20,11 @@ from ddp_train.errors import ConfigError
 from ddp_train.launcher.fork_server import ForkServer
 from ddp_train.launcher.new_project import INIT, create
 from ddp_train.launcher.packages import require_packages
-from ddp_train.launcher.resize import RESIZE, resize
 from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.linux import end_with_parent, keep_exit_codes
 from ddp_train.resilience.preemption import INTERRUPTED
 
-STUDY = "mode=study"
+STUDY, RESIZE = "mode=study", "resize"
 
 
 def main(script: Path | None, argv: list[str]) -> int:
@@ -38,6 +37,8 @@ def main(script: Path | None, argv: list[str]) -> int:
         if argv[:1] == [INIT]:
             return create(argv[1:])
         if argv[:1] == [RESIZE]:
+            from ddp_train.launcher.resize import resize  # it reads YAML, which may not be installed
+
             return resize(argv[1:])
         program, argv = started(script, argv)
         world = world_from_environment()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddp_train.config.options.custom import CustomConfig
+from ddp_train.config.options.custom import CustomModelConfig
 from ddp_train.data.batch_plan import BatchPlan, MicroBatch
 from ddp_train.data.rng import StepSeed
 from ddp_train.distributed.world import World
@@ -242,7 +242,7 @@ class Shy(nn.Module):
 def test_a_bad_loss_is_seen_though_a_parameter_did_not_take_part() -> None:
     world, source = World(), table(16)
     config = config_of(world, strategy={"name": "ordered"}, train={"global_batch_size": 8, "epochs": 1})
-    config.model = CustomConfig(target=f"{__name__}.Shy")
+    config.model = CustomModelConfig(target=f"{__name__}.Shy")
     job = job_of(config, world, (source, source))
     source.inputs[job.plan.global_batch(0)[-1]] = float("nan")
     with pytest.raises(NonFiniteLossError, match="step 0: "):
