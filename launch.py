@@ -9,7 +9,7 @@ python launch.py mode=doctor [key=value ...]             is this host, or under 
 python launch.py -m optimizer.lr=0.1,0.2 [...]           a sweep: fresh processes for each trial, one table
 python launch.py mode=study study=NAME [...]             runs of several variants, compared in one report
 python launch.py --cfg job [key=value ...]               show the config, run nothing
-python launch.py resize RUN N                            another number of processes for a run that goes on
+python launch.py resize RUN N                            change a run's number of processes while it trains
 python launch.py init FOLDER                             a project of your own: model, data, task, experiment, test
 """
 

@@ -138,8 +138,8 @@ def differences(found: Outcome, expected: Outcome, stopped: bool, lines_lost: bo
 
 
 def _of_all_ranks(samples: dict[tuple[int, int, int], str]) -> dict[tuple[int, int, int], str]:
-    """The samples of each step, whoever had them; one that more than one had is there once: who has none computes
-    another's with weight zero."""
+    """The samples of each step, of all ranks together; one that several ranks had counts once: a rank without any
+    computes another's with weight zero."""
     steps: dict[int, set[int]] = {}
     for (_, step, _), numbers in samples.items():
         steps.setdefault(step, set()).update(map(int, numbers.split()))
@@ -544,7 +544,7 @@ def main() -> int:
             result = fuzzer.case(arguments.case, arguments.fault, arguments.torchrun)
             tell(result, None)
             if result.outcome == "WRONG":
-                os._exit(1)  # the folder is left for whoever looks into it
+                os._exit(1)  # the folder is left to be looked into
         return 0
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     done = {one["seed"] for one in _results(arguments.out)}

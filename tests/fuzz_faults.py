@@ -77,7 +77,7 @@ class Stage:
     seconds: float = 1.0
     """That the undisturbed run took."""
     said: list[str] = field(default_factory=list)
-    """What was done, for whoever reads of a failure."""
+    """What was done, for the report of a failure."""
     torchrun: bool = False
     lines_lost: bool = False
     unwritable: bool = False

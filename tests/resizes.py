@@ -4,7 +4,7 @@
 
 The default job between 2 and 4 processes, without a checkpoint before its end. A change: `ddp-train resize` to a number
 that is drawn, from the request to the first step that all the new processes have done. A loss: the last rank is killed
-while it trains, and a hook kills the process that replaces it whenever it starts, so that the run goes on with one
+while it trains, and a hook kills the process that replaces it whenever it starts, so that the run continues with one
 process less; from the first death to the next step. Then the device is back, and its process is asked for again.
 """
 
@@ -56,7 +56,7 @@ def ask(job: Running, count: int) -> None:
 
 
 def lose(job: Running, rank: int) -> None:
-    """Until the run goes on without it."""
+    """Until the run continues without it."""
     before = len(changes_of(job))
     (job.run_dir / GONE).write_text(str(rank))
     os.kill(ranks_of(job)[rank], signal.SIGKILL)
@@ -71,7 +71,7 @@ def told(name: str, seconds: list[float]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Other numbers of processes while a run goes on.")
+    parser = argparse.ArgumentParser(description="Other numbers of processes during a run.")
     parser.add_argument("--changes", type=int, default=24)
     parser.add_argument("--losses", type=int, default=24)
     parser.add_argument("--seed", type=int, default=0)

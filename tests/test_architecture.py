@@ -112,7 +112,7 @@ def test_config_objects_stop_where_a_run_is_set_up() -> None:
         if any(module.startswith(("config.schema", "config.options")) for module in modules_imported(path))
     }
     assert users == {
-        *("worker", "run", "setup", "open_data", "metrics", "plan_report", "summary", "failure_reporter"),
+        *("worker", "context", "run", "setup", "open_data", "metrics", "plan_report", "summary", "failure_reporter"),
         *("inference", "trained", "load", "from_python", "fine_tuning"),
     }
 

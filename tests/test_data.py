@@ -1,4 +1,4 @@
-"""Data: the same order, the same augmented pixels, whoever loads them; and sources that read what they say."""
+"""Data: the same order, the same augmented pixels in any process; and sources that read what they say."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def by_three(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 @pytest.mark.slow
 @pytest.mark.true_command
-def test_three_ranks_are_one_run_whoever_starts_them(by_three: tuple[Path, str], tmp_path: Path) -> None:
+def test_three_ranks_are_one_run_whatever_starts_them(by_three: tuple[Path, str], tmp_path: Path) -> None:
     ours, our_output = by_three
     done = run("name=three", *FORTY, command=torchrun(), cwd=tmp_path)
     assert done.returncode == 0, done.stderr

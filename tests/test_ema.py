@@ -217,7 +217,7 @@ def run(world: World, folder: str, **sections: Any) -> dict[str, Any]:
     if world.is_leader:
         freeze(config)
     display = mock.Mock(wraps=Display(active=False)) if world.is_leader else Display(active=False)
-    Run(config, world, "cpu", RankStatus(), None, lambda _: None, display).execute()
+    Run(config, world, "cpu", RankStatus(), display, None, lambda _: None).execute()
     if not world.is_leader:
         return {}
     said = [call.args[0] for call in display.line.call_args_list]

@@ -46,7 +46,7 @@ def row(count: int, vocabulary: int = 256, seed: int = 0) -> Tensor:
     return ((torch.arange(count) * 7 + noise) % vocabulary).to(torch.uint8)
 
 
-# --- the same weights, whoever computes what --------------------------------------------------------------------------
+# --- the same weights, however it is divided --------------------------------------------------------------------------
 
 
 class Ragged:

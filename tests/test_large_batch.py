@@ -239,7 +239,7 @@ class Calls(TorchDispatchMode):
 @pytest.mark.parametrize("lr_kind", ["number", "tensor"])
 @pytest.mark.parametrize("flag", [False, True])
 def test_a_step_has_few_calls_and_reads_nothing(config: OptimizerConfig, lr_kind: str, flag: bool) -> None:
-    """On the meta device, where no tensor has a value: whoever reads one fails."""
+    """On the meta device, where no tensor has a value: reading one fails."""
     with torch.device("meta"):
         model = resnet50()
         rate = torch.tensor(0.1) if lr_kind == "tensor" else 0.1

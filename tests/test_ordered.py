@@ -225,7 +225,7 @@ def test_unused_parameters_buffers_and_stand_ins(
             assert running == pytest.approx([0.05 + mean / 2] * 2)
             assert constant == torch.full((3,), 0.1).tolist()
         StepSeed(0, 3, "cpu")(0)
-        assert results[-1][-1] == torch.rand(1).item(), "the last shard's draws, whoever computes it"
+        assert results[-1][-1] == torch.rand(1).item(), "the last shard's draws, whichever rank computes it"
 
 
 class Shy(nn.Module):

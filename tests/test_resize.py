@@ -1,4 +1,4 @@
-"""Another number of processes while a run goes on: asked for, or what lost devices leave."""
+"""Another number of processes during a run: asked for, or what lost devices leave."""
 
 from __future__ import annotations
 
@@ -251,7 +251,7 @@ def test_what_cannot_be_asked(run_dir: Path) -> None:
     assert "three is no number" in refused(str(run_dir), "three")
     assert "is not the directory of a run; did you mean run?" in refused(f"{run_dir.parent}/runn", "3")
     assert "is not the directory of a run; name its run_dir" in refused(f"{run_dir.parent}/nowhere/else", "3")
-    assert "is not going on; start it with `" in refused(str(run_dir), "3")
+    assert "is not running; start it with `" in refused(str(run_dir), "3")
     (run_dir / "summary.json").write_text('{"status": "completed"}')
     assert "the run is completed; nothing is left to train" in refused(str(run_dir), "3")
 
@@ -263,7 +263,7 @@ def test_what_a_run_refuses(run_dir: Path, lock: run_lock.Lock, capsys: pytest.C
     with mock.patch.object(socket, "gethostname", return_value="elsewhere"):
         assert f"was started on {os.uname().nodename}; give the command there" in refused(str(run_dir), "3")
     freeze(resolve(asked_config(3, run_dir=str(run_dir)), CORES, None))
-    assert "a fixed number; stop it, then `" in refused(str(run_dir), "2")
+    assert "a fixed number; stop it, and resume it with a range: `" in refused(str(run_dir), "2")
 
 
 def test_a_launcher_answers_one_request_after_the_other(run_dir: Path, lock: run_lock.Lock) -> None:
@@ -426,6 +426,6 @@ def test_below_the_lowest_number_the_run_ends_as_it_would_have(tmp_path: Path) -
     with running(tmp_path / "run", *words, env=env) as job:
         assert job.end() == 70
     said = job.said()
-    assert said.count("going on with 2 processes; rank 1 failed 2 times at the same place") == 1
+    assert said.count("continuing with 2 processes; rank 1 failed 2 times at the same place") == 1
     assert len(fatal_lines(said)) == 4 and "not restarted: launch.max_restarts=1 used up" in said
     assert read(tmp_path / "run", "failure.json")["kind"] == "died"

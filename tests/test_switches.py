@@ -257,7 +257,7 @@ def alone(case: Case) -> Config:
 def run_of(config: Config) -> Run:
     """A run in this process, on the CPU, without a process group."""
     config = dataclasses.replace(config, strategy=OPTIONS["strategy"]["single"]())
-    return Run(config, World(), "cpu", RankStatus(), None, mock.Mock(), Display(active=True))
+    return Run(config, World(), "cpu", RankStatus(), Display(active=True), None, mock.Mock())
 
 
 def trackers_named(names: list[str]) -> list[Any]:

@@ -191,7 +191,7 @@ def test_trackers_that_fail_are_named_once_and_training_goes_on(tmp_path: Path) 
     assert done.returncode == 0, done.stderr
     warnings = [line for line in done.stderr.splitlines() if line.startswith("warning: ")]
     assert sorted(line.split()[2] for line in warnings) == ["mlflow", "tensorboard"]
-    assert all(line.endswith("; training goes on") for line in warnings)
+    assert all(line.endswith("; training continues") for line in warnings)
     assert len(metrics(run_dir)) == 12
 
 
@@ -318,7 +318,7 @@ def test_each_later_line_is_tried_and_nobody_waits_for_ever(tmp_path: Path, capl
     assert tracker.told[3] == ("completed", {"status": "completed", "test.loss": 1.0, "backend": "none"})
     warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert warnings == [
-        "tracker noted failed: ConnectionError: nobody there; training goes on",
+        "tracker noted failed: ConnectionError: nobody there; training continues",
         "tracker noted did not finish within 0.5 s: its last lines may be missing",
     ]
     tracker.closed.set()
@@ -332,7 +332,7 @@ def test_a_tracker_that_stands_still_does_not_fill_the_memory(tmp_path: Path, ca
         background.do(lambda: None)
     assert background.waiting.qsize() <= 10_000
     assert [record.message for record in caplog.records if "behind" in record.message] == [
-        "tracker noted is 10,000 lines behind: later ones are left out; training goes on"
+        "tracker noted is 10,000 lines behind: later ones are left out; training continues"
     ]
     release.set()
 

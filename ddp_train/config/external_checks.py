@@ -81,7 +81,7 @@ def _checkpoint(asked: Config, config: Config, hardware: Hardware, world: World 
         if config.checkpoint.which != "best":
             return []
         return [
-            f"checkpoint.which=best: a run goes on from its last checkpoint, checkpoint.resume={resume}; to start from "
+            f"checkpoint.which=best: a run resumes from its last checkpoint, checkpoint.resume={resume}; to start from "
             "the best of another run use checkpoint.resume=RUN and another run_dir"
         ]
     if not _with_manifests(Path(resume)):

@@ -59,7 +59,7 @@ def prepare(program: Program, overrides: list[str], world: World | None, run_dir
 
 def read_run(program: Program, overrides: Overrides) -> tuple[Config, list[str]]:
     """The config, composed and bound, and all problems. What is done with a trained model gets model, task and data of
-    its checkpoint, a run that goes on what it had."""
+    its checkpoint, a run that resumes what it had."""
     config, problems = read_config(program, overrides)
     if config.uses_trained and (adopted := adopted_sections(Path(config.checkpoint.resume))):
         # With the problems of the second reading only: a key may belong to the option that is adopted.

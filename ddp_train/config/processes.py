@@ -1,4 +1,4 @@
-"""A range in place of a number of processes, `launch.nproc_per_node=2:8`: with which numbers may a run go on?"""
+"""A range in place of a number of processes, `launch.nproc_per_node=2:8`: with which numbers may a run continue?"""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def named_config(path: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def held_config(run_dir: Path) -> dict[str, Any]:
-    """The ground that the run in a directory gives, which has a checkpoint to go on from; {} if there is none."""
+    """The ground that the run in a directory gives, which has a checkpoint to resume from; {} if there is none."""
     ground = _ground(manifest_config(run_dir), run_dir)
     if isinstance(checkpoint := ground.get("checkpoint"), dict):
         checkpoint.pop("resume", None)  # from its own checkpoint, wherever it once began

@@ -247,7 +247,7 @@ class Config:
     process_range: str | None = None
     """What launch.nproc_per_node was if that was a range. Not a key: filled in when `auto` is resolved."""
     process_counts: list[int] = field(default_factory=list)
-    """The numbers in that range with which the run may go on. Likewise."""
+    """The numbers in that range with which the run may continue. Likewise."""
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     strategy: Any = field(default_factory=DdpConfig)
     train: TrainConfig = field(default_factory=TrainConfig)

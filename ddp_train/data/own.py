@@ -133,7 +133,7 @@ class UserDataset:
             sample = self._untransformed(number, epoch, seed)
             for transform in self.transforms:
                 sample = applied(transform, sample)
-        except StopIteration as error:  # whoever reads the batches would take it for their end
+        except StopIteration as error:  # a reader of the batches would take it for their end
             raise DataError(
                 f"data._target_: {self.name} raised StopIteration for sample {number}",
                 "give every sample below its len(); call next(iterator, default) in __getitem__ and transforms",

@@ -73,7 +73,7 @@ class Elastic:
             if not self._become(before, why, at, time.time() - (time.monotonic() - at)):
                 return ""
             if self.requests and self.from_step is not None:
-                self.requests.answer(False, f"{why}; the run goes on with {counted(self.size.count, 'process')}")
+                self.requests.answer(False, f"{why}; the run continues with {counted(self.size.count, 'process')}")
                 self.from_step = None
         return why
 

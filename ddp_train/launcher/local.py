@@ -95,7 +95,7 @@ def _attempts(
             return code
         whence = f", from step {attempt.saved_step}: no step is lost" if attempt.saved_step is not None else ""
         if attempt.gives_up:
-            on = f"going on with {counted(elastic.size.count, 'process')}{whence}; {attempt.gives_up}"
+            on = f"continuing with {counted(elastic.size.count, 'process')}{whence}; {attempt.gives_up}"
         else:
             on = f"restarting ({restarts.used} of {restarts.allowed} restarts){whence}"
         print(on, file=sys.stderr)
@@ -109,7 +109,7 @@ def _go_on(elastic: Elastic, restarts: RestartPolicy) -> None:
     step = max(0, restarts.step_of_newest())
     if elastic.become_what_is_asked(step):
         what = f"{counted(elastic.size.count, 'process')}, from step {step}"
-        print(f"going on with {what}: as asked for", file=sys.stderr)
+        print(f"continuing with {what}: as requested", file=sys.stderr)
 
 
 def _print_stopped(run_dir: Path, stop: StopRequests, saved: bool) -> None:
@@ -144,12 +144,12 @@ class Attempt:
         self.elastic = elastic or Elastic(config, None)
         self.is_asked_to_stop = False
         self.is_for_change = False
-        """Whether that was only to go on with another number of processes."""
+        """Whether that was only to continue with another number of processes."""
         self.gives_up = ""
         """Why the next attempt has fewer processes, or other GPUs."""
         self.restarts = restarts
         self.is_made_good = False
-        """Whether the user was told that the run goes on without a loss: a stop from then on is the next attempt's."""
+        """Whether the user was told that the run continues without loss: a stop from then on is the next attempt's."""
         self.lost_before = lost
         self.lost: Loss | None = None
         """The rank that this attempt has lost."""
@@ -241,7 +241,7 @@ class Attempt:
                 code = self._report_exit(failed, codes)
                 self._wait_for_checkpoint(deadline)
                 if self.saved_step is not None:
-                    print(f"step {self.saved_step} is saved: a rank that went on had it", file=sys.stderr)
+                    print(f"step {self.saved_step} is saved: a surviving rank had it", file=sys.stderr)
                 return code
             if None not in codes:
                 return SAVED if SAVED in codes else 0
@@ -351,7 +351,7 @@ class Attempt:
             worker.send_signal(signal.SIGTERM)
 
     def _stop_for_change(self) -> None:
-        """All ranks stop after the same step and save, to go on from there in another number."""
+        """All ranks stop after the same step and save; another number of processes resumes there."""
         if not self.is_asked_to_stop:
             self.is_for_change = True
             for status in self.board.ranks:

@@ -1,4 +1,4 @@
-"""`ddp-train resize RUN 3`: another number of processes for a run that is going on. Both sides of it. Torch-free.
+"""`ddp-train resize RUN 3`: another number of processes for a running run. Both sides of it. Torch-free.
 
 The launcher listens on a socket whose name is the random id of its lock, in the abstract namespace of this host: the
 kernel removes it with the process, and knows who is at the other end. Nothing is written to the run directory for it.
@@ -68,13 +68,11 @@ class Requests:
         if not select.select([self.listener], [], [], seconds)[0]:
             return
         connection = self.listener.accept()[0]
-        with contextlib.suppress(OSError):
-            if _other_end(connection)[1] not in (os.geteuid(), 0):
-                connection.close()
-                return
         try:
+            if _other_end(connection)[1] not in (os.geteuid(), 0):
+                raise PermissionError("another user")
             count = int(_received(connection)["processes"])
-        except (OSError, ValueError, KeyError, TypeError):  # whoever it was has gone, or speaks of something else
+        except (OSError, ValueError, KeyError, TypeError):  # another user, a lost connection, other words
             connection.close()
             return
         why = self.refusal(count)
@@ -92,7 +90,7 @@ class Requests:
             self.asked = None
 
     def close(self) -> None:
-        self.answer(False, "the run has ended before the change; give its command again to go on")
+        self.answer(False, "the run ended before the change; give its command again to resume it")
         self.listener.close()
 
 
@@ -155,7 +153,7 @@ def resize(words: list[str]) -> int:
         answer = {"done": False, "text": "the launcher takes no requests at this moment; try again in a second"}
     except (OSError, ValueError):
         again = f"{typed()} run_dir={run_dir}"
-        answer = {"done": False, "text": f"the launcher has ended before the change; `{again}` goes on"}
+        answer = {"done": False, "text": f"the launcher ended before the change; `{again}` resumes the run"}
     except KeyboardInterrupt:
         print(f"{named}: no longer waited for; the run changes all the same", file=sys.stderr)
         raise
@@ -164,7 +162,7 @@ def resize(words: list[str]) -> int:
 
 
 def _running(run_dir: Path, number: str) -> tuple[Config, dict[str, str]]:
-    """The config and the lock's owner of a run that is going on here. Raises ConfigError if there is none, or if its
+    """The config and the lock's owner of a run that is running here. Raises ConfigError if there is none, or if its
     number of processes is fixed."""
     named, again = f"{RESIZE} {run_dir} {number}", f"{typed()} run_dir={run_dir}"
     try:
@@ -180,10 +178,10 @@ def _running(run_dir: Path, number: str) -> tuple[Config, dict[str, str]]:
             if _status(run_dir) == "completed":
                 raise ConfigError([f"{named}: the run is completed; nothing is left to train"])
             how = f"`{again} launch.nproc_per_node={number}`"
-            raise ConfigError([f"{named}: the run is not going on; start it with {how}"])
+            raise ConfigError([f"{named}: the run is not running; start it with {how}"])
         if not config.process_counts:
             fixed, value = config.launch.nproc_per_node, "a fixed number"
-            how = f"stop it, then `{again} launch.nproc_per_node=1:{max(int(fixed), 2)}` goes on, and may change"
+            how = f"stop it, and resume it with a range: `{again} launch.nproc_per_node=1:{max(int(fixed), 2)}`"
             raise ConfigError([f"{named}: the run was started with launch.nproc_per_node={fixed}, {value}; {how}"])
     except OSError as error:
         raise ConfigError([f"{named}: cannot be read ({error.strerror}); give the command as its user"]) from None

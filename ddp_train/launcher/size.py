@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 GIVEN_UP_AFTER = 2
-"""Failures of one rank, or its GPU, without a new checkpoint between them: it was replaced once, in vain."""
+"""Failures of one rank, or its GPU, without a new checkpoint between them: it was replaced once, and failed again."""
 OF_CUDA = ("CUDA error", "CUDA driver", "CUDA-capable")
 """What an error says that comes from a GPU, or its driver."""
 
@@ -39,7 +39,7 @@ class Size:
     gpus: Sequence[str] = ()
     """All that there are, as CUDA_VISIBLE_DEVICES names them; none on the CPU."""
     given_up: list[str] = field(default_factory=list)
-    """The GPUs without which the run goes on."""
+    """The GPUs that the run no longer uses."""
     failures: Counter[str] = field(default_factory=Counter)
     """Of a GPU, or on the CPU of a rank, since the last new checkpoint."""
 

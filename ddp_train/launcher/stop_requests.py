@@ -23,7 +23,7 @@ class StopRequests:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Records all stop signals inside; restores the previous handlers after it, if the program goes on."""
+        """Records all stop signals inside; restores the previous handlers after it, if the program continues."""
         before = {number: signal.signal(number, self._record) for number in stop_signals()}
         try:
             yield

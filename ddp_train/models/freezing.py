@@ -15,7 +15,7 @@ class Frozen:
 
     Such a parameter wants no gradient: DDP has no bucket for it, clipping and the gradient norm do not see it, and an
     optimizer leaves it alone. A layer that keeps statistics (batch norm) rests when all its own parameters are frozen:
-    in training it computes as in evaluation, and its statistics stay as they are. Statistics that go on under frozen
+    in training it computes as in evaluation, and its statistics stay as they are. Statistics that change under frozen
     weights would be those of other data than the weights were made for.
     """
 

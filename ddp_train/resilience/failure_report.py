@@ -193,7 +193,7 @@ def report(
 
     Returns whether this call reported it. run_facts: further fields of summary.json. trace: from `traceback_of` or
     `stack_of`. stream: the user's terminal; None is standard error, unless that was redirected into a log file.
-    goes_on: is asked once failure.json is there: whether the run goes on and has lost nothing: then this is not fatal.
+    goes_on: is asked once failure.json is there: whether the run continues without loss: then this is not fatal.
     """
     part = run_dir / f"{FILE}.part-{os.getpid()}"
     try:

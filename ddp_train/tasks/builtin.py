@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar, NoReturn
 
@@ -24,20 +25,20 @@ REGRESSION_LOSSES = {
 }
 
 
-class _BuiltIn(Task):
+class _BuiltIn(Task, ABC):
     """Scores and predictions from the same forward pass."""
 
+    @abstractmethod
     def outputs_and_targets(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         """The outputs of the model, [n, ...], and the targets."""
-        raise NotImplementedError
 
+    @abstractmethod
     def scores_of(self, outputs: Tensor, targets: Tensor) -> ScoreSums:
         """See `Task.score`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def predictions_of(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """See `Task.predict`; outputs in float32 at least."""
-        raise NotImplementedError
 
     def score(self, model: nn.Module, batch: Any) -> ScoreSums:
         return self.scores_of(*self.outputs_and_targets(model, batch))
@@ -72,8 +73,9 @@ class _Supervised(_BuiltIn):
         outputs, targets = self.outputs_and_targets(model, batch)
         return self.sum_of_losses(outputs, targets), len(targets)
 
+    @abstractmethod
     def sum_of_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        raise NotImplementedError
+        """A scalar: over all units of the batch."""
 
     def predictions(self, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
         """Of a batch of inputs alone, too: data to be predicted may have no targets."""
@@ -82,9 +84,9 @@ class _Supervised(_BuiltIn):
         inputs, targets = self.pair(batch)
         return {**self.columns(one_tensor(of_torchvision(model(inputs)))), "target": targets}
 
+    @abstractmethod
     def columns(self, outputs: Tensor) -> dict[str, Tensor]:
         """What a model's outputs say of each sample."""
-        raise NotImplementedError
 
 
 class Classification(_Supervised):

@@ -36,7 +36,7 @@ class LogFile(logging.FileHandler):
     def handleError(self, record: logging.LogRecord) -> None:
         if not self.lost:
             self.lost = True  # before the warning, which comes by here too
-            log.warning("%s cannot be written: %s; training goes on", self.baseFilename, sys.exc_info()[1])
+            log.warning("%s cannot be written: %s; training continues", self.baseFilename, sys.exc_info()[1])
 
 
 def start_logging(log_file: Path, rank: int, to_terminal: bool) -> None:
@@ -102,8 +102,8 @@ class Display:
             self.bar.start()
 
     def interval(self, step: int, numbers: str) -> None:
-        """The numbers of a logging interval: beside the bar; without a terminal a line now and then, for whoever reads
-        a batch job's log."""
+        """The numbers of a logging interval: beside the bar; without a terminal a line every half a
+        minute, for the log of a batch job."""
         self.numbers = numbers
         now = time.monotonic()
         if self.active and not self.bar and now - self.last_line >= LINE_SECONDS:

@@ -75,7 +75,7 @@ class MetricsFile:
     def _warn(self, error: OSError) -> None:
         if not self.warned:
             self.warned = True
-            log.warning("%s cannot be written: %s; training goes on", self.path, error)
+            log.warning("%s cannot be written: %s; training continues", self.path, error)
 
 
 def last_step(run_dir: Path) -> int:

@@ -137,7 +137,7 @@ class TrackerThread:
     def _warn(self, what: str, error: Exception | None = None) -> None:
         if not self.warned:
             self.warned = True
-            log.warning("tracker %s %s; training goes on", self.tracker.name, without_passwords(what))
+            log.warning("tracker %s %s; training continues", self.tracker.name, without_passwords(what))
             if error:
                 log.info("tracker %s: %s", self.tracker.name, without_passwords("".join(format_exception(error))))
 

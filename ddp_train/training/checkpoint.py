@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The state after `step` optimizer steps, apart from what training goes on with."""
+    """The state after `step` optimizer steps, apart from what training continues with."""
 
     step: int
     model: dict[str, Tensor]
@@ -122,7 +122,7 @@ class Writer:
                     old.rename(old.with_name(f"{old.name}.part-old"))  # never half a checkpoint under its name
             self._remove_leftovers()
         except Exception as error:  # noqa: BLE001  `submit` and `finish` raise it in the training thread
-            self.error = error  # a WriteError counts if it is the last word: until then training goes on
+            self.error = error  # a WriteError counts if it is the last word: until then training continues
             log.warning("%s; training continues, and the next checkpoint is tried", error)
         finally:
             self.on_saving(False)
@@ -318,7 +318,7 @@ def save_checkpoint(
     on the disk when this returns, read again and verified before older ones go. To be called on one process. Returns
     the path of the checkpoint.
 
-    model: a state_dict of tensors, saved as safetensors. training: all else to go on with (an optimizer's state_dict,
+    model: a state_dict of tensors, saved as safetensors. training: all else to resume with (an optimizer's state_dict,
     a scheduler's, the epoch): tensors, numbers and texts, in dicts and lists. keep: how many of the newest are kept.
     Raises WriteError, with all older ones intact.
     """

@@ -33,7 +33,7 @@ class CheckpointHook:
     ) -> None:
         """writer: on one process; the others take part without one. manifest: entries of every checkpoint's manifest.
         every_steps: None saves at the end of each epoch. best: save after every evaluation too. more_state: further
-        entries of what training goes on with."""
+        entries of what training continues with."""
         self.writer = writer
         self.record = record
         self.manifest = manifest

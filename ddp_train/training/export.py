@@ -23,7 +23,7 @@ TOLERANCE = 1e-4
 """Largest difference of an output, as a part of the largest output. Other kernels add up in another order: 2e-6 for
 resnet18 through ONNX."""
 FACTS = ("task", "classes", "image", "input_shape", "input_dtype", "outputs", "step")
-"""Of a checkpoint's manifest, for whoever uses the file: model.json."""
+"""What model.json takes from a checkpoint's manifest."""
 
 
 def export_model(model: nn.Module, manifest: dict[str, Any], folder: Path, formats: list[str]) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def _example(manifest: dict[str, Any], model: nn.Module, size: int) -> Tensor:
     if "input_shape" not in manifest:
         raise ConfigError(["mode=export: an input of the model is not one tensor; only such models can be exported"])
     if "input_dtype" not in manifest:
-        raise DataError("the checkpoint does not say what its model takes", "go on with its run for a step")
+        raise DataError("the checkpoint does not say what its model takes", "resume its run for one step")
     generator = torch.Generator().manual_seed(hash_key(0, "export", size))
     shape, dtype = (size, *manifest["input_shape"]), getattr(torch, manifest["input_dtype"])
     own = next(model.parameters())

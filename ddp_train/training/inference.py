@@ -11,38 +11,20 @@ import numpy as np
 from torch import Tensor
 
 from ddp_train.config.options.custom import CustomDataConfig
-from ddp_train.config.schema import Config
 from ddp_train.data.datasets import BatchSource
 from ddp_train.data.sample_facts import class_names
 from ddp_train.data.splits import Splits
-from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, DataError
-from ddp_train.resilience.heartbeat import RankStatus
-from ddp_train.telemetry.console import Display
 from ddp_train.training import averaging, checkpoint, metrics, setup, trained
+from ddp_train.training.context import RunContext
 from ddp_train.training.export import export_model
 from ddp_train.training.open_data import common_digests
 from ddp_train.training.predictions import predicted, write_predictions
-from ddp_train.training.summary import Summary
 
 
 @dataclasses.dataclass(frozen=True)
-class Inference:
+class Inference(RunContext):
     """One process of a run that does not train. Each method returns the content of summary.json."""
-
-    config: Config
-    world: World
-    device: str
-    status: RankStatus
-    display: Display
-
-    @property
-    def run_dir(self) -> Path:
-        return Path(str(self.config.run_dir))
-
-    @property
-    def summaries(self) -> Summary:
-        return Summary(self.config, self.run_dir, self.device)
 
     def found(self) -> Path:
         """The checkpoint."""

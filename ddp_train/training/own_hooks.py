@@ -58,7 +58,7 @@ class OwnHook:
                     "in dicts and lists, can be read again without running code"
                 ]
             )
-        return _copied(state)  # the hook goes on changing what it has returned
+        return _copied(state)  # the hook may change later what it has returned
 
 
 class OwnHooks:

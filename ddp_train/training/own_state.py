@@ -1,7 +1,7 @@
 """What one rank alone knows, its buffers and its running loss, kept so that it does not die with the rank.
 
 On the CPU each rank writes those that step s+1 will have into shared memory after its last forward pass of that step
-and before it contributes its gradients: whoever has completed s+1 had everybody's contribution, and so everybody's
+and before it contributes its gradients: a rank that has completed s+1 had everybody's contribution, and so everybody's
 numbers are there.
 
 On GPUs nothing is written, since the host runs ahead of the device and would have to wait: a model must have no buffers

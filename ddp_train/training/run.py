@@ -13,20 +13,18 @@ import torch
 
 from ddp_train.config.freeze import to_values
 from ddp_train.config.options.custom import hooks_of
-from ddp_train.config.schema import TRACKERS, Config
+from ddp_train.config.schema import TRACKERS
 from ddp_train.config.user_code import build_hooks
 from ddp_train.data.datasets import BatchSource, check_same_data
 from ddp_train.data.loader import Batch
 from ddp_train.data.splits import Splits
 from ddp_train.distributed.environment import changes_of_number, lost_rank
 from ddp_train.distributed.process_group import Store, local_leader_first, set_buffers
-from ddp_train.distributed.world import World
 from ddp_train.models.pretrained import Origin, in_words
 from ddp_train.models.zoo import parameter_counts
 from ddp_train.performance.switches import set_garbage_collection, set_process_flags
-from ddp_train.resilience.heartbeat import RankStatus, StatusBoard
+from ddp_train.resilience.heartbeat import StatusBoard
 from ddp_train.resilience.preemption import StopController
-from ddp_train.telemetry.console import Display
 from ddp_train.telemetry.hardware_monitor import hardware_monitor_for
 from ddp_train.telemetry.metrics_log import MetricsFile
 from ddp_train.telemetry.rates import Rates
@@ -35,6 +33,7 @@ from ddp_train.telemetry.trackers import Run as TrackedRun
 from ddp_train.text import counted
 from ddp_train.training import averaging, checkpoint, fine_tuning, metrics, setup
 from ddp_train.training.checkpoint_hook import CheckpointHook
+from ddp_train.training.context import RunContext
 from ddp_train.training.display_hooks import SAMPLE, SampleHook, tensorboard_details
 from ddp_train.training.early_stopping import SelectionHook
 from ddp_train.training.hooks import MetricsHook
@@ -47,36 +46,22 @@ from ddp_train.training.own_state import OnDevice, Published
 from ddp_train.training.phases import ReportedHook, ReportedStepper
 from ddp_train.training.plan_report import plan_rows, selects_by_test
 from ddp_train.training.resize_hook import ResizeHook
-from ddp_train.training.summary import Scores, Summary
+from ddp_train.training.summary import Scores
 from ddp_train.training.summary import write as write_summary
 from ddp_train.training.trained import facts_of_model, find_checkpoint
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class Run(RunContext):
     """One run on one process. What its methods build is gone when `execute` returns: DDP objects must be collected
     before their process group is closed."""
 
-    config: Config
-    world: World
-    device: str
-    status: RankStatus
-    """Where this process is, for the launcher."""
     store: Store | None
     """The key-value store that all processes share; None without a process group."""
     leave: Callable[[int], Any]
     """Ends the process with an exit code, for a stop on which the ranks cannot agree."""
-    display: Display
     board: StatusBoard | None = None
     """Of our own launcher; None under torchrun."""
-
-    @property
-    def run_dir(self) -> Path:
-        return Path(str(self.config.run_dir))
-
-    @property
-    def summaries(self) -> Summary:
-        return Summary(self.config, self.run_dir, self.device)
 
     def execute(self) -> bool:
         """Trains or evaluates. Returns whether the run is completed; if not, it was stopped and saved."""

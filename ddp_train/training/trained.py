@@ -68,7 +68,7 @@ def model_of(config: Config, manifest: dict[str, Any], where: str) -> nn.Module:
         shape, arguments = torch.Size(manifest["input_shape"]), setup.arguments_of(section, *setup.BESIDE_MODEL)
         model = build_model(section.name, shape, manifest["outputs"], **arguments)
     else:
-        raise DataError(f"{where} does not say what its model takes", "go on with its run for a step, which saves that")
+        raise DataError(f"{where} does not say what its model takes", "resume its run for one step, which saves that")
     wide = manifest["config"]["tuning"].get("precision") == "fp64"
     return model.double() if wide else model
 

@@ -98,7 +98,7 @@ def run(config: Config, world: World, get_store: Callable[[], Store]) -> int:
         backend = config.launch.backend
         with session(world, device, backend, store, timeout) if store else contextlib.nullcontext():
             display = Display(world.is_leader)
-            completed = Run(config, world, device, status, store, leave_by_itself, display, board).execute()
+            completed = Run(config, world, device, status, display, store, leave_by_itself, board).execute()
             status.phase = heartbeat.END
         heartbeat.remove_empty_stacks(run_dir, world.rank)
         return status.leaving(0 if completed else SAVED)
