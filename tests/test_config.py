@@ -249,6 +249,8 @@ BAD: dict[str, list[str]] = {
     "tuning.name=mine": ["tuning=mine"],
     # words that are no override
     "train.epochs": ["train.epochs: not of the form key=value, '=' is missing"],
+    "inti": ["inti: not of the form key=value, '=' is missing; did you mean init?"],
+    "expermient=base": ["expermient=base: no such key; did you mean experiment?"],
     "=3": ["not of the form key=value"],
     "train.epochs=[": ["not of the form key=value"],
     "optimizer.lr=0.1,0.2": ["several values; add -m"],

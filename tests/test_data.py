@@ -390,6 +390,20 @@ def test_an_exception_in_a_process_of_the_loader_is_told_by_its_last_line() -> N
     ((kind, text, _, detail),) = on_ranks(1, failing, Broken(), 0, 1)
     assert (kind, detail) == ("RuntimeError", "RuntimeError: broken sample 77")
     assert "in fetch" in text, "the traceback that leads to the line"
+    ((_, _, _, detail),) = on_ranks(1, failing, UserDataset(Spoilt(), 0), 3, 1)
+    assert detail == "ValueError: bad row (sample 3 of Spoilt)"
+
+
+class Spoilt(torch.utils.data.Dataset):
+    """A foreign dataset one of whose samples raises."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, number: int) -> tuple[Tensor, int]:
+        if number == 3:
+            raise ValueError("bad row")
+        return torch.zeros(2), 0
 
 
 def test_generated_sets_are_the_same_each_time_and_depend_on_the_seed() -> None:
@@ -408,6 +422,13 @@ class Noisy(torch.utils.data.Dataset):
 
     def __getitem__(self, number: int) -> tuple[Tensor, int]:
         return torch.rand(2) + random.random(), number % 2
+
+
+def test_a_foreign_dataset_that_raises_is_told_with_the_sample() -> None:
+    with pytest.raises(ValueError, match="bad row") as caught:
+        UserDataset(Spoilt(), 0).get_batch(np.array([2, 3]), 0)
+    detail = failure_from(caught.value, 0, RankStatus(), Path("log"), "").detail
+    assert detail == "ValueError: bad row (sample 3 of Spoilt)"
 
 
 def test_the_draws_of_a_foreign_dataset_are_keyed_and_disturb_nobody() -> None:

@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from ddp_train.distributed.environment import write_torchrun_error_file
@@ -296,6 +297,17 @@ def test_a_store_that_is_gone_points_at_the_host_of_rank_0(monkeypatch: pytest.M
     assert (failure.kind, failure.exit_code, failure.rank, failure.host) == ("peer", 70, 0, "node0")
     assert "does not respond" in failure.detail and "closed by peer" in failure.detail
     assert "GLHF" not in failure.detail
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(3, 2), nn.Conv1d(3, 2, 1), nn.LayerNorm(3)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.uint8])
+def test_inputs_of_another_number_type_are_told_with_what_to_return(layer: nn.Module, dtype: torch.dtype) -> None:
+    with pytest.raises(RuntimeError) as caught:
+        layer(torch.zeros(3, 3, dtype=dtype))
+    failure = failure_from(caught.value, 0, RankStatus(), Path("log"), "")
+    assert "return float32 inputs (numpy's default is float64)" in failure.remedy
+    other = RuntimeError("Input type (torch.cuda.FloatTensor) and weight type (torch.FloatTensor) should be the same")
+    assert failure_from(other, 0, RankStatus(), Path("log"), "").remedy == "see the traceback", "another device"
 
 
 def test_torchruns_last_page_shows_the_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from PIL import Image
 from torch import nn
 
 import ddp_train
-from ddp_train.config.options.custom import CustomDataConfig
+from ddp_train.config.options.custom import CustomConfig, CustomDataConfig
 from ddp_train.config.options.data import DigitsConfig
 from ddp_train.config.schema import Config
 from ddp_train.data.datasets import ArraySource
@@ -23,6 +24,7 @@ from ddp_train.errors import ConfigError, DataError, TaskError, WriteError
 from ddp_train.tasks.builtin import LanguageModel, Multilabel, Regression, Segmentation
 from ddp_train.training.export import export_model
 from ddp_train.training.inference import _refuse_other_data
+from ddp_train.training.load import _predictions
 from ddp_train.training.open_data import open_datasets
 from ddp_train.training.predictions import PredictionFile, labels_of, write_predictions
 from tests.commands import ONE, THREE, environment, fatal_lines, read, run
@@ -62,7 +64,7 @@ class Task:
         return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1])
 
     def predictions(self, model, batch):
-        logits = model(batch[0])
+        logits = model(batch if isinstance(batch, torch.Tensor) else batch[0])
         return {"margin": logits[self.wrong :, 1] - logits[self.wrong :, 0]}
 
 
@@ -142,7 +144,9 @@ def test_predictions_are_the_same_bytes_on_any_number_of_processes_and_agree_wit
 
 
 @pytest.mark.slow
-def test_own_data_without_targets_and_a_task_with_columns_of_its_own(tmp_path: Path) -> None:
+def test_own_data_without_targets_and_a_task_with_columns_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "mine.py").write_text(OWN)
     env = environment({"PYTHONPATH": str(tmp_path)})
     own = ["model._target_=mine.Net", "data._target_=mine.Rows", "train.global_batch_size=24", "train.epochs=1"]
@@ -160,6 +164,17 @@ def test_own_data_without_targets_and_a_task_with_columns_of_its_own(tmp_path: P
     done = run(*words, f"checkpoint.resume={tmp_path}/task", f"run_dir={tmp_path}/margins", env=env)
     assert done.returncode == 0, done.stderr
     assert dict(np.load(tmp_path / "margins/predictions.npz"))["margin"].shape == (50,)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    model = ddp_train.load(tmp_path / "task", trusted_modules=["mine"])
+    rows = torch.rand(3, 4)
+    assert (model.task, model.predict(rows)["margin"].shape) == ("custom", (3,))
+    for wrong, name in ((ConfigError, "Silent"), (TaskError, "Short")):
+        config = Config(task=CustomConfig(target=f"mine.{name}"))
+        with pytest.raises(wrong, match=f"the task {name}"):
+            _predictions(config, "custom", ["mine"])(model.model, rows)
+    with pytest.raises(ConfigError, match="if you trust it"):
+        _predictions(config, "custom", [])(model.model, rows)
     silent = ["task._target_=mine.Silent", f"checkpoint.resume={tmp_path}/task", f"run_dir={tmp_path}/silent"]
     done = run(*words, *silent, env=env)
     assert done.returncode == 65 and "the task Silent does not say what it predicts" in done.stderr, done.stderr

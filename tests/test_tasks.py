@@ -331,6 +331,7 @@ def test_auto_takes_what_has_one_meaning(targets: Tensor, task: str) -> None:
         ({"words": IDS}, ("a sample is no (input, target)", "task._target_=")),
         (IDS, ("a sample is no (input, target)", "task=language_model")),
         ((INPUTS, {"boxes": IDS}), ("whose target is a dict", "task._target_=")),
+        ((INPUTS, ("cat", "dog")), ("whose target is a text, 'cat'; return the number of the class",)),
     ],
 )
 def test_auto_never_guesses(sample: Any, words: tuple[str, ...]) -> None:

@@ -188,6 +188,9 @@ def _unknown_key(prefix: str, name: str, value: Any, schema: type) -> str:
             f"{'has' if len(owners) == 1 else 'have'} it" + (f". Keys here: {', '.join(own)}" if own else "")
         )
     nearby = {prefix + other: other for other in field_types(schema) if other != "name"}
+    nearby |= (
+        {} if prefix else {name: name for name in ("experiment", "config")}
+    )  # not keys of a run, but typed as such
     if guess := _closest(name, nearby) or key_named_like(name):
         return f"{found}; did you mean {guess}?"
     return found

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
 PRESETS = ("experiment", "debug")
+COMMANDS = ["init", "resize"]
+"""First words that are no overrides."""
 """Groups of whole runs, of which none need be chosen."""
 MULTIPLE_CHOICE = ("tracker",)
 """Groups of which several options may be chosen."""
@@ -75,7 +77,8 @@ def read_overrides(program: Program, arguments: list[str], sweep: bool = False) 
                 raise HydraException
         except (HydraException, RecursionError, ValueError):  # ValueError: Python reads no integers of 4,300 digits
             problem = f"{shortened(argument)}: not of the form key=value"
-            read.problems.append(problem + ("" if "=" in argument else ", '=' is missing"))
+            guess = did_you_mean(argument, COMMANDS) if argument == arguments[0] else ""
+            read.problems.append(problem + ("" if "=" in argument else f", '=' is missing{guess}"))
             continue
         if len(override.key_or_group) > LONGEST:  # Hydra would look for a file of that name
             read.problems.append(f"{shortened(argument)}: no such key")

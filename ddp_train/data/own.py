@@ -142,7 +142,11 @@ class UserDataset:
 
     def _untransformed(self, number: int, epoch: int | None, seed: Callable[[int], None]) -> Any:
         seed(self._key(epoch, number))
-        sample = self.dataset[number]
+        try:
+            sample = self.dataset[number]
+        except Exception as error:
+            error.add_note(f"(sample {number} of {self.name})")
+            raise
         if not self.fields:
             return sample
         asked = f"data.fields=[{','.join(self.fields)}]"

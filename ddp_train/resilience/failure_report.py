@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import re
 import signal
 import socket
 import sys
@@ -94,6 +95,9 @@ def failure_from(error: BaseException, rank: int, status: RankStatus, log_file: 
     """
     text = str(error).strip()
     kind, remedy, code, detail = "exception", "see the traceback", 70, f"{type(error).__name__}: {text}"
+    detail = " ".join([detail, *getattr(error, "__notes__", [])])  # which sample, for one
+    if isinstance(error, RuntimeError) and re.search(_OTHER_NUMBER_TYPE, text):
+        remedy = "give the model the number type of its weights: return float32 inputs (numpy's default is float64)"
     if isinstance(error, LaunchError):
         kind, remedy, code, detail = error.kind, error.remedy, error.exit_code, str(error)
     elif isinstance(error, SystemExit):
@@ -112,11 +116,16 @@ def failure_from(error: BaseException, rank: int, status: RankStatus, log_file: 
             detail += f"; the next batch was samples {status.fetching[0].indices.tolist()[:20]}"
         remedy = f"{_LESS_MEMORY}; with tuning.num_workers=0 an error of the data set is raised in the rank itself"
     elif "in DataLoader worker process" in text:  # torch's message contains that process's traceback
-        detail = text.splitlines()[-1]
+        *_, error_line, note = text.splitlines()
+        detail = f"{error_line} {note}" if note.startswith("(sample ") else note
     step = error.step if isinstance(error, NonFiniteLossError) else status.step  # a GPU's is found out later
     return Failure(kind, rank, socket.gethostname(), step, status.phase, detail, remedy, str(log_file), code)
 
 
+_OTHER_NUMBER_TYPE = (
+    r"the same dtype|share same datatype|Input type \((?!float|torch\.(cuda\.)?Float).*\) and (weight|bias) type"
+)
+"""What torch says of inputs whose number type is not that of the weights."""
 _LESS_MEMORY = (
     "lower train.global_batch_size or raise train.accumulation_steps; to save host memory, also lower "
     "tuning.num_workers or tuning.prefetch_factor"

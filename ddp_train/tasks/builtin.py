@@ -415,6 +415,9 @@ def choose(name: str, sample: Any) -> str:
     if not pair or not isinstance(targets, Tensor):
         what = "no (input, target)" if not pair else f"a pair whose target is a {type(targets).__name__}"
         own = "task=language_model for tokens, or task._target_=your_module.YourTask"
+        if pair and isinstance(targets, tuple | list) and targets and isinstance(targets[0], str):
+            text = f"a sample is a pair whose target is a text, {targets[0]!r}"
+            raise ConfigError([f"task={name}: {text}; return the number of the class, from 0 on"])
         raise ConfigError([f"task={name}: a sample is {what}; choose {own}"])
     kind = "numbers" if targets.is_floating_point() else "integers"
     shape = f"{kind} of shape [{', '.join(['n', *map(str, targets.shape[1:])])}]"

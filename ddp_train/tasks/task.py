@@ -90,8 +90,13 @@ def can_predict(task: Task) -> bool:
 
 def has_columns(task: Task) -> bool:
     """Whether mode=predict gets something from it."""
+    return can_predict(task) or has_own_columns(task)
+
+
+def has_own_columns(task: Task) -> bool:
+    """Whether its predictions need no targets: those of `Task` do."""
     found = task.predictions
-    return can_predict(task) or getattr(found, "__func__", found) is not Task.predictions
+    return getattr(found, "__func__", found) is not Task.predictions
 
 
 def complete(task: Any) -> Task:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -18,15 +18,20 @@ from ddp_train.config.user_code import build_transforms
 from ddp_train.data.corpus import Bytes, Tokenizer
 from ddp_train.data.raw import ImageInput, TextInput, ToInput, TransformedInput, numbers
 from ddp_train.errors import ConfigError, DataError
-from ddp_train.tasks.builtin import TASKS
+from ddp_train.tasks.task import has_own_columns
 from ddp_train.training import checkpoint, trained
-from ddp_train.training.predictions import labels_of
+from ddp_train.training.predictions import checked_columns, labels_of
+
+Predictions = Callable[[nn.Module, Tensor], Mapping[str, Tensor]]
+"""Model and a batch of inputs -> columns."""
 
 
 class Trained(nn.Module):
     """A trained model with what it takes to use it. Called, it is the model."""
 
-    def __init__(self, model: nn.Module, task: str, classes: list[str] | None, to_input: ToInput) -> None:
+    def __init__(
+        self, model: nn.Module, task: str, classes: list[str] | None, to_input: ToInput, predictions: Predictions
+    ) -> None:
         super().__init__()
         self.model = model
         """As the run built it, in eval mode."""
@@ -34,7 +39,7 @@ class Trained(nn.Module):
         """The name of the built-in task that it was trained for; `custom`."""
         self.classes = classes
         """The names of the classes in the order of the model's outputs; None if the data set had no names for them."""
-        self._to_input = to_input
+        self._to_input, self._predictions = to_input, predictions
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         return self.model(*inputs, **named)
@@ -51,9 +56,11 @@ class Trained(nn.Module):
     @torch.no_grad()
     def predict(self, samples: Sequence[Any]) -> dict[str, Any]:
         """The columns of mode=predict for raw samples: for a classification `prediction`, `probability`, and `label`,
-        the names, if there are any. All samples are one batch. Raises ConfigError for a task of your own."""
-        if self.task not in TASKS or self.task == "language_model":
-            raise ConfigError([f"predict: knows no columns of task={self.task}; call the model, which is `.model`"])
+        the names, if there are any. All samples are one batch.
+
+        Raises ConfigError for a task without predictions for inputs alone, or whose code is not trusted, DataError for
+        samples that cannot be one batch, TaskError if a task of your own does not return a row per sample.
+        """
         if isinstance(samples, str | PathLike) or not len(samples):
             raise DataError(f"predict({samples!r}): takes a list of samples", "pass predict([SAMPLE, ...])")
         own = next(self.model.parameters())
@@ -63,7 +70,7 @@ class Trained(nn.Module):
             raise DataError(f"samples become inputs of {' and '.join(map(str, shapes))}", "pass those of one size")
         batch = torch.stack(inputs).to(own.device)
         batch = batch.to(own.dtype) if batch.is_floating_point() else batch
-        columns = {name: value.cpu() for name, value in TASKS[self.task]().predictions(self.model, batch).items()}
+        columns = {name: value.cpu() for name, value in self._predictions(self.model, batch).items()}
         labels = labels_of(columns.get("prediction"), self.classes)
         return columns if labels is None else {**columns, "label": labels}
 
@@ -75,8 +82,8 @@ def load(
 
     run: a run directory, or one of its checkpoints. which: of a run's checkpoints the `best`, the `last`, or with auto
     the best if it is kept. average: the average of the weights (train.ema_decay) in their place. trusted_modules: the
-    packages of your own code, for a model or transforms that are none of ours: what a checkpoint names is not loaded
-    unasked.
+    packages of your own code, for a model, a task or transforms that are none of ours: what a checkpoint names is not
+    loaded unasked.
 
     Raises DataError if there is no valid checkpoint or not what is asked for, ConfigError if its model's code is not
     trusted or does not exist.
@@ -92,7 +99,25 @@ def load(
     checkpoint.load_model(found, model, checkpoint.weights_file(found, average))
     task = trained.task_name(config, manifest) or "custom"
     to_input = _to_input(config, manifest, trusted_modules)
-    return Trained(model, task, manifest.get("classes"), to_input).eval()
+    return Trained(model, task, manifest.get("classes"), to_input, _predictions(config, task, trusted_modules)).eval()
+
+
+def _predictions(config: Config, name: str, trusted_modules: Sequence[str]) -> Predictions:
+    """What makes columns of a batch of inputs. That of a task that cannot raises ConfigError when called."""
+    problems = code_problems("task", config.task, trusted_modules) if name == "custom" else []
+    task = None if problems else trained.task_of(config, name)
+    if name == "language_model":
+        problems = ["predict: a language model predicts no sample; call the model, or use mode=predict"]
+    elif task and not has_own_columns(task):
+        lacks = f"the task {type(task).__name__} has no predictions(self, model, inputs)"
+        problems = [f"predict: {lacks}; give it that method, or call the model"]
+
+    def predictions(model: nn.Module, inputs: Tensor) -> Mapping[str, Tensor]:
+        if problems or task is None:
+            raise ConfigError(problems)
+        return checked_columns(task.predictions(model, inputs), len(inputs), task)
+
+    return predictions
 
 
 def _to_input(config: Config, manifest: dict[str, Any], trusted_modules: Sequence[str]) -> ToInput:

@@ -16,6 +16,7 @@ from torch import Tensor
 from ddp_train.distributed.exchange import tensors_from_all_ranks
 from ddp_train.distributed.process_group import ranks
 from ddp_train.errors import TaskError, WriteError
+from ddp_train.tasks.task import Task
 from ddp_train.training.loop import Evaluation
 
 Columns = Mapping[str, np.ndarray]
@@ -37,17 +38,16 @@ def predicted(evaluation: Evaluation, batches: int, device: str) -> Iterator[Col
         for _ in range(-(-batches // ranks())):
             batch, found = next(own, None), {}
             if batch is not None:
-                found = checked_columns(
-                    evaluation.module.predictions(batch.data), batch.micro_batch.num_real, evaluation
-                )
+                columns = evaluation.module.predictions(batch.data)
+                found = checked_columns(columns, batch.micro_batch.num_real, evaluation.module.task)
             for names, columns in tensors_from_all_ranks(list(found), list(found.values()), device):
                 if names:
                     yield {name: column.cpu().numpy() for name, column in zip(names, columns, strict=True)}
 
 
-def checked_columns(found: Any, rows: int, evaluation: Evaluation) -> dict[str, Tensor]:
+def checked_columns(found: Any, rows: int, of: Task) -> dict[str, Tensor]:
     """What `Task.predictions` returned for a batch, a row per sample. Raises TaskError if it is something else."""
-    task = f"predictions() of the task {type(evaluation.module.task).__name__}"
+    task = f"predictions() of the task {type(of).__name__}"
     remedy = "return tensors with a row per sample: {'prediction': outputs.argmax(1)}"
     if not isinstance(found, Mapping) or not found:
         raise TaskError(f"{task} returned a {type(found).__name__}", remedy)

@@ -78,13 +78,18 @@ def task_name(config: Config, manifest: dict[str, Any]) -> str:
     return manifest.get("task") or (config.task.name if config.task.name != "auto" else config.data.task or "")
 
 
+def task_of(config: Config, name: str) -> Task:
+    """name: from `task_name`. Raises ConfigError if the class of the user's own is none."""
+    return complete(instantiate("task", config.task)) if name == "custom" else TASKS[name]()
+
+
 def module_of(config: Config, manifest: dict[str, Any], strategy: Strategy, device: str) -> ModelWithTask:
     """The model of a checkpoint with its task, placed and tuned, without its weights. It asks no data set: one that is
     to be predicted may have no targets. Raises DataError and ConfigError."""
     name = task_name(config, manifest)
     if not name:
         raise ConfigError([f"mode={config.mode}: the checkpoint does not say its task; add task=NAME"])
-    task = complete(instantiate("task", config.task)) if name == "custom" else TASKS[name]()
+    task = task_of(config, name)
     if not has_columns(task):
         raise TaskError(
             f"the task {type(task).__name__} does not say what it predicts",

@@ -33,3 +33,8 @@ class FindSpots:
             "distance": (squares.sqrt().sum(), len(places)),
             "hits": (hits.sum(), len(places)),
         }
+
+    def predictions(self, model: nn.Module, batch: Batch | Tensor) -> dict[str, Tensor]:
+        """The columns of mode=predict, a row per picture. Pictures to be predicted need no places."""
+        pictures = batch if isinstance(batch, Tensor) else batch[0]
+        return {"place": model(pictures)}
