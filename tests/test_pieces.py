@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,11 +15,12 @@ from safetensors.torch import load_file
 
 import ddp_train
 from ddp_train.data.batch_plan import BatchPlan
+from ddp_train.distributed.world import World
 from ddp_train.errors import DataError
-from tests.commands import LIMIT_SECONDS, ROOT, environment, torchrun
+from tests.commands import ROOT
+from tests.ranks import on_ranks
 
-SCRIPT = """
-import json, sys
+BEFORE = """
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -28,56 +30,55 @@ import ddp_train
 
 samples = torch.randn(40, 6, generator=torch.Generator().manual_seed(1))
 train_set = test_set = TensorDataset(samples, (samples[:, 0] > 0).long())
-LOOP
 
 
 def make_model():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+
+
 """
-
-
-def documented_loop() -> str:
-    """The example of docs/pieces.md, with a step in place of its dots."""
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/pieces.md").read_text(), re.S)
-    loss = "torch.nn.functional.cross_entropy(model(batch[0]), batch[1])"
-    step = f"{loss}.backward(); optimizer.step(); optimizer.zero_grad()"
-    _, loop = code.split("dist.init_process_group", 1)
-    before, model = SCRIPT.split("LOOP")
-    end = """
+AFTER = """
 seen = sum(len(batch[0]) for batch in DataLoader(test_set, 4, sampler=test_sampler))
 scored = torch.tensor([len(test_sampler), seen])
 dist.all_reduce(scored)
-if dist.get_rank() == 0:
-    print("SCORED", json.dumps([first_epoch, scored.tolist()]))
-dist.destroy_process_group()
 """
-    loop = loop.replace("range(first_epoch, 10)", "range(first_epoch, int(sys.argv[1]))").replace("...", step)
-    return before + model + "dist.init_process_group" + loop + end
+
+
+def documented_loop(world: World, folder: Path, epochs: int) -> tuple[int, list[int]]:
+    """The example of docs/pieces.md with a step in place of its dots, in a process group that is there already.
+
+    Returns where it began, and the numbers of samples that its test sampler and loader had."""
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/pieces.md").read_text(), re.S)
+    loss = "torch.nn.functional.cross_entropy(model(batch[0]), batch[1])"
+    step = f"{loss}.backward(); optimizer.step(); optimizer.zero_grad()"
+    _, loop = code.split('dist.init_process_group("gloo")\n')
+    assert loop.count("range(first_epoch, 10)") == loop.count("...") - 1 == 1
+    loop = loop.replace("range(first_epoch, 10)", f"range(first_epoch, {epochs})").replace(
+        "        ...", f"        {step}"
+    )
+    os.chdir(folder)
+    found: dict[str, Any] = {}
+    exec(BEFORE + loop + AFTER, found)
+    return found["first_epoch"], found["scored"].tolist()
 
 
 @pytest.mark.slow
 def test_the_documented_loop_resumes_to_the_same_weights(tmp_path: Path) -> None:
-    """Three processes under torchrun; a checkpoint that was damaged since is passed over."""
-    (tmp_path / "loop.py").write_text(documented_loop())
-    folders = [tmp_path / name for name in ("whole", "parts")]
-    for folder, epochs in ((folders[0], "4"), (folders[1], "2"), (folders[1], "3"), (folders[1], "4")):
-        folder.mkdir(exist_ok=True)
-        if epochs == "4" and folder is folders[1]:
-            (folder / "runs/mine/checkpoints/step_00000003/model.safetensors").write_bytes(b"damaged")
-        command = [*torchrun()[:-1], str(tmp_path / "loop.py"), epochs]
-        env = environment({"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
-        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=LIMIT_SECONDS)
-        assert done.returncode == 0, done.stderr
-        first = {"whole": 0, "parts": {"2": 0, "3": 2, "4": 2}[epochs]}[folder.name]
-        assert json.loads(done.stdout.partition("SCORED ")[2]) == [first, [40, 40]], "each sample once, on one process"
-    assert "step_00000003 is passed over: model.safetensors has the wrong size" in done.stderr
-    ends = [load_file(folder / "runs/mine/checkpoints/step_00000004/model.safetensors") for folder in folders]
+    """On three processes; a checkpoint that was damaged since is passed over."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for folder in (whole, parts):
+        folder.mkdir()
+    each_once = [40, 40]
+    assert on_ranks(3, documented_loop, whole, 4) == [(0, each_once)] * 3
+    assert on_ranks(3, documented_loop, parts, 2) == [(0, each_once)] * 3
+    assert on_ranks(3, documented_loop, parts, 3) == [(2, each_once)] * 3
+    (parts / "runs/mine/checkpoints/step_00000003/model.safetensors").write_bytes(b"damaged")
+    assert on_ranks(3, documented_loop, parts, 4) == [(2, each_once)] * 3
+    ends = [load_file(folder / "runs/mine/checkpoints/step_00000004/model.safetensors") for folder in (whole, parts)]
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
-    assert sorted(path.name for path in (folders[0] / "runs/mine/checkpoints").iterdir()) == [
-        "step_00000003",
-        "step_00000004",
-    ]
+    kept = sorted(path.name for path in (whole / "runs/mine/checkpoints").iterdir())
+    assert kept == ["step_00000003", "step_00000004"]
 
 
 @pytest.mark.parametrize(("samples", "ranks"), [(7, 3), (3, 4), (12, 4), (1, 1)])

@@ -24,12 +24,12 @@ import importlib.util
 import io
 import os
 import pickle
+import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
-import time
 import types
 import weakref
 from dataclasses import dataclass
@@ -257,7 +257,7 @@ def _fork_orphan(connection: socket.socket, request: Request, descriptors: list[
     reading, writing = os.pipe()
     between = os.fork()
     if not between:
-        between = os.getpid()
+        itself = os.pidfd_open(os.getpid())
         try:
             if request.host:
                 _enter_namespaces(request.host)
@@ -265,7 +265,7 @@ def _fork_orphan(connection: socket.socket, request: Request, descriptors: list[
             if not pid:
                 os.close(reading)
                 connection.detach()
-                _become(request, descriptors, writing, between)
+                _become(request, descriptors, writing, itself)
             os.write(writing, str(pid).encode())  # in the namespace of the caller: the child may see another number
         finally:
             os._exit(0)
@@ -300,8 +300,9 @@ def _fork_here(request: Request, descriptors: list[int]) -> int:
     return pid
 
 
-def _become(request: Request, descriptors: list[int], writing: int, between: int = 0) -> NoReturn:
-    """Makes this process that of the command, runs it and ends."""
+def _become(request: Request, descriptors: list[int], writing: int, between: int = -1) -> NoReturn:
+    """Makes this process that of the command, runs it and ends. between: a descriptor of the process that forked it,
+    and ends."""
     code = 1
     try:
         target, words = _main(request.argv)
@@ -318,8 +319,8 @@ def _become(request: Request, descriptors: list[int], writing: int, between: int
         set_title(script)
         os.chdir(request.cwd)
         os.close(writing)
-        while os.getppid() == between:  # those who end with their parent must not take this one for it
-            time.sleep(0.001)
+        if between >= 0:  # commands that end with their parent must not take that process for it
+            select.select([between], [], [])  # getppid() is 0 where the parent is of another PID namespace
         _renew_files(request.numbers, descriptors)
         _renew_python(request, target, words)
         if request.preexec:
