@@ -25,7 +25,7 @@ ROOMS = """
 LINES = {
     "errors": 75, "text": 40, "linux": 95, "stdio": 45, "tensor_tree": 25,
     "distributed": 700, "resilience": 870, "config": 3250, "launcher": 1520, "data": 2080, "models": 370,
-    "telemetry": 760, "tasks": 910, "optim": 740, "parallel": 320, "performance": 330, "training": 3230,
+    "telemetry": 760, "tasks": 920, "optim": 740, "parallel": 320, "performance": 330, "training": 3240,
     "study": 2460, "doctor": 1600, "__main__": 115,
 }  # fmt: skip
 """The most lines of code that each room may hold: not blank, no comment, no docstring. No file is left out."""

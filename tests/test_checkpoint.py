@@ -86,6 +86,14 @@ def test_truncated_and_missing_files_are_passed_over(
         find("auto", tmp_path)
 
 
+def test_a_folder_of_runs_is_told_from_a_run(tmp_path: Path) -> None:
+    for name in ("2026-01-01", "2026-01-02"):
+        write(tmp_path / name, snapshot(1))
+    with pytest.raises(DataError) as refused:
+        find(str(tmp_path), tmp_path)
+    assert refused.value.remedy == f"name a run inside, as {tmp_path}/2026-01-02"
+
+
 def test_weights_that_are_nan_are_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Whoever wrote them: the run went on from there, and completed without a score."""
     good = write(tmp_path, snapshot(1))

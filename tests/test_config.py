@@ -536,6 +536,7 @@ def test_trusted_code_is_imported_when_it_is_called(tmp_path: Path, monkeypatch:
     monkeypatch.syspath_prepend(str(tmp_path))
     words = ["model._target_=mine_alone.Thing", "model.size=3", "trusted_modules=[mine_alone]", "run_dir=run"]
     config = prepare(PROGRAM, words, None).config
+    assert config.words_to_resume == "run_dir=run trusted_modules=[mine_alone]", "typed again"
     assert not (tmp_path / "imported").exists()
     assert instantiate("model", config.model) == {"size": 3}
     assert (tmp_path / "imported").exists()
@@ -691,10 +692,10 @@ def test_the_config_of_a_run_is_a_command(form: str) -> None:
     assert composed(word, "model=cnn").model == composed("model=cnn").model
     values["hooks"], values["model"] = ["antigravity.Hook"], {"_target_": "os.system", "command": "true"}
     Path("earlier/config.yaml").write_text(yaml.safe_dump(values))
-    refused = [problem.partition(", ")[0] for problem in problems_of(word)]
+    refused = [problem.partition("; ")[0] for problem in problems_of(word)]
     assert refused == [
-        "model._target_=os.system: loads code from outside ddp_train.data.shards",
-        "hooks=[antigravity.Hook]: loads code from outside ddp_train.study; if you trust it",
+        "model._target_=os.system: loads code from outside the modules trusted by default (SECURITY.md)",
+        "hooks=[antigravity.Hook]: loads code from outside ddp_train.study",
     ], "a file of a run is data, as its checkpoints are"
 
 

@@ -17,7 +17,8 @@ from ddp_train.data.datasets import ArraySource
 from ddp_train.data.own import UserDataset
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, TaskError
-from ddp_train.tasks.builtin import Classification, LanguageModel, Multilabel, Regression, Segmentation, choose
+from ddp_train.tasks.builtin import Classification, LanguageModel, Multilabel, Regression, Segmentation
+from ddp_train.tasks.choose import choose
 from ddp_train.tasks.score import Score, Scorer
 from ddp_train.tasks.task import ModelWithTask, Task, complete
 from ddp_train.tasks.try_out import check_loss

@@ -88,9 +88,8 @@ def _not_loadable(found: str, path: str, trusted: tuple[str, ...], trusted_modul
     if not re.fullmatch(_DOTTED_PATH, path):
         return [f"{found}: must be a dotted path, package.Name"]
     if not is_trusted(path, [*trusted, *trusted_modules]):
-        return [
-            f"{found}: loads code from outside {', '.join(trusted)}; if you trust it, add trusted_modules=[{package}]"
-        ]
+        where = ", ".join(trusted) if len(trusted) < 5 else "the modules trusted by default (SECURITY.md)"
+        return [f"{found}: loads code from outside {where}; if you trust it, add trusted_modules=[{package}]"]
     spec = importlib.util.find_spec(package)
     if spec is None:
         return [f"{found}: no module {package} in {Path.cwd()} or installed; for code elsewhere set PYTHONPATH"]

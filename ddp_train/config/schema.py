@@ -267,6 +267,12 @@ class Config:
         """Whether the model comes from a checkpoint, with task and data as they were, and nothing trains."""
         return self.mode in ("evaluate", "predict", "export")
 
+    @property
+    def words_to_resume(self) -> str:
+        """What to type to resume the run. Code of your own has to be trusted again: SECURITY.md."""
+        packages = ",".join(self.trusted_modules)
+        return f"run_dir={self.run_dir}" + (f" trusted_modules=[{packages}]" if packages else "")
+
 
 def _by_name(*schemas: type) -> dict[str, Any]:
     return {schema().name: schema for schema in schemas}

@@ -84,7 +84,7 @@ def _attempts(
             _go_on(elastic, restarts)
             continue
         if code == UNSAVED or (code == SAVED and attempt.is_for_change):
-            _print_stopped(Path(str(config.run_dir)), stop, saved=code == SAVED)
+            _print_stopped(config, stop, saved=code == SAVED)
         if code in (SAVED, UNSAVED):
             return stop.exit_code(code)
         if code in (0, *FINAL) or (stop.received and not attempt.is_made_good):
@@ -112,15 +112,14 @@ def _go_on(elastic: Elastic, restarts: RestartPolicy) -> None:
         print(f"continuing with {what}: as requested", file=sys.stderr)
 
 
-def _print_stopped(run_dir: Path, stop: StopRequests, saved: bool) -> None:
+def _print_stopped(config: Config, stop: StopRequests, saved: bool) -> None:
     """Says that the run was stopped, and how to continue, where no worker has."""
     if sys.stdout.isatty():
         sys.stdout.write("\x1b[?25h")  # the cursor, which rank 0's progress bar has hidden
     by = f" by {signal.Signals(stop.received[0]).name}" if stop.received else ""
-    if saved:
-        print(f"stopped{by}; run_dir={run_dir} resumes from its last checkpoint", file=sys.stderr)
-    elif places(run_dir):
-        print(f"stopped{by} before it could save; run_dir={run_dir} resumes from its last checkpoint", file=sys.stderr)
+    if saved or places(Path(str(config.run_dir))):
+        how = "" if saved else " before it could save"
+        print(f"stopped{by}{how}; {config.words_to_resume} resumes from its last checkpoint", file=sys.stderr)
     else:
         print(f"stopped{by}; nothing was saved", file=sys.stderr)
 

@@ -103,7 +103,7 @@ def complete(task: Any) -> Task:
     """A task of a class of the user's own, with what it lacks. Raises ConfigError if it is none."""
     name = type(task).__name__
     if not callable(getattr(task, "loss", None)):
-        raise ConfigError([f"task._target_: {name} has no method loss(model, batch); see ddp_train/tasks/task.py"])
+        raise ConfigError([f"task._target_: {name} has no method loss(model, batch); docs/tasks.md shows one"])
     if isinstance(task, nn.Module) and next(task.parameters(), None) is not None:
         raise ConfigError([f"task._target_: {name} has parameters, which nobody would train; put them into the model"])
     wrong = {metric: way for metric, way in getattr(task, "better", {}).items() if way not in ("min", "max")}

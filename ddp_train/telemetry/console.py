@@ -131,8 +131,8 @@ class Display:
             text += f", {shown_metric(found['metric'].partition('.')[2], found['value'])}"
         self.line(text)
 
-    def summary(self, summary: dict[str, Any], run_dir: Path) -> None:
-        """The end of a run, or of its part until it was stopped."""
+    def summary(self, summary: dict[str, Any], run_dir: Path, to_resume: str) -> None:
+        """The end of a run, or of its part until it was stopped. to_resume: what to type then."""
         if written := summary.get("predictions"):
             columns = ", ".join(name + (f" {shape}" if shape else "") for name, shape in written["columns"].items())
             samples = counted(written["samples"], "sample")
@@ -144,7 +144,7 @@ class Display:
             return
         test = summary["test"]
         if summary["status"] == "preempted":
-            self.line(f"stopped after step {summary['steps']:,} and saved; resume with run_dir={run_dir}")
+            self.line(f"stopped after step {summary['steps']:,} and saved; resume with {to_resume}")
             return
         if early := summary.get("stopped_early"):
             self.line(f"stopped early after step {early['step']:,}: {early['reason']}")

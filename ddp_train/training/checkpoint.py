@@ -261,7 +261,9 @@ def find(resume: str, run_dir: Path, which: str = "last") -> Path | None:
             log.warning("%s holds no checkpoint, and was at step %d before: it begins again at step 0", run_dir, done)
         return None
     if not candidates:
-        raise DataError(f"{place} holds no valid checkpoint", "name a checkpoint, or a run that has saved one")
+        runs = sorted(manifest.parents[2] for manifest in place.glob(f"*/checkpoints/step_*/{MANIFEST}"))
+        remedy = f"name a run inside, as {runs[-1]}" if runs else "name a checkpoint, or a run that has saved one"
+        raise DataError(f"{place} holds no valid checkpoint", remedy)
     last = "checkpoint.which=last, " if candidates[0].parent == link.parent and which != "last" else ""
     raise DataError(
         f"{place} holds no valid checkpoint", f"name another checkpoint.resume=PATH, or {last}checkpoint.resume=never"

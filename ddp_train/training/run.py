@@ -319,4 +319,4 @@ class Run(RunContext):
     def publish(self, summary: dict[str, Any]) -> None:
         if self.world.is_leader:
             write_summary(self.run_dir, summary)
-            self.display.summary(summary, self.run_dir)
+            self.display.summary(summary, self.run_dir, self.config.words_to_resume)

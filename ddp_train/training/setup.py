@@ -40,7 +40,8 @@ from ddp_train.performance.bias_lint import biases_before_norm
 from ddp_train.performance.cuda_graph import GraphedStepper, on_stream
 from ddp_train.performance.flops import flops_of, peak_flops
 from ddp_train.resilience.heartbeat import RankStatus
-from ddp_train.tasks.builtin import TASKS, Classification, choose
+from ddp_train.tasks.builtin import TASKS, Classification
+from ddp_train.tasks.choose import choose
 from ddp_train.tasks.sampling import write_tokens
 from ddp_train.tasks.score import Scorer
 from ddp_train.tasks.task import ModelWithTask, Task, complete

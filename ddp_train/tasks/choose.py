@@ -1,0 +1,57 @@
+"""Which built-in task fits the targets of a data set."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ddp_train.errors import ConfigError
+
+_TARGETS = {
+    "classification": (("integers", 1), ("numbers", 2)),
+    "multilabel": (("numbers", 2), ("integers", 2)),
+    "regression": (("numbers", 1), ("numbers", 2)),
+    "segmentation": (("integers", 3),),
+}
+"""What the targets of a batch may be: of which kind, with how many dimensions, the batch's included."""
+_NEEDS = {
+    "classification": "integers [n], or numbers [n, classes]",
+    "multilabel": "0 or 1 in [n, labels]",
+    "regression": "numbers [n] or [n, k]",
+    "segmentation": "integers [n, h, w]",
+}
+
+
+def choose(name: str, sample: Any) -> str:
+    """The task for a batch, where `auto` stands for classification or regression.
+
+    Raises ConfigError if the task does not fit the targets, or if they leave `auto` a choice: with the candidates.
+    """
+    if name == "language_model":
+        return name
+    pair = isinstance(sample, tuple | list) and len(sample) == 2
+    targets = sample[1] if pair else sample
+    if not pair or not isinstance(targets, Tensor):
+        what = "no (input, target)" if not pair else f"a pair whose target is a {type(targets).__name__}"
+        own = "task=language_model for tokens, or task._target_=your_module.YourTask"
+        if pair and isinstance(targets, tuple | list) and targets and isinstance(targets[0], str):
+            text = f"a sample is a pair whose target is a text, {targets[0]!r}"
+            raise ConfigError([f"task={name}: {text}; return the number of the class, from 0 on"])
+        raise ConfigError([f"task={name}: a sample is {what}; choose {own}"])
+    kind = "numbers" if targets.is_floating_point() else "integers"
+    shape = f"{kind} of shape [{', '.join(['n', *map(str, targets.shape[1:])])}]"
+    if name != "auto":
+        if (kind, targets.ndim) in _TARGETS[name]:
+            return name
+        fitting = [other for other, forms in _TARGETS.items() if (kind, targets.ndim) in forms]
+        instead = f"use task={' or '.join(fitting)}" if fitting else "use task._target_=your_module.YourTask"
+        raise ConfigError([f"task={name}: needs targets that are {_NEEDS[name]}, not {shape}; {instead}"])
+    if kind == "integers" and targets.ndim == 1:
+        return "classification"
+    if kind == "numbers" and (targets.ndim == 1 or targets.shape[1:] == (1,)):
+        return "regression"
+    candidates = "segmentation (a class per pixel), language_model (tokens) or multilabel (0 and 1 per label)"
+    if kind == "numbers":
+        candidates = "multilabel (0 or 1 per label), regression (k numbers) or classification (a part of each class)"
+    raise ConfigError([f"task=auto: the targets are {shape}, which fits more than one task; choose task={candidates}"])
