@@ -52,6 +52,14 @@ class Net(nn.Module):
         )
         self.ledger = Path(os.environ["LEDGER"], f"ledger_{os.environ['RANK']}")
         self.throw_away = 2 * (int(os.environ["WORLD_SIZE"]) > 2)  # see strategy.warm_up_ddp_buckets
+        self.was_frozen = False
+
+    def train(self, mode=True):
+        trains = self.layers[0].weight.requires_grad
+        if trains and self.was_frozen:  # long enough to be killed in
+            time.sleep(30 * float(os.environ.get("DELAY", 0)))
+        self.was_frozen = not trains
+        return super().train(mode)
 
     def forward(self, inputs):
         time.sleep(float(os.environ.get("DELAY", 0)))
