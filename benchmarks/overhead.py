@@ -59,7 +59,8 @@ from torch.utils.data import DataLoader, TensorDataset
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from ddp_train.data.batch_plan import BatchPlan, evaluation_batches
-from ddp_train.data.datasets import ArraySource, build_datasets
+from ddp_train.data.built_in import build_datasets
+from ddp_train.data.datasets import ArraySource
 from ddp_train.data.loader import Batch, Loader, LoaderOptions
 from ddp_train.data.rng import StepSeed
 from ddp_train.optim.optimizers import build_optimizer

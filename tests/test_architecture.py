@@ -24,7 +24,7 @@ ROOMS = """
 
 LINES = {
     "errors": 75, "text": 40, "linux": 95, "stdio": 45, "tensor_tree": 25,
-    "distributed": 700, "resilience": 870, "config": 3250, "launcher": 1520, "data": 2080, "models": 370,
+    "distributed": 700, "resilience": 870, "config": 3250, "launcher": 1520, "data": 2090, "models": 370,
     "telemetry": 760, "tasks": 920, "optim": 740, "parallel": 320, "performance": 330, "training": 3240,
     "study": 2460, "doctor": 1600, "__main__": 115,
 }  # fmt: skip
@@ -144,7 +144,7 @@ def test_a_first_sitting_is_short() -> None:
     read = [PACKAGE / f"{name}.py" for name in FIRST_SITTING]
     lines = {path.stem: code_lines(path) for path in read}
     print(lines, sum(lines.values()))
-    assert len(read) <= 21 and sum(lines.values()) <= 2750
+    assert len(read) <= 21 and sum(lines.values()) <= 2660
 
 
 @pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(PACKAGE)))

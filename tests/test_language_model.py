@@ -18,8 +18,9 @@ from torch.nn import functional
 from ddp_train.config.bind import bind
 from ddp_train.config.hardware import Hardware
 from ddp_train.config.validate import check
+from ddp_train.data.built_in import build_datasets
 from ddp_train.data.corpus import standard_library
-from ddp_train.data.datasets import build_datasets, check_same_data, digests
+from ddp_train.data.datasets import check_same_data, digests
 from ddp_train.data.tokens import IGNORED, TokenSource
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, DataError

@@ -14,7 +14,8 @@ from ddp_train.config.schema import Config
 from ddp_train.config.user_code import build_transforms, call_of, instantiate, named_function, parameters_of
 from ddp_train.data.augment import Erasing
 from ddp_train.data.batch_plan import BatchPlan
-from ddp_train.data.datasets import ArraySource, BatchSource, build_datasets, digests
+from ddp_train.data.built_in import build_datasets
+from ddp_train.data.datasets import ArraySource, BatchSource, digests
 from ddp_train.data.image_folder import FolderSource
 from ddp_train.data.own import UserDataset
 from ddp_train.data.sample_facts import training_weights
