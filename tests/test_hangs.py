@@ -121,6 +121,20 @@ class Net(nn.Module):
         return self.layers(images)
 
 
+class Late:
+    """A hook that one rank never leaves, after its last step."""
+
+    def __init__(self, job, run_dir, world):
+        self.mine = world.rank == 1
+
+    def __enter__(self):
+        pass
+
+    def __exit__(self, *_):
+        if self.mine:
+            misbehave("sleep")
+
+
 class Rows(Dataset):
     """Random rows of 64 numbers; fetching the given one goes astray on one rank."""
 
@@ -204,6 +218,17 @@ def test_a_rank_that_stands_still_is_named(how: str, where: str, tmp_path: Path,
         log = (job.run_dir / f"logs/rank_{rank}.log").read_text()
         for text in (job.said(), log):
             assert text.count(" in misbehave") == 1, "the stack, once, where the user reads and in the rank's own log"
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_after_its_last_step_is_named(tmp_path: Path, env: dict[str, str]) -> None:
+    """The others are done, and wait for the end of the process group."""
+    late = ("hooks=[wayward.Late]", "train.max_steps=2", f"launch.timeout_seconds={TIMEOUT_SECONDS}")
+    with running(tmp_path / "run", *words(), *late, env=env) as job:
+        assert job.end() == 71, job.said()
+        failure = read(job.run_dir, "failure.json")
+        assert (failure["kind"], failure["rank"], failure["step"], failure["phase"]) == ("hang", 1, 2, "hook"), failure
+        assert job.said().count(" in misbehave") == 1 and processes_of(job.run_dir) == {}
 
 
 USERS = ['  File "/home/user/wayward.py", line 26 in misbehave']

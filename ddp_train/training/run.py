@@ -290,6 +290,7 @@ class Run(RunContext):
             with contextlib.ExitStack() as stack:
                 stack.enter_context(job.stop.listening(self.status, self.world, connection, patience, self.leave))
                 stack.enter_context(own.entered())
+                stack.callback(setattr, self.status, "phase", "hook")  # in which they are left
                 stack.enter_context(offer)
                 if hooks_owed:
                     for hook in job.hooks:
