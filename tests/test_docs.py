@@ -87,3 +87,14 @@ PAGES = [
 def test_links_between_pages_lead_somewhere(page: Path) -> None:
     links = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text())
     assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+NAMED_TESTS = re.findall(
+    r"`(tests/\w+\.py)::(\w+)`", "".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
+)
+
+
+@pytest.mark.parametrize(("file", "name"), sorted(set(NAMED_TESTS)))
+def test_each_test_that_a_page_names_is_there(file: str, name: str) -> None:
+    names = {node.name for node in ast.walk(ast.parse((ROOT / file).read_text())) if isinstance(node, ast.FunctionDef)}
+    assert name in names
