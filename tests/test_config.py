@@ -234,6 +234,7 @@ BAD: dict[str, list[str]] = {
     "tracker=wandb,tensorboard": ["for several at once, use tracker=[wandb,tensorboard]; for a sweep, add -m"],
     "optimizer=admw": [REFUSED, "did you mean adamw?"],
     "model=my_pkg.Net": [REFUSED, "for your own class use model._target_=my_pkg.Net"],
+    "model={_target_:my_pkg.Net}": [REFUSED, "for your own class use model._target_=my_pkg.Net"],
     "model=resnet51": [REFUSED, "did you mean resnet50?"],
     "data=mnst": [REFUSED, "did you mean mnist?"],
     "schedule=cosin": [REFUSED, "did you mean cosine?"],

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import default_collate
 
+from ddp_train.config.options.custom import CustomConfig
+from ddp_train.config.options.task import ClassificationConfig
 from ddp_train.data.datasets import ArraySource
 from ddp_train.data.own import UserDataset
 from ddp_train.distributed.world import World
@@ -24,6 +26,7 @@ from ddp_train.tasks.task import ModelWithTask, Task, complete
 from ddp_train.tasks.try_out import check_loss
 from ddp_train.tensor_tree import map_tensors
 from ddp_train.training.loop import evaluate, fit
+from ddp_train.training.plan_report import _task as plan_of_task
 from ddp_train.training.setup import build_plan
 from tests.jobs import config_of, job_of, largest_difference
 from tests.ranks import on_ranks
@@ -553,3 +556,15 @@ def test_labels_may_be_integers_of_any_width(dtype: torch.dtype) -> None:
     pixels = nn.Conv2d(1, 2, 1)
     scores = [Segmentation().score(pixels, (torch.ones(2, 1, 3, 1), one)) for one in (masks, masks.to(dtype))]
     assert scores[0]["loss"] == scores[1]["loss"]
+
+
+class Margin(Classification):
+    """With a loss of its own."""
+
+    def sum_of_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.multi_margin_loss(outputs, targets, reduction="sum")
+
+
+def test_the_plan_names_a_loss_only_where_it_is_that_of_the_built_in_task() -> None:
+    assert plan_of_task(ClassificationConfig(), Classification()) == "classification, cross_entropy, mean over samples"
+    assert plan_of_task(CustomConfig(target="mine.Margin"), Margin()) == "mine.Margin, mean over samples"

@@ -184,7 +184,8 @@ def _read_choice(program: Program, group: str, option: Any, argument: str, read:
         return
     same = [one for one in options if one == wrong[0].lower().replace("-", "_")]
     if "." in wrong[0] and "custom" in options:
-        guess = f"; for your own class use {group}._target_={wrong[0]}"
+        own = option.get("_target_", wrong[0]) if isinstance(option, dict) else wrong[0]
+        guess = f"; for your own class use {group}._target_={own}"
     else:
         guess = f"; did you mean {same[0]}?" if same else did_you_mean(wrong[0], options)
     read.problems.append(f"{group}={shown(option)}: must be one of {', '.join(options)}{guess}")

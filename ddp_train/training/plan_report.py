@@ -77,9 +77,14 @@ def _trained(config: Config, plan: BatchPlan, parameters: int, trained: int | No
     return f", of which {trained:,} train{later}"
 
 
+_OF_LOSS = {"loss", "sum_of_losses"}
+"""Methods that a class of the user's own may have in place of the built-in task's loss."""
+
+
 def _task(section: Any, task: Task) -> str:
     name = section.target if section.name == "custom" else snake_case(type(task).__name__)
-    loss = f", {task.loss_name}" if task.loss_name else ""
+    is_ours = all(one.__module__.startswith("ddp_train.") for one in type(task).__mro__ if _OF_LOSS & vars(one).keys())
+    loss = f", {task.loss_name}" if task.loss_name and is_ours else ""
     return f"{name}{loss}, mean over {task.unit}s" + (" (auto: by the targets)" if section.name == "auto" else "")
 
 
