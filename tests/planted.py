@@ -69,6 +69,15 @@ class Counting(Net):
         return super().hidden(rows) / (1 + 0.1 * self.calls)
 
 
+STEPS = [0]
+
+
+class Global(Net):
+    def hidden(self, rows: Tensor) -> Tensor:
+        STEPS[0] += self.training
+        return super().hidden(rows) / STEPS[0] if self.training else super().hidden(rows)
+
+
 class Noisy(nn.Module):
     def forward(self, rows: Tensor) -> Tensor:
         return rows + torch.from_numpy(np.random.randn(*rows.shape)).to(rows) if self.training else rows
@@ -169,6 +178,14 @@ class Unseeded(Rows):
     def __getitem__(self, number: int) -> tuple[Tensor, int]:
         row, label = super().__getitem__(number)
         return row + torch.from_numpy(np.random.default_rng().standard_normal(WIDTH)).float(), label
+
+
+class Hashed(Rows):
+    """The same in one process: another one has other hashes of texts."""
+
+    def __getitem__(self, number: int) -> tuple[Tensor, int]:
+        row, label = super().__getitem__(number)
+        return row + hash(f"row {number}") % 7, label
 
 
 class Cached(Rows):

@@ -39,6 +39,7 @@ DEFECTS: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "unused parameters": ({"model": "Spare"}, "unused", "unused parameters", "spare.bias, spare.weight"),
     "batch norm": ({"model": "Normed"}, "batch_norm", "gradients", "(norm) uses the statistics of each process's own"),
     "a count": ({"model": "Counting"}, "state", "state", "model.calls changes in forward passes"),
+    "a global count": ({"model": "Global"}, "state", "state", "tests.planted.STEPS[0] changes"),
     "numpy": ({"model": "NumpyNoise"}, "randomness", "random numbers", "layer noise (Noisy) draws from numpy"),
     "samples are mixed": ({"model": "Centred"}, "mixing", "gradients", "the model's own forward mixes the samples"),
     "a mean in the loss": ({"task": "Averaging"}, "mean", "gradients", "the loss is no sum over its units"),
@@ -62,6 +63,13 @@ def test_a_planted_defect_is_named_by_its_cause(name: str, tmp_path: Path) -> No
     assert found.causes() == [kind], failures
     named = next(one for one in failures if one.check == check)
     assert words in named.detail and named.remedy, named
+
+
+def test_numbers_of_a_process_are_a_warning_as_long_as_one_process_sees_no_effect(tmp_path: Path) -> None:
+    found = examined(tmp_path, **own(**{**DEFAULTS, "data": "Hashed"}))
+    (warned,) = [one for one in found.findings if one.status != "ok"]
+    assert (warned.check, warned.status) == ("augmentation", "warning")
+    assert "the data set Hashed asks hash(), which for texts is another in each process, planted.py:" in warned.detail
 
 
 def text_file(folder: Path) -> dict[str, Any]:

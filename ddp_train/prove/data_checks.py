@@ -15,7 +15,7 @@ from ddp_train.data.datasets import BatchSource
 from ddp_train.data.own import UserDataset, applied, as_tensors
 from ddp_train.data.rng import global_states, keyed_generators
 from ddp_train.data.splits import Splits
-from ddp_train.doctor.findings import FAILURE, Finding, failure, ok
+from ddp_train.doctor.findings import FAILURE, Finding, failure, ok, warning
 from ddp_train.prove import causes
 from ddp_train.prove.causes import Cause
 from ddp_train.prove.suspects import changed, state_of, unseeded
@@ -71,6 +71,12 @@ def _trains(source: BatchSource, numbers: np.ndarray, fresh: int, before: dict[s
     now_changed = changed(before, state_of(roots(source)))
     count = counted(len(numbers), "sample")
     first = fetched(source, numbers, 0)
+    if asked := unseeded(lambda: fetched(source, numbers, 0)):
+        return warning(
+            "augmentation",
+            f"{_name(source)} asks {causes.listed(asked)}; {count} were the same all the same, in this process",
+            "make a sample of its number and the draws of torch, numpy and random alone",
+        )
     if any(_unequal(first, fetched(source, numbers, epoch)) for epoch in range(1, EPOCHS)):
         return ok("augmentation", f"{count}, fetched in two orders: the same in one epoch, others in the next", found=0)
     if cause := _keeps_or_seeds(source, fresh, now_changed):

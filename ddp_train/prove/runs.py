@@ -21,7 +21,7 @@ from ddp_train.config.freeze import freeze
 from ddp_train.config.program import Program
 from ddp_train.config.schema import Config
 from ddp_train.distributed.environment import preload_environment
-from ddp_train.doctor.findings import Finding, failure, ok, skipped
+from ddp_train.doctor.findings import WARNING, Finding, failure, ok, skipped
 from ddp_train.errors import LaunchError
 from ddp_train.launcher import local
 from ddp_train.launcher.fork_server import MODULE, ForkServer
@@ -202,6 +202,8 @@ class Proof:
         if facts["ranks_differ"] or one.keys() != many.keys() or not relative <= allowed:
             where = facts["ranks_differ"][:1] or [worst.name if worst else ""]
             words = f"real processes compute other gradients than one does in turns: {where[0]}"
+            warned = [one.check for one in self.findings if one.status == WARNING]
+            words += f"; see {' and '.join(warned)}" if warned else ""
             remedy = "look for what depends on the process: its rank, number, host name, files that another writes"
             return failure(check, words, remedy, cause="process", found=relative, allowed=allowed)
         return ok(check, f"{counted(len(many), 'parameter')} over gloo", found=relative, allowed=allowed)
