@@ -6,6 +6,7 @@ python launch.py mode=evaluate checkpoint.resume=PATH    score the test set with
 python launch.py mode=predict checkpoint.resume=PATH     write what a trained model predicts for each sample
 python launch.py mode=export checkpoint.resume=PATH      write a trained model for torch.export, or as ONNX
 python launch.py mode=doctor [key=value ...]             is this host, or under torchrun are these hosts, fit to train?
+python launch.py mode=prove [key=value ...]              is this job's result the same however it is divided?
 python launch.py -m optimizer.lr=0.1,0.2 [...]           a sweep: fresh processes for each trial, one table
 python launch.py mode=study study=NAME [...]             runs of several variants, compared in one report
 python launch.py --cfg job [key=value ...]               show the config, run nothing

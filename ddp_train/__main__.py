@@ -24,7 +24,7 @@ from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.linux import end_with_parent, keep_exit_codes
 from ddp_train.resilience.preemption import INTERRUPTED
 
-STUDY, RESIZE = "mode=study", "resize"
+STUDY, PROVE, RESIZE = "mode=study", "mode=prove", "resize"
 
 
 def main(script: Path | None, argv: list[str]) -> int:
@@ -60,7 +60,7 @@ def starts_workers(argv: list[str]) -> bool:
     """Whether it is likely, by the look of the words, that workers will be started here."""
     flags = {word for word in argv if word.startswith("-")}
     elsewhere = any(word.startswith(("launch.nnodes=", "hydra/launcher=")) for word in argv)
-    unwanted = {STUDY, "mode=doctor", "launch.fork_server=false"}  # the runs of a study have servers of their own
+    unwanted = {STUDY, PROVE, "mode=doctor", "launch.fork_server=false"}  # studies and proofs have servers of their own
     return flags <= {"-m", "--multirun"} and not elsewhere and unwanted.isdisjoint(argv)
 
 
@@ -75,6 +75,10 @@ def lead(program: Program, world: World | None, argv: list[str], server: ForkSer
             from ddp_train.study.main import study
 
             return study(program, argv, world)
+        if PROVE in argv:
+            from ddp_train.prove.main import prove
+
+            return prove(program, argv, world)
         if any(word.startswith("-") for word in argv):
             return with_flags(program, world, argv, server)
         prepared = prepare(program, argv, world)

@@ -1164,7 +1164,7 @@ def test_help_names_choices_and_what_works() -> None:
     told = launch("--help").stdout
     for expected in (
         "model._target_=", "model.ANY=", "(none, batch, group)", "(auto, nccl, gloo)",
-        "(train, evaluate, predict, export, study, doctor)", "MNIST to 99 %", "Small, slow and loud",
+        "(train, evaluate, predict, export, study, doctor, prove)", "MNIST to 99 %", "Small, slow and loud",
     ):  # fmt: skip
         assert expected in told
 

@@ -16,6 +16,7 @@ import json
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -39,10 +40,13 @@ from ddp_train.config.validate import check
 from ddp_train.data.datasets import ArraySource, BatchSource
 from ddp_train.data.sample_facts import lengths_of
 from ddp_train.distributed.world import World
+from ddp_train.doctor.findings import ok
 from ddp_train.errors import ConfigError, DataError, NonFiniteLossError
 from ddp_train.launcher import local, multihost, sweep
 from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.performance import switches
+from ddp_train.prove.configs import for_proof
+from ddp_train.prove.runs import Proof
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.resilience.preemption import SIGNALS
 from ddp_train.telemetry import tracker_queue
@@ -638,6 +642,25 @@ def asked_to_fork(case: Case) -> Any:
     return workers
 
 
+def proof(case: Case) -> Any:
+    """What a proof makes of a job."""
+    made = for_proof(case.config, Path("proof"))
+    return made.train, made.data
+
+
+def parts_of_a_proof(case: Case) -> Any:
+    """What a proof would start, ten seconds after its begin: its server, and which real runs."""
+    began = time.monotonic() - 10
+    proof = Proof(case.config, PROGRAM, Path("proof"), began, StopRequests(), facts={"precision": "fp64"})
+    names = ("_gradients", "_resume", "_other_number", "_evaluation")
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            stack.enter_context(mock.patch.object(Proof, name, lambda *_: ok("run", "")))
+        stack.enter_context(mock.patch.object(Proof, "_said"))
+        proof._real_runs(0)
+    return [finding.status for finding in proof.findings]
+
+
 def torchrun_command(case: Case) -> Any:
     return multihost.command(case.config, multihost.NetworkLocation("10.0.0.1", "eth0", True), PROGRAM, [])
 
@@ -794,6 +817,10 @@ ROWS: dict[str, Row] = {
     "predict.format": Row(
         "predict.format=parquet", made_with_a_trained_model, f"{SMALL} mode=predict checkpoint.resume=trained"
     ),
+    "prove.samples": Row("prove.samples=16", proof),
+    "prove.steps": Row("prove.steps=8", proof),
+    "prove.seconds": Row("prove.seconds=9", parts_of_a_proof, "mode=train"),
+    "prove.runs": Row("prove.runs=false", parts_of_a_proof, "mode=train"),
     "export.formats": Row(
         "export.formats=[onnx]", made_with_a_trained_model, f"{SMALL} mode=export checkpoint.resume=trained"
     ),

@@ -147,6 +147,16 @@ class ExportConfig:
 
 
 @dataclass
+class ProveConfig:
+    """What mode=prove runs of a job. docs/prove.md"""
+
+    samples: int = key(64, "most samples of a global batch; an epoch has two and a half times as many", at_least=4)
+    steps: int = key(6, "optimizer steps of each real run; it is killed half-way", at_least=4)
+    seconds: float = key(600.0, "what has not begun by then is skipped, and the proof is incomplete", above=0)
+    runs: bool = key(True, "start real processes too; false: only the checks that one process can make")
+
+
+@dataclass
 class TuningConfig:
     """Performance tips, each one switch. `auto` is resolved for the hardware, and printed."""
 
@@ -216,8 +226,8 @@ class Config:
 
     mode: str = key(
         "train",
-        "train; score a checkpoint, predict with it, or export its model; compare runs; examine this host",
-        choices=("train", "evaluate", "predict", "export", "study", "doctor"),
+        "train; score a checkpoint, predict with it, or export its model; compare runs; examine this host; prove a job",
+        choices=("train", "evaluate", "predict", "export", "study", "doctor", "prove"),
     )
     name: str = key("default", "name of the run; it is kept in runs/NAME/... unless run_dir is given", is_path=True)
     run_dir: str | None = key(
@@ -261,6 +271,7 @@ class Config:
     predict: PredictConfig = field(default_factory=PredictConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    prove: ProveConfig = field(default_factory=ProveConfig)
 
     @property
     def uses_trained(self) -> bool:
@@ -324,6 +335,7 @@ SECTIONS: dict[str, type] = {
     "predict": PredictConfig,
     "export": ExportConfig,
     "tracker": TrackerConfig,
+    "prove": ProveConfig,
 }
 """The sections that have one schema."""
 

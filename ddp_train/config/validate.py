@@ -53,8 +53,8 @@ def section_rules(section: Any, prefix: str) -> list[str]:
 
 
 def _mode(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
-    """A study is recognised by mode=study on the command line, before anything is composed."""
-    if config.mode != "study":
+    """A study and a proof are recognised by mode=... on the command line, before anything is composed."""
+    if config.mode not in ("study", "prove"):
         return []
     return [f"mode={config.mode}: cannot be set in a config file or a sweep; pass it on the command line"]
 

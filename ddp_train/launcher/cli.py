@@ -38,6 +38,7 @@ USES = {
     "{} mode=predict checkpoint.resume=PATH": "write what a trained model predicts for each sample",
     "{} mode=export checkpoint.resume=PATH": "write a trained model for torch.export, or as ONNX",
     "{} mode=doctor [key=value ...]": "is this host, or under torchrun are these hosts, fit to train?",
+    "{} mode=prove [key=value ...]": "is this job's result the same however it is divided?",
     "{} -m optimizer.lr=0.1,0.2 [...]": "a sweep: fresh processes for each trial, one table",
     "{} mode=study study=NAME [...]": "runs of several variants, compared in one report",
     "{} --cfg job [key=value ...]": "show the config, run nothing",

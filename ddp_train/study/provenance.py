@@ -77,10 +77,10 @@ def conditions(program: Program) -> dict[str, str]:
 
 
 def source_digest(program: Program) -> str:
-    """A digest of the code and presets that determine a run, your own presets too. Studies and doctor, which only start
-    runs or report on them, are left out."""
+    """A digest of the code and presets that determine a run, your own presets too. Studies, doctor and proofs, which
+    only start runs or report on them, are left out."""
     package = program.presets.parent
-    ours = [path for wing in ("study", "doctor") for path in (package / wing).rglob("*.py")]
+    ours = [path for wing in ("study", "doctor", "prove") for path in (package / wing).rglob("*.py")]
     code = {*package.rglob("*.py")} - {*ours} | {package / name for name in RUN_INSIDE_TRIALS}
     settings = {path for folder in program.folders() for path in {*folder.rglob("*.yaml")} - {*folder.glob("study/*")}}
     digest = hashlib.sha256()

@@ -25,6 +25,8 @@ def test_the_halves_of_a_batch_add_up_to_its_loss() -> None:
     assert task.score(model, (pictures, places)).keys() >= task.better.keys()
 
 
+# In half a minute prove("experiment=spots"), of ddp_train.testing, fails with a table of what breaks if
+# a result depends on the number of processes, or does not survive a kill. On the command line: mode=prove.
 def test_a_run_from_start_to_end(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "ddp_train", "experiment=spots", "debug=tiny", f"run_dir={tmp_path / 'run'}"]
     subprocess.run(command, cwd=Path(__file__).parent, timeout=300, check=True)
