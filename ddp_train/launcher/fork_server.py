@@ -25,7 +25,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -51,9 +51,16 @@ class WorkerSpec:
     environment: dict[str, str]
     descriptors: dict[str, int]
     """Open files that the worker inherits, by the environment variable that holds their number."""
+    program: list[str] = field(default_factory=lambda: [*MODULE, WORKER])
+    """What Python runs, as on its command line: our worker, or the script of a loop of the user's own."""
 
     def command(self) -> list[str]:
-        return [sys.executable, *MODULE, WORKER, *self.arguments]
+        return [sys.executable, *self.program, *self.arguments]
+
+    def start_interpreter(self) -> subprocess.Popen[bytes]:
+        """Starts the worker as a new Python process."""
+        env = self.environment | {name: str(descriptor) for name, descriptor in self.descriptors.items()}
+        return subprocess.Popen(self.command(), env=env, pass_fds=self.descriptors.values(), start_new_session=True)
 
 
 class ForkedWorker:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
+from ddp_train.resilience.checkpoint_files import places
 from ddp_train.resilience.preemption import INTERRUPTED, SAME_REQUEST_SECONDS, exit_code, stop_signals
 
 
@@ -45,3 +48,16 @@ class StopRequests:
     def exit_code(self, code: int) -> int:
         """INTERRUPTED if the first signal came from a terminal (SIGINT, SIGHUP), else `code` (SAVED or UNSAVED)."""
         return INTERRUPTED if self.received and exit_code(self.received[0]) == INTERRUPTED else code
+
+    def print_stopped(self, run_dir: Path, saved: bool, words: Callable[[str], str] = str) -> None:
+        """Says that the run was stopped, and how to continue, where no worker has. words: see `Started`."""
+        if sys.stdout.isatty():
+            sys.stdout.write("\x1b[?25h")  # the cursor, which rank 0's progress bar has hidden
+        by = f" by {signal.Signals(self.received[0]).name}" if self.received else ""
+        if saved:
+            text = f"stopped{by}; run_dir={run_dir} resumes from its last checkpoint"
+        elif places(run_dir):
+            text = f"stopped{by} before it could save; run_dir={run_dir} resumes from its last checkpoint"
+        else:
+            text = f"stopped{by}; nothing was saved"
+        print(words(text), file=sys.stderr)

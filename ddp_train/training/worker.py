@@ -14,6 +14,7 @@ from typing import NoReturn
 
 import torch
 
+from ddp_train.config.auto import described
 from ddp_train.config.freeze import FILE, load_frozen
 from ddp_train.config.program import import_from_working_folder
 from ddp_train.config.schema import Config
@@ -79,7 +80,7 @@ def run(config: Config, world: World, get_store: Callable[[], Store]) -> int:
     descriptor = status_descriptor()
     board = None if descriptor is None else StatusBoard(descriptor, world.local_size)  # torchrun has none
     status = board.ranks[world.rank] if board else RankStatus()
-    reporter = FailureReporter(config, world, status, board)
+    reporter = FailureReporter(run_dir, described(config), world, status, board)
     store = None
 
     def leave_by_itself(code: int) -> NoReturn:
