@@ -16,7 +16,7 @@ PACKAGE = ROOT / "ddp_train"
 
 ROOMS = """
     errors text linux stdio tensor_tree
-    distributed resilience config launcher data models telemetry tasks optim parallel performance training
+    distributed resilience config launcher data models telemetry tasks optim parallel performance training own_loop
     study doctor
     __main__
 """.split()  # noqa: SIM905  one word per room reads better
@@ -24,8 +24,9 @@ ROOMS = """
 
 LINES = {
     "errors": 75, "text": 40, "linux": 95, "stdio": 45, "tensor_tree": 25,
-    "distributed": 700, "resilience": 870, "config": 3250, "launcher": 1550, "data": 2080, "models": 370,
-    "telemetry": 760, "tasks": 910, "optim": 740, "parallel": 320, "performance": 330, "training": 3230,
+    "distributed": 700, "resilience": 880, "config": 3250, "launcher": 1580, "data": 2080, "models": 370,
+    "telemetry": 760, "tasks": 910, "optim": 740, "parallel": 320, "performance": 330, "training": 3240,
+    "own_loop": 985,
     "study": 2460, "doctor": 1600, "__main__": 115,
 }  # fmt: skip
 """The most lines of code that each room may hold: not blank, no comment, no docstring. No file is left out."""
@@ -41,7 +42,8 @@ WITH_TORCH = """
     tensor_tree distributed/preflight distributed/process_group distributed/all_gather distributed/exchange
     distributed/connections
     resilience/peer_check data/ models/ telemetry/ tasks/
-    optim/ parallel/ performance/ training/ doctor/collective_test doctor/multihost_checks study/dry_plan
+    optim/ parallel/ performance/ training/ own_loop/loader own_loop/process own_loop/run own_loop/state own_loop/steps
+    own_loop/wrapped doctor/collective_test doctor/multihost_checks study/dry_plan
     study/step_times study/gradient_probe
 """.split()  # noqa: SIM905
 """What workers import. All else runs before a config is valid, and must answer a typo within half a second."""
@@ -99,7 +101,7 @@ def test_rooms_are_few_and_imports_go_down() -> None:
         print(f"  {room:<12} imports {', '.join(sorted(other for one, other in pairs if one == room)) or 'nothing'}")
     upward = [(one, other) for one, other in pairs if ROOMS.index(other) > ROOMS.index(one)]
     assert not upward, f"imports that go up: {upward}"
-    assert len(ROOMS) <= 20 and len(pairs) < 100
+    assert len(ROOMS) <= 21 and len(pairs) <= 111
 
 
 def test_config_objects_stop_where_a_run_is_set_up() -> None:

@@ -95,7 +95,7 @@ def run(config: Config, world: World, get_store: Callable[[], Store]) -> int:
         if config.strategy.has_process_group:
             store = get_store()
             peer_check.register(store, world)
-        timeout = _watched_timeout(config.launch.timeout_seconds) if board else config.launch.timeout_seconds
+        timeout = watched_timeout(config.launch.timeout_seconds) if board else config.launch.timeout_seconds
         backend = config.launch.backend
         with session(world, device, backend, store, timeout) if store else contextlib.nullcontext():
             display = Display(world.is_leader)
@@ -122,7 +122,7 @@ def open_logs(run_dir: Path, log_file: Path, world: World) -> None:
         raise WriteError(f"the logs in {log_file.parent} cannot be written: {error.strerror}", remedy) from error
 
 
-def _watched_timeout(timeout_seconds: float) -> float:
+def watched_timeout(timeout_seconds: float) -> float:
     """Of collectives, where our own launcher watches."""
     return max(timeout_seconds, heartbeat.START_SECONDS) + LAUNCHER_FIRST_SECONDS
 
