@@ -50,6 +50,8 @@ class Noisy(Dataset):
 
     def __init__(self, noise):
         self.rows, self.noise = torch.randn(50, 6, generator=torch.Generator().manual_seed(1)).double(), noise
+        if fault == "unequal" and run.rank == 2:
+            self.rows = self.rows.flip(0)
 
     def __len__(self):
         return len(self.rows)
@@ -98,7 +100,8 @@ def main():
 
 
 print("BEFORE", os.environ.get("RANK"))
-with ddp_train.session(run_dir, max_restarts=int(fault == "kill"), timeout_seconds=4 if fault == "hang" else 60) as run:
+seconds, restarts = 4 if fault == "hang" else 60, int(fault in ("kill", "joined"))
+with ddp_train.session(run_dir, max_restarts=restarts, timeout_seconds=seconds) as run:
     main()
 print("AFTER", run.rank, len(list(run._steps.model.parameters())))
 '''
@@ -195,6 +198,11 @@ def test_failures_are_named(folder: Path) -> None:
     assert re.match(r"FATAL exception \(rank 2 on .*, step 4, forward\): ValueError: boom", line)
     assert 'train.py", line' in raised.stderr and "raised/logs/rank_2.log" in raised.stderr
     assert read(folder / "raised", "failure.json")["rank"] == 2
+    unequal = command(folder, "unequal", "unequal")
+    assert unequal.returncode == 69
+    (line,) = fatal_lines(unequal.stderr)
+    assert "run.loader: a digest of the samples is not the same for all processes (rank 0: " in line
+    assert "remedy: give random_split" in unequal.stderr
     hung = command(folder, "hung", "hang", 1, 5)
     assert hung.returncode == 71
     (line,) = fatal_lines(hung.stderr)
@@ -205,9 +213,25 @@ def test_failures_are_named(folder: Path) -> None:
 @pytest.mark.slow
 def test_it_joins_torchrun(folder: Path, calm: subprocess.CompletedProcess[str]) -> None:
     torchrun = [str(Path(sys.executable).with_name("torchrun")), "--nproc_per_node=3", str(folder / "train.py")]
-    joined = command(folder, "joined", "none", processes=None, argv=torchrun, env={"OMP_NUM_THREADS": "1"})
+    joined = command(folder, "joined", "joined", processes=None, argv=torchrun, env={"OMP_NUM_THREADS": "1"})
     assert joined.returncode == 0, joined.stderr
     assert weights(folder / "joined") == weights(folder / "calm") and epochs(joined) == epochs(calm)
+    assert joined.stderr.count("note: ddp_train.session: max_restarts=1 has no effect here: use torchrun's own") == 1
+
+
+def test_after_a_mistake_in_a_notebook_the_next_cell_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    with (
+        pytest.raises(ConfigError, match="whose loss did not come by run"),
+        ddp_train.session(tmp_path, processes=1, device="cpu") as run,
+    ):
+        _step(lambda run, outputs, targets: (outputs - targets).square().mean())(run)
+    model = net()
+    model(rows().tensors[0]).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert "FATAL" not in capsys.readouterr().err and not (tmp_path / "failure.json").exists()
 
 
 def rows(count: int = 10) -> TensorDataset:

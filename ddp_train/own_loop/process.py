@@ -20,7 +20,7 @@ from ddp_train.distributed.environment import status_descriptor, threads_asked
 from ddp_train.distributed.world import World
 from ddp_train.errors import WriteError
 from ddp_train.own_loop.run import Run
-from ddp_train.own_loop.settings import Settings, in_words
+from ddp_train.own_loop.settings import Settings, in_words, is_interactive
 from ddp_train.own_loop.steps import Steps, StoppedError
 from ddp_train.resilience import failure_report, heartbeat, peer_check, run_lock
 from ddp_train.resilience.heartbeat import RankStatus, StatusBoard
@@ -73,6 +73,8 @@ def joined(settings: Settings, world: World, alone: bool) -> Iterator[Run]:
                 group = process_group.session(world, device, backend, store, timeout)
             stop = StopController()
             steps = Steps(settings, world, device, status, stop)
+            stack.callback(stop.close)  # after a failure too, where the process goes on: in a notebook
+            stack.callback(steps.close)
             run = Run(steps)
             status.phase = "build"
             group.__enter__()
@@ -94,7 +96,7 @@ def joined(settings: Settings, world: World, alone: bool) -> Iterator[Run]:
             heartbeat.remove_empty_stacks(settings.run_dir, world.rank)
             _conclude(settings, world, steps, facts, is_stopped)
         except BaseException as error:
-            if alone and hasattr(sys, "ps1"):
+            if alone and is_interactive():
                 raise
             log.error("failed in step %d, %s", status.step, status.phase, exc_info=error)
             code = reporter.report(error, store)

@@ -43,6 +43,11 @@ def _caller() -> str:
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}: " if frame else ""
 
 
+def is_interactive() -> bool:
+    """Whether this is a notebook or a prompt: there is no script, and ending the process would end that."""
+    return hasattr(sys, "ps1") or "ipykernel" in sys.modules
+
+
 def in_words(text: str) -> str:
     """A message of the launcher or a worker, with the arguments of a session in place of the keys of a config."""
     for pattern, words in _WORDS:

@@ -17,6 +17,7 @@ from ddp_train.config.hardware import detect_hardware
 from ddp_train.config.schema import Config, LaunchConfig
 from ddp_train.distributed.environment import (
     PROCESSES,
+    launcher_pid,
     processes_asked,
     threads_asked,
     visible_devices,
@@ -29,7 +30,7 @@ from ddp_train.launcher.local import launch
 from ddp_train.launcher.started import Started
 from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.linux import keep_exit_codes
-from ddp_train.own_loop.settings import Settings, UsageError, in_words
+from ddp_train.own_loop.settings import Settings, UsageError, in_words, is_interactive
 from ddp_train.resilience import run_lock
 
 if TYPE_CHECKING:
@@ -71,6 +72,8 @@ def session(
         )
         if world is None and (settings.processes > 1 or max_restarts):
             raise SystemExit(_start(settings))
+        if world and world.is_leader and launcher_pid() is None:
+            _note_what_torchrun_decides(world, processes, max_restarts)
     except ConfigError as error:
         if is_interactive():
             raise
@@ -111,9 +114,11 @@ def _settings(
     return Settings(run_dir, count, kind, seed, keep, max_restarts, timeout_seconds, grace_seconds)
 
 
-def is_interactive() -> bool:
-    """Whether this is a notebook or a prompt: there is no script, and ending the process would end that."""
-    return hasattr(sys, "ps1") or "ipykernel" in sys.modules
+def _note_what_torchrun_decides(world: World, processes: int | None, max_restarts: int) -> None:
+    started = f"torchrun started {world.local_size}" if processes not in (None, world.local_size) else ""
+    for name, value, why in (("processes", processes, started), ("max_restarts", max_restarts, "use torchrun's own")):
+        if value and why:
+            print(f"note: ddp_train.session: {name}={value} has no effect here: {why}", file=sys.stderr)
 
 
 def _start(settings: Settings) -> int:

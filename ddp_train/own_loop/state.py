@@ -6,7 +6,7 @@ import contextlib
 import io
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -42,7 +42,7 @@ class State:
     def __init__(self, run_dir: Path, model: Wrapped, others: dict[str, Any], keep: int, status: RankStatus) -> None:
         self.run_dir, self.model, self.others, self.keep, self.status = run_dir, model, others, keep, status
         self.writer: Writer | None = None
-        self.saved_step = -1
+        self.saved: Position | None = None
         self.found: Path | None = None
         """The checkpoint that the run goes on from."""
         self.loader_then: dict[str, Any] = {}
@@ -81,14 +81,14 @@ class State:
             set_buffers(self.model.module, training["buffers"][rank])
         for name, holder in self.others.items():
             holder.load_state_dict(then[name])
-        self.saved_step, self.found, self.loader_then = position.step, found, training["loader"]
+        self.saved, self.found, self.loader_then = replace(position), found, training["loader"]
         where = f"epoch {position.epoch}" + (f", after {counted(position.batch, 'step')}" if position.batch else "")
         print(f"resumed from step {position.step} ({where}): {found}", file=sys.stderr)
         return position
 
     def save(self, position: Position, loader: dict[str, Any], processes: int, is_leader: bool) -> None:
         """On all processes alike. Training goes on while rank 0 writes."""
-        self.saved_step = position.step
+        self.saved = replace(position)
         with averaged_buffers(self.model.module) as buffers:
             if is_leader:
                 self.writer = self.writer or Writer(self.run_dir, self.keep, None, self.status.set_saving)

@@ -91,15 +91,15 @@ class Steps:
 
     def end(self) -> None:
         """At the end of the `with`: what a `break` has left unsaved."""
-        if self.in_epoch and self.state and self.position.step != self.state.saved_step:
+        if self.in_epoch and self.state and self.is_whole:
             if self.position.batch == self.loader_facts.get("steps_per_epoch"):
                 self.position.epoch, self.position.batch = self.position.epoch + 1, 0
-            if self.is_whole:
+            if self.position != self.state.saved:
                 self.save_now()
         self.in_epoch = False
 
     def _stop(self) -> None:
-        if self.state and self.state.saved_step != self.position.step:
+        if self.state and self.state.saved != self.position:
             self.save_now()
         raise StoppedError
 
