@@ -2,7 +2,8 @@
 
 `run` trains with the words of the command line, and `load` gives the model of a run. For code of your own: `Task`
 documents the parts that a task may have; `all_gather` gives the rows of all processes to losses that compare samples.
-For a loop of your own, docs/pieces.md: `ExactSampler`, `synchronised` batch norm, `Lars`, `Lamb`, `save_checkpoint` and
+`session` makes a training loop of your own right on any number of processes, docs/own_loop.md. Single parts of it,
+docs/pieces.md: `ExactSampler`, `synchronised` batch norm, `Lars`, `Lamb`, `save_checkpoint` and
 `load_checkpoint`. All are imported when they are first asked for: `import ddp_train` does not import torch.
 """
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from ddp_train.data.exact_sampler import ExactSampler
     from ddp_train.distributed.all_gather import all_gather
     from ddp_train.optim.lars_lamb import Lamb, Lars
+    from ddp_train.own_loop.start import session
     from ddp_train.parallel.sync_batch_norm import synchronised
     from ddp_train.tasks.task import Task
     from ddp_train.training.checkpoint import load_checkpoint, save_checkpoint
@@ -34,6 +36,7 @@ __all__ = [
     "load_checkpoint",
     "run",
     "save_checkpoint",
+    "session",
     "synchronised",
 ]
 
@@ -41,6 +44,7 @@ _PLACES = {
     "Task": "ddp_train.tasks.task",
     "all_gather": "ddp_train.distributed.all_gather",
     "load": "ddp_train.training.load",
+    "session": "ddp_train.own_loop.start",
     "ExactSampler": "ddp_train.data.exact_sampler",
     "synchronised": "ddp_train.parallel.sync_batch_norm",
     **dict.fromkeys(("Lars", "Lamb"), "ddp_train.optim.lars_lamb"),

@@ -12,7 +12,6 @@ if __name__ == "__main__" and not sys.flags.safe_path:  # the working folder com
 from pathlib import Path
 from typing import NoReturn
 
-from ddp_train import stdio
 from ddp_train.config.program import Program, started
 from ddp_train.distributed.environment import restart_in_utf8, world_from_environment, write_torchrun_error_file
 from ddp_train.distributed.world import World
@@ -22,6 +21,7 @@ from ddp_train.launcher.new_project import INIT, create
 from ddp_train.launcher.packages import require_packages
 from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.linux import end_with_parent, keep_exit_codes
+from ddp_train.resilience import stdio
 from ddp_train.resilience.preemption import INTERRUPTED
 
 STUDY, PROVE, RESIZE = "mode=study", "mode=prove", "resize"

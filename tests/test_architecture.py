@@ -15,18 +15,18 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "ddp_train"
 
 ROOMS = """
-    errors text linux stdio tensor_tree
-    distributed resilience config launcher data models telemetry tasks optim parallel performance training
+    errors text linux tensor_tree
+    distributed resilience config launcher data models telemetry tasks optim parallel performance training own_loop
     study doctor testing prove
     __main__
 """.split()  # noqa: SIM905  one word per room reads better
 """Whatever lies directly in ddp_train/, from the ground up: a room imports only rooms before it."""
 
 LINES = {
-    "errors": 75, "text": 40, "linux": 95, "stdio": 45, "tensor_tree": 25,
-    "distributed": 700, "resilience": 870, "config": 3260, "launcher": 1520, "data": 2090, "models": 370,
-    "telemetry": 760, "tasks": 920, "optim": 740, "parallel": 320, "performance": 330, "training": 3240,
-    "study": 2460, "doctor": 1600, "prove": 1520, "testing": 25, "__main__": 120,
+    "errors": 75, "text": 40, "linux": 95, "tensor_tree": 25,
+    "distributed": 700, "resilience": 925, "config": 3260, "launcher": 1580, "data": 2090, "models": 370,
+    "telemetry": 760, "tasks": 920, "optim": 740, "parallel": 320, "performance": 330, "training": 3250,
+    "own_loop": 985, "study": 2460, "doctor": 1600, "prove": 1520, "testing": 25, "__main__": 120,
 }  # fmt: skip
 """The most lines of code that each room may hold: not blank, no comment, no docstring. No file is left out."""
 
@@ -41,7 +41,8 @@ WITH_TORCH = """
     tensor_tree distributed/preflight distributed/process_group distributed/all_gather distributed/exchange
     distributed/connections
     resilience/peer_check data/ models/ telemetry/ tasks/
-    optim/ parallel/ performance/ training/ doctor/collective_test doctor/multihost_checks study/dry_plan
+    optim/ parallel/ performance/ training/ own_loop/loader own_loop/process own_loop/run own_loop/state own_loop/steps
+    own_loop/wrapped doctor/collective_test doctor/multihost_checks study/dry_plan
     study/step_times study/gradient_probe
     prove/examine prove/causes prove/division prove/data_checks prove/fixed_draws prove/hooks prove/suspects
 """.split()  # noqa: SIM905
@@ -100,7 +101,7 @@ def test_rooms_are_few_and_imports_go_down() -> None:
         print(f"  {room:<12} imports {', '.join(sorted(other for one, other in pairs if one == room)) or 'nothing'}")
     upward = [(one, other) for one, other in pairs if ROOMS.index(other) > ROOMS.index(one)]
     assert not upward, f"imports that go up: {upward}"
-    assert len(ROOMS) <= 22 and len(pairs) < 120
+    assert len(ROOMS) <= 22 and len(pairs) <= 130
 
 
 def test_config_objects_stop_where_a_run_is_set_up() -> None:
@@ -113,7 +114,7 @@ def test_config_objects_stop_where_a_run_is_set_up() -> None:
         if any(module.startswith(("config.schema", "config.options")) for module in modules_imported(path))
     }
     assert users == {
-        *("worker", "context", "run", "setup", "open_data", "metrics", "plan_report", "summary", "failure_reporter"),
+        *("worker", "context", "run", "setup", "open_data", "metrics", "plan_report", "summary"),
         *("inference", "trained", "load", "from_python", "fine_tuning"),
     }
 

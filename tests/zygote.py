@@ -5,7 +5,7 @@ each. `Command` is subprocess.Popen, except that `python launch.py ...` and `tor
 zygote, one for each test process. What tests look at stays real: the command is a child of the caller, with the
 arguments, environment, working directory, open files, session and signal handlers that it would have; `ps` shows its
 own command line (with NULs after it); it has its own exit code. In it, the launcher's fork server, the runs of a study
-and the workers of torchrun are forked in the same way.
+and the workers of torchrun are forked in the same way. Scripts that call ddp_train.session are such commands too.
 
 What differs from a real command, and therefore has tests of its own with `LAUNCH` and subprocess: the time of start-up,
 what is imported when, Python's flags and PYTHON* variables, the seed of str hashes (one for each zygote), and
@@ -42,6 +42,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = str(ROOT / "launch.py")
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 AGENT = "torch.distributed.run"
+SESSION = "ddp_train.session("
+"""Scripts that have it are forked too: each of their processes would import torch."""
 MODULES = ("ddp_train.launcher.fork_server", "ddp_train.training.worker", AGENT)
 PRELOAD = (
     *("torch", "torch._dynamo", "hydra", "rich.progress", "sklearn.datasets", "torch.distributed.run"),
@@ -211,6 +213,8 @@ def _main(argv: list[str]) -> tuple[str | None, list[str]]:
     if words[:1] == ["-m"] and len(words) > 1 and words[1] in MODULES:
         return words[1], words[2:]
     if words and Path(words[0]).name == "launch.py" and Path(words[0]).resolve() == Path(SCRIPT):
+        return words[0], words[1:]
+    if words and words[0].endswith(".py") and SESSION in Path(words[0]).read_text():
         return words[0], words[1:]
     return None, []
 

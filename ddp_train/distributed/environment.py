@@ -38,6 +38,19 @@ LOST = "DDP_TRAIN_LOST"
 RESIZED = "DDP_TRAIN_RESIZED"
 """JSON: the last changes of the number of processes (see `launcher.size.Change`)."""
 
+PROCESSES = "DDP_TRAIN_PROCESSES"
+"""How many processes `ddp_train.session` starts where its script does not say it."""
+
+
+def processes_asked() -> str | None:
+    return os.environ.get(PROCESSES)
+
+
+def threads_asked() -> int | None:
+    """OMP_NUM_THREADS, which torch reads when it is imported; None if it is not one number."""
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    return int(threads) if threads.isdigit() and int(threads) else None
+
 
 def world_from_environment() -> World | None:
     """The World that torchrun or our launcher started this process in; None for a process that neither started."""

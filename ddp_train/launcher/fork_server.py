@@ -11,6 +11,7 @@ multiprocessing's forkserver was tried in its place: docs/log.md, 2026-11-22.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -22,10 +23,12 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
+import types
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -51,9 +54,16 @@ class WorkerSpec:
     environment: dict[str, str]
     descriptors: dict[str, int]
     """Open files that the worker inherits, by the environment variable that holds their number."""
+    program: list[str] = field(default_factory=lambda: [*MODULE, WORKER])
+    """What Python runs, as on its command line: our worker, or the script of a loop of the user's own."""
 
     def command(self) -> list[str]:
-        return [sys.executable, *MODULE, WORKER, *self.arguments]
+        return [sys.executable, *self.program, *self.arguments]
+
+    def start_interpreter(self) -> subprocess.Popen[bytes]:
+        """Starts the worker as a new Python process."""
+        env = self.environment | {name: str(descriptor) for name, descriptor in self.descriptors.items()}
+        return subprocess.Popen(self.command(), env=env, pass_fds=self.descriptors.values(), start_new_session=True)
 
 
 class ForkedWorker:
@@ -78,6 +88,11 @@ class ForkedWorker:
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
             os.kill(self.pid, number)
+
+
+def can_fork(program: list[str]) -> bool:
+    """Whether what Python runs is forked: our worker, or a script without options of Python's."""
+    return program == [*MODULE, WORKER] or (len(program) == 1 and program[0].endswith(".py"))
 
 
 class ForkServer:
@@ -261,8 +276,6 @@ def _work(spec: WorkerSpec, descriptors: set[int], writing: int, between: int) -
         import numpy
         from threadpoolctl import threadpool_limits  # after set_environment: it sets KMP_DUPLICATE_LIB_OK
 
-        sys.argv = [str(sys.modules[WORKER].__file__), *spec.arguments]
-        sys.modules["__main__"] = sys.modules[WORKER]  # loader processes that are spawned import it
         set_title(spec.command())
         importlib.invalidate_caches()
         numpy.random.seed()
@@ -272,12 +285,42 @@ def _work(spec: WorkerSpec, descriptors: set[int], writing: int, between: int) -
         gc.enable()
         while os.getppid() == between:  # `main` asks to be ended with its parent, which must be the launcher by then
             time.sleep(0.001)
+        if spec.program != [*MODULE, WORKER]:
+            os._exit(_run_script(spec))
+        sys.argv = [str(sys.modules[WORKER].__file__), *spec.arguments]
+        sys.modules["__main__"] = sys.modules[WORKER]  # loader processes that are spawned import it
         sys.modules[WORKER].main()
     except BaseException:  # noqa: BLE001  as at the end of any program
         sys.stdout.flush()
         traceback.print_exc()
     finally:
         os._exit(1)
+
+
+def _run_script(spec: WorkerSpec) -> int:
+    """Runs a script as a new interpreter would, to its end. Returns the exit code."""
+    end_with_parent()
+    path = spec.program[0]
+    main = types.ModuleType("__main__")
+    main.__dict__.update(__file__=str(Path(path).absolute()), __builtins__=__builtins__)
+    sys.modules["__main__"] = main
+    sys.argv, sys.orig_argv = [path, *spec.arguments], spec.command()
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    code = 0
+    try:
+        exec(compile(Path(path).read_bytes(), main.__dict__["__file__"], "exec", dont_inherit=True), main.__dict__)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if end.code is not None and not isinstance(end.code, int):
+            print(end.code, file=sys.stderr)
+    except BaseException as error:  # noqa: BLE001  as at the end of any program
+        code = 1
+        traceback.print_exception(type(error), error, error.__traceback__ and error.__traceback__.tb_next)
+    threading._shutdown()  # type: ignore[attr-defined]  # pyright: ignore  as multiprocessing ends its processes
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code & 0xFF
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ddp_train.config.auto import described
 from ddp_train.config.schema import Config
 from ddp_train.distributed.environment import worker_descriptors, worker_environment
 from ddp_train.distributed.world import World
@@ -24,10 +23,10 @@ from ddp_train.errors import ConfigError, DataError, HangError, LaunchError, Wri
 from ddp_train.launcher.elastic import Elastic
 from ddp_train.launcher.fork_server import ForkedWorker, ForkServer, WorkerSpec
 from ddp_train.launcher.size import is_of_device
+from ddp_train.launcher.started import Started
 from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.linux import adopting_orphans, oom_kills
 from ddp_train.resilience import failure_report
-from ddp_train.resilience.checkpoint_files import places
 from ddp_train.resilience.hang_detector import HangDetector, working_stack
 from ddp_train.resilience.heartbeat import STARTING, StatusBoard
 from ddp_train.resilience.just_in_time import Loss, save_by_survivor
@@ -54,29 +53,35 @@ def launch(
     stop: StopRequests | None = None,
     server: ForkServer | None = None,
     at_another_number: Callable[[int], Config] | None = None,
+    started: Started | None = None,
 ) -> int:
     """Runs a frozen config in new processes, and again after a failure if restarts are left. Returns the exit code.
 
     import_path: the folder of a checkout, from which workers import first. stop: records the stop
     requests for the caller, even if the run was completed all the same. server: forks the workers, if it can and
     `launch.fork_server` is true; otherwise each worker is started as a new interpreter. at_another_number: the config
-    for another number of processes, where it has a range.
+    for another number of processes, where it has a range. started: what runs in the processes; None: our worker.
     """
     stop, elastic, code = stop or StopRequests(), Elastic(config, at_another_number), UNSAVED
     try:
         with stop.listening(), adopting_orphans():
-            code = _attempts(config, import_path, stop, server, elastic)
+            code = _attempts(config, import_path, stop, server, elastic, started or Started())
     finally:
         elastic.close(completed=code == 0)
     return code
 
 
 def _attempts(
-    config: Config, import_path: Path | None, stop: StopRequests, server: ForkServer | None, elastic: Elastic
+    config: Config,
+    import_path: Path | None,
+    stop: StopRequests,
+    server: ForkServer | None,
+    elastic: Elastic,
+    started: Started,
 ) -> int:
     restarts, lost = RestartPolicy(config.launch.max_restarts, Path(str(config.run_dir))), None
     for number in itertools.count():
-        attempt = Attempt(elastic.config, import_path, number, stop, server, lost, restarts, elastic)
+        attempt = Attempt(elastic.config, import_path, number, stop, server, lost, restarts, elastic, started)
         with contextlib.closing(attempt):
             code = attempt.run()
         lost = attempt.lost
@@ -84,14 +89,14 @@ def _attempts(
             _go_on(elastic, restarts)
             continue
         if code == UNSAVED or (code == SAVED and attempt.is_for_change):
-            _print_stopped(config, stop, saved=code == SAVED)
+            stop.print_stopped(config, saved=code == SAVED, words=started.words)
         if code in (SAVED, UNSAVED):
             return stop.exit_code(code)
         if code in (0, *FINAL) or (stop.received and not attempt.is_made_good):
             return code
         if attempt.refusal:
             if restarts.allowed:
-                print(f"not restarted: {attempt.refusal}", file=sys.stderr)
+                print(f"not restarted: {started.words(attempt.refusal)}", file=sys.stderr)
             return code
         whence = f", from step {attempt.saved_step}: no step is lost" if attempt.saved_step is not None else ""
         if attempt.gives_up:
@@ -112,18 +117,6 @@ def _go_on(elastic: Elastic, restarts: RestartPolicy) -> None:
         print(f"continuing with {what}: as requested", file=sys.stderr)
 
 
-def _print_stopped(config: Config, stop: StopRequests, saved: bool) -> None:
-    """Says that the run was stopped, and how to continue, where no worker has."""
-    if sys.stdout.isatty():
-        sys.stdout.write("\x1b[?25h")  # the cursor, which rank 0's progress bar has hidden
-    by = f" by {signal.Signals(stop.received[0]).name}" if stop.received else ""
-    if saved or places(Path(str(config.run_dir))):
-        how = "" if saved else " before it could save"
-        print(f"stopped{by}{how}; {config.words_to_resume} resumes from its last checkpoint", file=sys.stderr)
-    else:
-        print(f"stopped{by}; nothing was saved", file=sys.stderr)
-
-
 class Attempt:
     """One start of all workers of a run, from their start to their end. Close it to kill what is left of them."""
 
@@ -137,9 +130,11 @@ class Attempt:
         lost: Loss | None = None,
         restarts: RestartPolicy | None = None,
         elastic: Elastic | None = None,
+        started: Started | None = None,
     ) -> None:
         """number: attempts before this one. lost: by the one before. restarts: None allows none. elastic: None: the
         number of processes stays. The other parameters are those of `launch`."""
+        self.started = started or Started()
         self.elastic = elastic or Elastic(config, None)
         self.is_asked_to_stop = False
         self.is_for_change = False
@@ -217,13 +212,12 @@ class Attempt:
                     devices=self.elastic.size.devices(),
                 )
                 descriptors = worker_descriptors(world, listener.fileno(), self.board.descriptor)
-                arguments = [str(self.run_dir.absolute()), f"rank={rank}"]  # the rank is for readers of `ps`
-                specs.append(WorkerSpec(arguments, env, descriptors))
+                arguments = self.started.arguments(self.run_dir, rank)
+                specs.append(WorkerSpec(arguments, env, descriptors, [*self.started.program]))
             if self.server and launch.fork_server:
                 self.workers += self.server.fork(specs, given_up=lambda: bool(self.stop.received))
             if not self.workers and not self.stop.received:
-                for spec in specs:
-                    self.workers.append(_start_interpreter(spec))
+                self.workers += [spec.start_interpreter() for spec in specs]
 
     def watch(self) -> int:
         """Waits for the end of all workers, for a failure, a hang or a stop. Returns the exit code, as `run` does."""
@@ -296,7 +290,8 @@ class Attempt:
             )
             # A fault (SIGSEGV, SIGABRT ...) writes the stack where it happened.
             stack = failure_report.stack_of(rank, working_stack(self.run_dir, rank))
-            failure_report.report(self.run_dir, failure, described(self.config), stack, goes_on=self._goes_on)
+            facts = self.started.facts(self.config)
+            failure_report.report(self.run_dir, self.started.worded(failure), facts, stack, goes_on=self._goes_on)
         else:
             failure_report.wait_for_report(self.run_dir, REPORT_SECONDS, self.board.has_told)
         return next(
@@ -330,10 +325,11 @@ class Attempt:
             log=str(log_file),
             exit_code=HangError.exit_code,
         )
+        failure = self.started.worded(failure)
         lines = [failure_report.headline(failure), "stack (most recent call last):", *hang.stack]
         failure_report.append_to_log(log_file, lines)
         stack = failure_report.stack_of(hang.rank, hang.stack)
-        failure_report.report(self.run_dir, failure, described(self.config), stack)
+        failure_report.report(self.run_dir, failure, self.started.facts(self.config), stack)
         return failure.exit_code
 
     def _log_file(self, rank: int) -> Path:
@@ -365,9 +361,3 @@ class Attempt:
         for worker in self.workers:
             worker.wait()
         self.board.close()
-
-
-def _start_interpreter(spec: WorkerSpec) -> subprocess.Popen[bytes]:
-    """Starts a worker as a new Python process."""
-    env = spec.environment | {name: str(descriptor) for name, descriptor in spec.descriptors.items()}
-    return subprocess.Popen(spec.command(), env=env, pass_fds=spec.descriptors.values(), start_new_session=True)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
+from ddp_train.config.schema import Config
+from ddp_train.resilience.checkpoint_files import places
 from ddp_train.resilience.preemption import INTERRUPTED, SAME_REQUEST_SECONDS, exit_code, stop_signals
 
 
@@ -45,3 +49,15 @@ class StopRequests:
     def exit_code(self, code: int) -> int:
         """INTERRUPTED if the first signal came from a terminal (SIGINT, SIGHUP), else `code` (SAVED or UNSAVED)."""
         return INTERRUPTED if self.received and exit_code(self.received[0]) == INTERRUPTED else code
+
+    def print_stopped(self, config: Config, saved: bool, words: Callable[[str], str] = str) -> None:
+        """Says that the run was stopped, and how to continue, where no worker has. words: see `Started`."""
+        if sys.stdout.isatty():
+            sys.stdout.write("\x1b[?25h")  # the cursor, which rank 0's progress bar has hidden
+        by = f" by {signal.Signals(self.received[0]).name}" if self.received else ""
+        if saved or places(Path(str(config.run_dir))):
+            how = "" if saved else " before it could save"
+            text = f"stopped{by}{how}; {config.words_to_resume} resumes from its last checkpoint"
+        else:
+            text = f"stopped{by}; nothing was saved"
+        print(words(text), file=sys.stderr)

@@ -14,10 +14,10 @@ from ddp_train.text import counted
 class NamingDdp(nn.parallel.DistributedDataParallel):
     """torch's, which names parameters by their numbers."""
 
-    def forward(self, *inputs: Any) -> Any:
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """Raises ModelError if parameters had no gradient in the last step."""
         try:
-            return super().forward(*inputs)
+            return super().forward(*inputs, **keywords)
         except RuntimeError as error:
             found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
             if not found:

@@ -147,7 +147,8 @@ class DistributedDataParallel:
 
     def warm_up(self, first_batch: Callable[[], Batch]) -> None:
         if self.fixed_buckets:
-            warm_up_ddp_buckets(self.wrapped, first_batch())
+            batch = first_batch()
+            warm_up_ddp_buckets(self.wrapped, lambda: self.wrapped(batch.data)[0].sum())
 
     def sync_gradients(self, micro_batch: MicroBatch) -> AbstractContextManager[Any]:
         counts, is_last = micro_batch.num_real > 0, micro_batch.is_last
@@ -168,8 +169,9 @@ class DistributedDataParallel:
         return averaged_buffers(module)
 
 
-def warm_up_ddp_buckets(wrapped: nn.Module, batch: Batch) -> None:
-    """Two forward and backward passes that leave nothing behind but the final layout of DDP's buckets.
+def warm_up_ddp_buckets(wrapped: nn.Module, loss: Callable[[], Tensor]) -> None:
+    """Two forward and backward passes that leave nothing behind but the final layout of DDP's buckets. loss: a scalar
+    of one forward pass of `wrapped`.
 
     DDP lays out its buckets anew after its first iteration, in the order in which gradients came. At three ranks and
     more the layout decides in which order numbers are added: without these passes the first step after every start
@@ -177,7 +179,7 @@ def warm_up_ddp_buckets(wrapped: nn.Module, batch: Batch) -> None:
     """
     before = {name: tensor.clone() for name, tensor in wrapped.state_dict().items()}
     for _ in range(2):
-        wrapped(batch.data)[0].sum().backward()
+        loss().backward()
     wrapped.zero_grad(set_to_none=True)
     wrapped.load_state_dict(before)
 

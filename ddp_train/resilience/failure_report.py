@@ -21,7 +21,7 @@ from typing import Any, TextIO
 
 from ddp_train.errors import LaunchError, NonFiniteLossError, is_out_of_memory
 from ddp_train.resilience.heartbeat import RankStatus
-from ddp_train.stdio import TolerantStream
+from ddp_train.resilience.stdio import TolerantStream
 from ddp_train.text import counted, first_line
 
 FILE, SUMMARY = "failure.json", "summary.json"
@@ -168,7 +168,7 @@ def traceback_of(error: BaseException) -> str:
     left_out = 0
     while part:
         frames = list(part.stack)
-        own = [frame for frame in frames if not _is_foreign(frame.filename)]
+        own = [frame for frame in frames if not is_foreign(frame.filename)]
         if own:
             last = [] if own[-1] is frames[-1] else frames[-1:]
             part.stack = traceback.StackSummary.from_list([*own, *last])
@@ -178,7 +178,7 @@ def traceback_of(error: BaseException) -> str:
     return "".join(whole.format()) + note
 
 
-def _is_foreign(filename: str) -> bool:
+def is_foreign(filename: str) -> bool:
     """Whether a frame's file is of this package, of Python or of an installed library."""
     paths = sysconfig.get_paths()
     foreign = (Path(__file__).parents[1], paths["stdlib"], paths["purelib"], paths["platlib"])

@@ -91,7 +91,7 @@ class HangDetector:
             self._warn_of_straggler()
             self.window_began = now
         late = [rank for rank, seen in enumerate(self.observed) if now - seen.progress_at > self._limit(seen)]
-        return any(self._is_alive(rank) for rank in late)
+        return any(self._is_alive(rank) and not self.board.ranks[rank].is_done for rank in late)
 
     def _is_alive(self, rank: int) -> bool:
         return state_of(self.pids[rank]) not in ("", "Z")

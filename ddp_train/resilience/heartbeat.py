@@ -72,7 +72,7 @@ class RankStatus(ctypes.Structure):
         (name, ctypes.c_int64)
         for name in (
             *("beats", "step", "batches", "resident_bytes", "saving", "_phase", "_leaves_with", "has_told"),
-            *("state", "order", "acted", "heeds_stop", "goes_on"),
+            *("state", "order", "acted", "heeds_stop", "goes_on", "is_done"),
         )
     )
     step: int
@@ -95,6 +95,8 @@ class RankStatus(ctypes.Structure):
     """1 while a signal makes all ranks stop after the same step; before, it ends the process."""
     goes_on: int
     """1 once the launcher stops all ranks only to start another number of them; it sets it before it sends a signal."""
+    is_done: int
+    """1 once the run is over for this worker, and what it does is code of the user's that follows a session."""
     on_stop: Callable[[], None] | None = None
     """Is called once, by the thread that beats, when the launcher has ordered a stop. Not shared with the launcher."""
     fetching: Sequence[Any] = ()

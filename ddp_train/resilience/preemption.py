@@ -57,6 +57,8 @@ class StopController:
         self.is_agreed = threading.Event()
         self.deciding = threading.Lock()
         self.is_over = threading.Event()
+        self.is_closed = False
+        self.agreeing: threading.Thread | None = None
         self.signal_number = 0
         self.status = RankStatus()
         self.patience_seconds = 0.0
@@ -93,8 +95,9 @@ class StopController:
         handled = stop_signals()
         for number in handled:
             signal.signal(number, lambda *_: None)  # without a handler the interpreter does not write the number
-        for run in (lambda: self._read_signals(read_end), lambda: self.agree(status, world, store)):
-            threading.Thread(target=run, daemon=True).start()
+        self.agreeing = threading.Thread(target=lambda: self.agree(status, world, store), daemon=True)
+        for thread in (threading.Thread(target=lambda: self._read_signals(read_end), daemon=True), self.agreeing):
+            thread.start()
         status.heeds_stop = 1
         completed = False
         try:
@@ -109,6 +112,13 @@ class StopController:
                 signal.signal(number, handler)
             signal.set_wakeup_fd(-1)
             os.close(write_end)
+
+    def close(self) -> None:
+        """Answers no more requests of others, if this process goes on when the run is over: their store ends."""
+        self.is_closed = True
+        self.requested.set()
+        if self.agreeing:
+            self.agreeing.join(1.0)
 
     def request_stop(self, number: int) -> None:
         """Requests a stop of all ranks. number: the signal that caused it."""
@@ -162,6 +172,8 @@ class StopController:
             while not self.requested.wait(LOOK_SECONDS if store else None):
                 if store and store.check([REQUEST]):
                     self.request_stop(int(store.get(REQUEST)))
+            if self.is_closed:
+                return
             step = self.propose_step(status)
             goes_on = bool(status.goes_on)
             if store:

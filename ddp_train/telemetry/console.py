@@ -57,11 +57,16 @@ def start_logging(log_file: Path, rank: int, to_terminal: bool) -> None:
     # lies elsewhere.
     warnings.filterwarnings("ignore", r"(?s)Grad strides do not match bucket view strides.*sizes\(\) = \[\d+, 1, ")
     if not to_terminal:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        file = os.open(log_file, os.O_WRONLY | os.O_APPEND)
-        for stream in (1, 2):  # below Python: C libraries print too
-            os.dup2(file, stream)
+        redirect_streams(log_file)
+
+
+def redirect_streams(log_file: Path) -> None:
+    """Sends what this process prints to a file that is there."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    file = os.open(log_file, os.O_WRONLY | os.O_APPEND)
+    for stream in (1, 2):  # below Python: C libraries print too
+        os.dup2(file, stream)
 
 
 class Display:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from ddp_train.config.auto import described
-from ddp_train.config.schema import Config
 from ddp_train.distributed.environment import write_reported, write_torchrun_error_file
 from ddp_train.distributed.process_group import Store
 from ddp_train.distributed.world import World
 from ddp_train.errors import LaunchError
 from ddp_train.resilience import failure_report, peer_check
 from ddp_train.resilience.heartbeat import RankStatus, StatusBoard
-from ddp_train.stdio import TolerantStream
+from ddp_train.resilience.stdio import TolerantStream
 
 PEER_ERROR_GRACE_SECONDS = 3.0
 """Grace period in which a worker with a peer error lets the failing rank report first."""
@@ -23,14 +24,24 @@ PEER_ERROR_GRACE_SECONDS = 3.0
 class FailureReporter:
     """Reports why this worker failed, where the user reads. To be made before standard error is redirected."""
 
-    def __init__(self, config: Config, world: World, status: RankStatus, board: StatusBoard | None) -> None:
-        """board: of our own launcher; None under torchrun."""
+    def __init__(
+        self,
+        run_dir: Path,
+        run_facts: dict[str, Any],
+        world: World,
+        status: RankStatus,
+        board: StatusBoard | None,
+        words: Callable[[str], str] = str,
+    ) -> None:
+        """run_facts: for summary.json. board: of our own launcher; None under torchrun. words: a message, with the keys
+        of the config as the user knows them."""
         self.world = world
         self.status = status
         self.board = board
-        self.run_dir = Path(str(config.run_dir))
+        self.run_dir = run_dir
+        self.words = words
         self.log_file = self.run_dir / "logs" / f"rank_{world.rank}.log"
-        self.run_facts = described(config)
+        self.run_facts = run_facts
         self.terminal = TolerantStream(os.fdopen(os.dup(2), "w"))  # standard error may become this rank's log file
 
     def report(self, error: BaseException, store: Store | None) -> int:
@@ -49,6 +60,7 @@ class FailureReporter:
         failure = failure_report.failure_from(error, rank, status, self.log_file, sizes)
         if peer_error and store and not board:
             failure = peer_check.attribute_failure(failure, error, store, self.world)
+        failure = replace(failure, detail=self.words(failure.detail), remedy=self.words(failure.remedy))
         trace = "" if peer_error else failure_report.traceback_of(error)
         with board.locked() if board else contextlib.nullcontext():
             if told():  # by a rank that could write no file, or this one would not tell either

@@ -14,6 +14,7 @@ from typing import NoReturn
 
 import torch
 
+from ddp_train.config.auto import described
 from ddp_train.config.freeze import FILE, load_frozen
 from ddp_train.config.program import import_from_working_folder
 from ddp_train.config.schema import Config
@@ -26,7 +27,7 @@ from ddp_train.linux import end_with_parent
 from ddp_train.resilience import heartbeat, peer_check
 from ddp_train.resilience.heartbeat import RankStatus, StatusBoard
 from ddp_train.resilience.preemption import SAVED
-from ddp_train.stdio import tolerate_closed_streams
+from ddp_train.resilience.stdio import tolerate_closed_streams
 from ddp_train.telemetry.console import Display, start_logging
 from ddp_train.training.failure_reporter import FailureReporter
 from ddp_train.training.run import Run
@@ -79,7 +80,7 @@ def run(config: Config, world: World, get_store: Callable[[], Store]) -> int:
     descriptor = status_descriptor()
     board = None if descriptor is None else StatusBoard(descriptor, world.local_size)  # torchrun has none
     status = board.ranks[world.rank] if board else RankStatus()
-    reporter = FailureReporter(config, world, status, board)
+    reporter = FailureReporter(run_dir, described(config), world, status, board)
     store = None
 
     def leave_by_itself(code: int) -> NoReturn:
@@ -94,7 +95,7 @@ def run(config: Config, world: World, get_store: Callable[[], Store]) -> int:
         if config.strategy.has_process_group:
             store = get_store()
             peer_check.register(store, world)
-        timeout = _watched_timeout(config.launch.timeout_seconds) if board else config.launch.timeout_seconds
+        timeout = watched_timeout(config.launch.timeout_seconds) if board else config.launch.timeout_seconds
         backend = config.launch.backend
         with session(world, device, backend, store, timeout) if store else contextlib.nullcontext():
             display = Display(world.is_leader)
@@ -121,7 +122,7 @@ def open_logs(run_dir: Path, log_file: Path, world: World) -> None:
         raise WriteError(f"the logs in {log_file.parent} cannot be written: {error.strerror}", remedy) from error
 
 
-def _watched_timeout(timeout_seconds: float) -> float:
+def watched_timeout(timeout_seconds: float) -> float:
     """Of collectives, where our own launcher watches."""
     return max(timeout_seconds, heartbeat.START_SECONDS) + LAUNCHER_FIRST_SECONDS
 
