@@ -73,7 +73,7 @@ def joined(settings: Settings, world: World, alone: bool) -> Iterator[Run]:
                 group = process_group.session(world, device, backend, store, timeout)
             stop = StopController()
             steps = Steps(settings, world, device, status, stop)
-            stack.callback(stop.close)  # after a failure too, where the process goes on: in a notebook
+            stack.callback(stop.close)  # after a failure too, where the process lives on: in a notebook
             stack.callback(steps.close)
             run = Run(steps)
             status.phase = "build"
@@ -171,7 +171,7 @@ def _prepare(settings: Settings, device: str, is_ours: bool) -> None:
 
 @contextlib.contextmanager
 def _same_handlers_after() -> Iterator[None]:
-    """The script may go on after the session, and Ctrl-C must end it then."""
+    """The script may continue after the session, and Ctrl-C must end it then."""
     before = {number: signal.getsignal(number) for number in stop_signals()}
     try:
         yield
@@ -190,6 +190,6 @@ def _conclude(settings: Settings, world: World, steps: Steps, facts: dict[str, A
     if is_stopped:
         after = f"epoch {position.epoch}" + (f", {counted(position.batch, 'step')} of it" if position.batch else "")
         text = (
-            f"stopped{steps.stopped_by} after step {position.step} ({after}) and saved; the same command goes on there"
+            f"stopped{steps.stopped_by} after step {position.step} ({after}) and saved; the same command resumes there"
         )
         print(text, file=sys.stderr)

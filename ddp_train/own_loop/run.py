@@ -115,7 +115,7 @@ class Run:
 
     def resume(self, **objects: Any) -> int:
         """Names what a checkpoint consists of, and loads the newest one of the run directory if there is one: it then
-        goes on behind the very sample. Returns the steps that are done.
+        resumes at the very next sample. Returns the steps that are done.
 
         objects: the model of `wrap`, and whatever has state_dict and load_state_dict: optimizers, schedulers, a
         GradScaler, objects of your own. Raises UsageError for what cannot be saved, and DataError if the checkpoint is

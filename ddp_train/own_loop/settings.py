@@ -15,7 +15,7 @@ _WORDS = (
     (r"lower train\.global_batch_size or raise train\.accumulation_steps", "lower global_batch_size"),
     (r"run_dir=\S+ resumes", "the same command resumes"),
     (r"add strategy\.find_unused_parameters=true", "call run.wrap(model, find_unused_parameters=True)"),
-    (r"name another checkpoint\.resume=PATH(, or checkpoint\.resume=never)?", "move checkpoints/ away to begin anew"),
+    (r"name another checkpoint\.resume=PATH(, or checkpoint\.resume=never)?", "move checkpoints/ away to start over"),
     (r"use the model= and data= that it was trained with", "use that model, or another run_dir"),
     (r"continue in another run_dir with checkpoint\.resume=PATH", "use another run_dir"),
     (r" or tuning\.prefetch_factor", ""),

@@ -59,7 +59,7 @@ def session(
     processes: None for the number in DDP_TRAIN_PROCESSES, else one per visible GPU, or two on the CPU; 1, without
     restarts: all happens in this process, without a process group. device: auto, cuda or cpu. seed: of everything that
     is drawn. keep: the newest checkpoints that are kept. max_restarts: after a failure, from the newest checkpoint; the
-    count begins anew with each checkpoint. timeout_seconds: a process without progress for so long is a hang.
+    count starts again at each checkpoint. timeout_seconds: a process without progress for so long is a hang.
     grace_seconds: from a request to stop until the processes are killed.
 
     Ends the process with the exit codes of docs/failures.md, after one line that says why. In a notebook it raises

@@ -1,4 +1,4 @@
-"""What a session saves, and how it goes on from it: the launcher's checkpoints, with any objects of the user's."""
+"""What a session saves, and how it resumes: the launcher's checkpoints, with any objects of the user's."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ddp_train.training.checkpoint import Snapshot, Writer, copy_of
 
 @dataclass
 class Position:
-    """Where a loop is. In an epoch that is going on `batch` of its batches are done."""
+    """Where a loop is. `batch` of the current epoch's batches are done."""
 
     epoch: int = 0
     batch: int = 0
@@ -37,14 +37,14 @@ class Position:
 
 
 class State:
-    """The objects that a run goes on with, in the order and under the names that `run.resume` got."""
+    """The objects that a run resumes with, in the order and under the names that `run.resume` got."""
 
     def __init__(self, run_dir: Path, model: Wrapped, others: dict[str, Any], keep: int, status: RankStatus) -> None:
         self.run_dir, self.model, self.others, self.keep, self.status = run_dir, model, others, keep, status
         self.writer: Writer | None = None
         self.saved: Position | None = None
         self.found: Path | None = None
-        """The checkpoint that the run goes on from."""
+        """The checkpoint that the run resumes from."""
         self.loader_then: dict[str, Any] = {}
 
     def check_batches(self, now: dict[str, Any], position: Position) -> None:
@@ -57,7 +57,7 @@ class State:
             changed = f"{name} was {then.get(name)} and is {now[name]}" if name != "data" else "its samples are others"
             raise DataError(
                 f"{self.found} lies inside of epoch {position.epoch}, and run.loader changed since: {changed}",
-                "finish the epoch with what it began with, or begin anew in another run_dir",
+                "finish the epoch with what it began with, or start over in another run_dir",
             )
 
     def restore(self, device: str, rank: int, processes: int) -> Position:
@@ -74,7 +74,7 @@ class State:
             raise DataError(
                 f"{found} has {', '.join(sorted(then)) or 'nothing'} beside the model, and run.resume got "
                 f"{', '.join(sorted(self.others)) or 'nothing'}; they differ in {', '.join(differing)}",
-                "give run.resume what it got when that was saved, or begin anew in another run_dir",
+                "give run.resume what it got when that was saved, or start over in another run_dir",
             )
         checkpoint.load_model(found, self.model.module)
         if len(training["buffers"]) == processes > 1:
@@ -87,7 +87,7 @@ class State:
         return position
 
     def save(self, position: Position, loader: dict[str, Any], processes: int, is_leader: bool) -> None:
-        """On all processes alike. Training goes on while rank 0 writes."""
+        """On all processes alike. Training continues while rank 0 writes."""
         self.saved = replace(position)
         with averaged_buffers(self.model.module) as buffers:
             if is_leader:

@@ -45,7 +45,7 @@ class Steps:
         self.loaders: list[Loader] = []
         """Whose processes end with the session."""
         self.micro_batch: MicroBatch | None = None
-        """Of the step that is going on."""
+        """Of the current step."""
         self.in_epoch = False
         self.is_save_due = False
         self.is_whole = True
@@ -84,7 +84,7 @@ class Steps:
                 self._stop()
 
     def open_epoch(self, what: str) -> int:
-        """The number of the epoch that is going on. Raises UsageError if none is."""
+        """The number of the current epoch. Raises UsageError if none is."""
         if not self.in_epoch:
             raise UsageError(f"{what} was used outside of an epoch", "for epoch in run.epochs(10): ...")
         return self.position.epoch

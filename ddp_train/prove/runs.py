@@ -209,7 +209,7 @@ class Proof:
         return ok(check, f"{counted(len(many), 'parameter')} over gloo", found=relative, allowed=allowed)
 
     def _resume(self, check: str, log: int) -> Finding:
-        """A run without a break, and one that is killed and goes on: the same bytes."""
+        """A run without a break, and one that is killed and resumed: the same bytes."""
         processes, half = counts_of(self.config)[0], max(EVERY_STEPS + 1, self.config.prove.steps // 2)
         whole = self._launch("whole", log, processes)
         if not whole.completed:
@@ -236,7 +236,7 @@ class Proof:
 
     def _other_number(self, check: str, log: int) -> Finding:
         """From the checkpoint of the killed run on another number of processes; dropout's draws belong to a process,
-        so with them both go on without."""
+        so both continue without them."""
         two, other = counts_of(self.config)
         if "left" not in self.facts:
             return skipped(check, "there is no checkpoint of a run that was killed")
