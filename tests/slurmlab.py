@@ -169,7 +169,8 @@ class SlurmLab:
         return [line for host in self.hosts for line in host.commands() if words in line]
 
     def _is_up(self) -> bool:
-        return self.call("sinfo", "--noheader", "--Node", "--format=%t").split() == ["idle"] * self.count
+        with self.popen("sinfo", "--noheader", "--Node", "--format=%t", stdout=subprocess.PIPE, text=True) as process:
+            return process.communicate(timeout=LIMIT_SECONDS)[0].split() == ["idle"] * self.count  # or says it is not
 
     def _daemon(self, host: Host, *command: str) -> None:
         with (self.folder / f"{command[0]}.{host.name}").open("a") as log:

@@ -388,6 +388,9 @@ def test_ranks_that_differ_a_little_are_not_reported(
     assert not watched([0.4, 0.5, 0.8], monkeypatch, later=[0.8, 0.5, 0.4])
     (line,) = capsys.readouterr().err.splitlines()
     assert "rank 0 is slower" in line, "the first of two windows in a row"
+    assert not watched([0.4, 0.5, 1.0], monkeypatch)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "rank 2 is slower" in line and "100% of its time" in line, "it is never seen to wait, but does steps"
     assert not watched([0.4, 0.5, 0.8], monkeypatch, later=[0.4, 0.5, 0.3])
     assert capsys.readouterr().err == "", "the host's other work may hold up a rank for ten seconds"
 

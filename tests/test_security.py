@@ -170,6 +170,8 @@ BANNED_CALLS = {
     "all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list", "send_object_list",
     "recv_object_list",
 }  # fmt: skip
+SCRIPTS = {("ddp_train/launcher/fork_server.py", "exec")}
+"""The script that the user started, forked in place of `python train.py`: as in a new interpreter."""
 BANNED_FUNCTIONS = {"eval", "exec", "os.system", "os.popen", "system", "popen"}
 
 
@@ -187,6 +189,7 @@ def test_nothing_is_unpickled_evaluated_or_given_to_a_shell() -> None:
                 called, given = ast.unparse(node.func), {k.arg: ast.unparse(k.value) for k in node.keywords}
                 unsafe_load = called in ("torch.load", "yaml.load") and given.get("weights_only") != "True"
                 banned = called.rpartition(".")[2] in BANNED_CALLS or called in BANNED_FUNCTIONS
+                banned = banned and (str(path.relative_to(ROOT)), called) not in SCRIPTS
                 if banned or unsafe_load or given.get("shell") == "True":
                     found.append(where)
     assert found == []

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import types
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -24,6 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import ddp_train
 from ddp_train.data.batch_plan import epoch_order
 from ddp_train.errors import ConfigError
+from ddp_train.own_loop.settings import is_interactive
 from tests import zygote
 from tests.commands import LIMIT_SECONDS, ROOT, checkpoints, environment, fatal_lines, hear_signals, read, weights
 
@@ -432,3 +434,12 @@ def test_the_example_runs(folder: Path) -> None:
     done = zygote.run(argv, LIMIT_SECONDS, cwd=folder, env=env, text=True, preexec_fn=hear_signals)
     assert done.returncode == 0, done.stderr
     assert int(re.findall(r"epoch 9: (\d+) of 297", done.stdout)[0]) > 265
+
+
+def test_a_library_for_notebooks_makes_no_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ipykernel", types.ModuleType("ipykernel"))
+    assert not is_interactive()
+    shell = types.ModuleType("IPython")
+    monkeypatch.setattr(shell, "get_ipython", object, raising=False)
+    monkeypatch.setitem(sys.modules, "IPython", shell)
+    assert is_interactive()

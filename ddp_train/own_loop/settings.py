@@ -45,7 +45,8 @@ def _caller() -> str:
 
 def is_interactive() -> bool:
     """Whether this is a notebook or a prompt: there is no script, and ending the process would end that."""
-    return hasattr(sys, "ps1") or "ipykernel" in sys.modules
+    ipython = sys.modules.get("IPython")
+    return hasattr(sys, "ps1") or (ipython is not None and ipython.get_ipython() is not None)
 
 
 def in_words(text: str) -> str:

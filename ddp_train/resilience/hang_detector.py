@@ -55,6 +55,14 @@ class _Observed:
     """When the number of beats last changed."""
     samples: Counter[str] = field(default_factory=Counter)
     """In how many samples of this window it was in each phase."""
+    step_before: int = 0
+    """Steps done when this window began."""
+
+    @property
+    def is_training(self) -> bool:
+        """A rank that works nearly all the time may be seen in no phase of waiting, but it does steps."""
+        waits = self.samples["backward"] + self.samples["optimizer step"]
+        return waits > 0 or self.snapshot.step > self.step_before
 
 
 class HangDetector:
@@ -111,7 +119,7 @@ class HangDetector:
         ]
         slowest = max(range(len(work_shares)), key=work_shares.__getitem__)
         others = [share for rank, share in enumerate(work_shares) if rank != slowest]
-        training = all(seen.samples["backward"] + seen.samples["optimizer step"] for seen in self.observed)
+        training = all(seen.is_training for seen in self.observed)
         is_slower = bool(others) and training and work_shares[slowest] > max(others) + EXCESS
         again, self.suspect = self.suspect == slowest, slowest if is_slower else -1
         if is_slower and again and not self.warned:
@@ -124,6 +132,7 @@ class HangDetector:
             )
         for observed in self.observed:
             observed.samples.clear()
+            observed.step_before = observed.snapshot.step
 
     def diagnose(self, run_dir: Path) -> Hang:
         """Finds the culprit and its stack. Continues stopped processes: call it only before all workers are ended."""

@@ -290,7 +290,7 @@ class Run(RunContext):
             with contextlib.ExitStack() as stack:
                 stack.enter_context(job.stop.listening(self.status, self.world, connection, patience, self.leave))
                 stack.enter_context(own.entered())
-                stack.callback(setattr, self.status, "phase", "hook")  # in which they are left
+                stack.push(self._leave_hooks)
                 stack.enter_context(offer)
                 if hooks_owed:
                     for hook in job.hooks:
@@ -301,6 +301,11 @@ class Run(RunContext):
                 return self.final_scores(job, record, select, test)
         finally:
             self.display.stop()
+
+    def _leave_hooks(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Before they are left: an error is still that of the phase in which it was raised."""
+        if kind is None:
+            self.status.phase = "hook"
 
     def final_scores(self, job: Job, record: MetricsHook, select: SelectionHook, test: Evaluation) -> Scores | None:
         """None if an evaluation was stopped."""
