@@ -26,7 +26,7 @@ LINES = {
     "errors": 75, "text": 40, "linux": 95, "tensor_tree": 25,
     "distributed": 700, "resilience": 935, "config": 3260, "launcher": 1580, "data": 2090, "models": 370,
     "telemetry": 760, "tasks": 920, "optim": 740, "parallel": 320, "performance": 330, "training": 3255,
-    "own_loop": 985, "study": 2460, "doctor": 1600, "prove": 1520, "testing": 25, "__main__": 120,
+    "own_loop": 1005, "study": 2460, "doctor": 1600, "prove": 1520, "testing": 25, "__main__": 120,
 }  # fmt: skip
 """The most lines of code that each room may hold: not blank, no comment, no docstring. No file is left out."""
 

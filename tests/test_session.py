@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import ddp_train
 from ddp_train.data.batch_plan import epoch_order
+from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
 from ddp_train.own_loop.settings import is_interactive
 from tests import zygote
@@ -176,9 +177,7 @@ def test_a_killed_rank_and_a_stop_end_in_the_same_bytes(folder: Path, calm: subp
 
     stopped = command(folder, "stopped", "stop", 0, 9)
     assert stopped.returncode == 75, stopped.stderr
-    step = int(
-        re.findall(r"stopped by SIGTERM after step (\d+) \(epoch 1, \d steps? of it\) and saved", stopped.stderr)[0]
-    )
+    step = int(re.findall(r"stopped after step (\d+) \(epoch 1, \d steps? of it\) and saved", stopped.stderr)[0])
     assert 9 < step < 14 and "AFTER" not in stopped.stdout
     assert read(folder / "stopped", "summary.json")["status"] == "preempted"
     shutil.copytree(folder / "stopped", folder / "on_fewer")
@@ -443,3 +442,22 @@ def test_a_library_for_notebooks_makes_no_notebook(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(shell, "get_ipython", object, raising=False)
     monkeypatch.setitem(sys.modules, "IPython", shell)
     assert is_interactive()
+
+
+def test_a_sum_over_batches_that_every_process_had_is_warned_of(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    data = TensorDataset(torch.ones(6, 2))
+    with ddp_train.session(tmp_path, processes=1, device="cpu") as run:
+        model = run.wrap(nn.Linear(2, 1))
+        run._steps.world = World(0, 2, 0, 2)
+        with torch.no_grad():
+            for (inputs,) in run.test_loader(data, batch_size=4):
+                model(inputs)
+            assert run.sum(3) == 3 and "counts them" not in capfd.readouterr().err
+            for (inputs,) in DataLoader(data, 4):
+                model(inputs)
+        for _ in range(2):
+            run.sum(3)
+        run._steps.world = World()
+    assert capfd.readouterr().err.count("the sum counts them 2 times: score with run.test_loader") == 1, "once"

@@ -159,8 +159,12 @@ class TestLoader:
         meanwhile."""
         model = self.steps.model
         with averaged_buffers(model.module) if model else contextlib.nullcontext():
-            for batch in self.batches:
-                yield batch.data
+            self.steps.is_scoring = True
+            try:
+                for batch in self.batches:
+                    yield batch.data
+            finally:
+                self.steps.is_scoring = False
         self.steps.status.phase = "hook"
 
 

@@ -189,7 +189,5 @@ def _conclude(settings: Settings, world: World, steps: Steps, facts: dict[str, A
     failure_report.write_json(settings.run_dir / failure_report.SUMMARY, done)
     if is_stopped:
         after = f"epoch {position.epoch}" + (f", {counted(position.batch, 'step')} of it" if position.batch else "")
-        text = (
-            f"stopped{steps.stopped_by} after step {position.step} ({after}) and saved; the same command resumes there"
-        )
+        text = f"stopped after step {position.step} ({after}) and saved; the same command resumes there"
         print(text, file=sys.stderr)

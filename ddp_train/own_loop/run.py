@@ -64,6 +64,7 @@ class Run:
                 "put the models that are trained together into one nn.Module; those that are not need no wrap",
             )
         steps.model = Wrapped(model, steps.device, self.processes, sync_batch_norm, options)
+        steps.model.register_forward_pre_hook(steps.see_forward)
         return steps.model
 
     def loader(
@@ -168,6 +169,7 @@ class Run:
         """The sum over all processes, for scores: a number, or a tensor of the same shape on each; fractions are added
         up in float64. Every process must call it."""
         self._check("run.sum")
+        self._steps.warn_of_sum()
         tensor = torch.as_tensor(value, device=self._steps.device).detach()
         wide = torch.float64 if tensor.is_floating_point() else torch.int64
         added = total(tensor.to(wide, copy=True))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import random
-import signal
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +24,8 @@ from ddp_train.own_loop.state import Position, State
 from ddp_train.own_loop.wrapped import Wrapped
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.resilience.preemption import StopController
+
+log = logging.getLogger(__name__)
 
 
 class StoppedError(BaseException):
@@ -51,7 +54,12 @@ class Steps:
         self.is_whole = True
         """Whether the optimizer has stepped since the loss that came last: gradients that add up are not saved."""
         self.had_backward = False
+        self.is_scoring = False
+        """While a test loader gives batches."""
+        self.scored_elsewhere = False
+        """Whether the model was given other batches than those of loaders, without gradients, since the last sum."""
         self.steps_seeds = StepSeed(settings.seed, world.rank, device)
+        self.has_warned = False
         self._handle = register_optimizer_step_pre_hook(self._before_optimizer_step)
 
     def close(self) -> None:
@@ -72,6 +80,8 @@ class Steps:
                 "run.resume(model=model, optimizer=optimizer) before it, with whatever has a state_dict",
             )
         self.state.check_batches(self.loader_facts, self.position)
+        if self.state.found and self.position.epoch >= count and self.world.is_leader:
+            print(f"all {count} epochs are done: nothing is left to train", file=sys.stderr)
         while self.position.epoch < count:
             self.in_epoch = True
             yield self.position.epoch
@@ -102,11 +112,6 @@ class Steps:
         if self.state and self.state.saved != self.position:
             self.save_now()
         raise StoppedError
-
-    @property
-    def stopped_by(self) -> str:
-        number = self.stop.signal_number
-        return f" by {signal.Signals(number).name}" if number else ""
 
     def save_now(self) -> None:
         assert self.state, "epochs() has seen to it"
@@ -146,7 +151,10 @@ class Steps:
         """See Run.mean."""
         step = self.micro_batch
         if step is None:
-            raise UsageError("run.mean was called outside of a step", "call it inside of: for batch in loader")
+            raise UsageError(
+                "run.mean was called outside of a step",
+                "call it inside of: for batch in loader, of loader = run.loader(...)",
+            )
         if over is not None:
             mine = torch.as_tensor(over, dtype=torch.float64, device=self.device).detach().sum() * (step.num_real > 0)
             everybody = total(mine.clone())
@@ -164,6 +172,21 @@ class Steps:
             self.is_whole = False
             loss.register_hook(self._in_backward)
         return loss
+
+    def see_forward(self, *_: object) -> None:
+        """Of the wrapped model."""
+        self.scored_elsewhere |= not (torch.is_grad_enabled() or self.is_scoring or self.micro_batch)
+
+    def warn_of_sum(self) -> None:
+        """Once: what each process computed of all samples must not be added up."""
+        if self.scored_elsewhere and not self.has_warned and self.world.size > 1:
+            self.has_warned = True
+            log.warning(
+                "run.sum: the model was given batches that are not from run.test_loader; if each process had all of "
+                "them, the sum counts them %d times: score with run.test_loader(data, batch_size=256)",
+                self.world.size,
+            )
+        self.scored_elsewhere = False
 
     def _in_backward(self, _: Tensor) -> None:
         self.had_backward = True

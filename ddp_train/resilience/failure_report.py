@@ -182,7 +182,8 @@ def is_foreign(filename: str) -> bool:
     """Whether a frame's file is of this package, of Python or of an installed library."""
     paths = sysconfig.get_paths()
     foreign = (Path(__file__).parents[1], paths["stdlib"], paths["purelib"], paths["platlib"])
-    return filename.startswith("<") or any(Path(filename).is_relative_to(place) for place in foreign)
+    installed = {"site-packages", "dist-packages"} & {*Path(filename).parts}  # the user's own too, and those of a .pth
+    return filename.startswith("<") or bool(installed) or any(Path(filename).is_relative_to(place) for place in foreign)
 
 
 def stack_of(rank: int, frames: Sequence[str]) -> str:
