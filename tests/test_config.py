@@ -1334,7 +1334,7 @@ def test_no_value_is_too_odd_to_be_refused(key: str, value: Any, option: int) ->
     machine = Hardware(cpus=2, gpus=option % 2)
     problems += check_rules(config) or check(config, resolve(config, machine, None), machine, None)
     for problem in problems:
-        named = problem.split("=")[0]
+        named = re.split(r"=|\[\d", problem)[0]  # metrics[0]._target_ is of metrics
         known = {*all_keys(), *OPTIONS, *SECTIONS} | {f"{s}._target_" for s in OPTIONS}
         assert named in known or named.startswith("data.splits.")  # which has keys of its own
     if isinstance(value, float) and not math.isfinite(value) and problems == []:
