@@ -14,6 +14,7 @@ import json
 import math
 import os
 import pty
+import re
 import shutil
 import subprocess
 import sys
