@@ -25,7 +25,7 @@ from unittest import mock
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ddp_train import __version__
@@ -1320,6 +1320,7 @@ def test_a_shown_value_can_be_pasted(value: Any) -> None:
 
 @pytest.mark.slow
 @settings(max_examples=100, deadline=None)
+@example(key="metrics", value=[{}], option=0)
 @given(key=st.sampled_from(all_keys()), value=VALUES | st.floats(), option=st.integers(0, 10))
 def test_no_value_is_too_odd_to_be_refused(key: str, value: Any, option: int) -> None:
     """Any value of any key ends as a config or as a message that begins with a key; never as a traceback."""
