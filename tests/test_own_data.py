@@ -32,7 +32,7 @@ from ddp_train.data import shards
 from ddp_train.data.batch_plan import BatchPlan, MicroBatch
 from ddp_train.data.loader import Loader, LoaderOptions
 from ddp_train.data.own import UserDataset, applied, as_tensors
-from ddp_train.data.rng import keyed_generators
+from ddp_train.data.rng import global_states, keyed_generators
 from ddp_train.data.shards import INDEX, TarShards
 from ddp_train.data.splits import Splits
 from ddp_train.distributed.world import World
@@ -148,6 +148,17 @@ def test_transforms_give_the_same_pixels_on_any_number_of_processes() -> None:
     assert {key: value for part in parts for key, value in part.items()} == alone
     resumed = pixels(World(), 0, 5)
     assert resumed.items() <= alone.items() and len(resumed) == 21 - 6, "the second step of the second epoch on"
+
+
+@pytest.mark.parametrize("which, draw", [(0, lambda: torch.rand(1)), (1, np.random.rand), (2, random.random)])
+def test_a_draw_is_seen_in_the_state_of_its_own_generator(which: int, draw: Any) -> None:
+    """numpy keeps a position beside its 624 words: they change once in 624 draws."""
+    before = global_states()
+    for _ in range(2):
+        draw()
+        after = global_states()
+        assert [one != other for one, other in zip(before, after, strict=True)] == [i == which for i in range(3)]
+        before = after
 
 
 def test_transforms_leave_the_generators_of_training_alone() -> None:

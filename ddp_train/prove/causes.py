@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import random
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ddp_train.data.rng import global_states
 from ddp_train.doctor.findings import SKIPPED, Finding, failure, ok
 from ddp_train.errors import LaunchError
 from ddp_train.prove.division import GENERATORS, Pass, first_mixing
@@ -66,15 +64,9 @@ def batch_norms(model: nn.Module) -> list[str]:
 # --- generators -------------------------------------------------------------------------------------------------------
 
 
-def generator_states() -> tuple[bytes, ...]:
-    """Of torch, numpy and Python."""
-    words = np.random.get_state(legacy=False)
-    return torch.get_rng_state().numpy().tobytes(), repr(words).encode(), repr(random.getstate()).encode()
-
-
 def moved(before: tuple[bytes, ...]) -> str:
     """Which generator has drawn since; "" if none has."""
-    pairs = zip(GENERATORS, before, generator_states(), strict=True)
+    pairs = zip(GENERATORS, before, global_states(), strict=True)
     return next((name for name, one, other in pairs if one != other), "")
 
 

@@ -24,6 +24,7 @@ from ddp_train.config.program import import_from_working_folder
 from ddp_train.config.schema import Config
 from ddp_train.data.batch_plan import BatchPlan
 from ddp_train.data.datasets import BatchSource
+from ddp_train.data.rng import global_states
 from ddp_train.distributed.world import World
 from ddp_train.doctor.findings import FAILURE, Finding, failure, ok, skipped, warning
 from ddp_train.errors import ConfigError, LaunchError, TaskError
@@ -268,7 +269,7 @@ class Bench:
         before = state_of({**self.parts, "data set": source})
         scores, drew = [], ""
         for processes in (1, 2, 3):
-            states = causes.generator_states()
+            states = global_states()
             scores.append(self.scored(config, source, processes))
             drew = drew or causes.moved(states)
         worst, metric = 0.0, ""
