@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from ddp_train.distributed.environment import write_torchrun_error_file
 from ddp_train.distributed.world import World
 from ddp_train.errors import DataError
-from ddp_train.resilience import hang_detector, peer_check
+from ddp_train.resilience import collectives, hang_detector, peer_check
 from ddp_train.resilience.failure_report import failure_from, failure_from_exit, headline, is_peer_error
 from ddp_train.resilience.hang_detector import HangDetector
 from ddp_train.resilience.heartbeat import RankStatus, StatusBoard
@@ -212,12 +212,54 @@ def test_a_rank_that_stands_still_is_named(how: str, where: str, tmp_path: Path,
         assert TIMEOUT_SECONDS - 1 <= seconds <= TIMEOUT_SECONDS + 4, failure["detail"]
         known = {"sleep": "rank", "stop": "stopped by a signal", "gil": "Python's lock (GIL)"}
         assert known[how] in failure["detail"]
+        if (how, where) == ("sleep", "all-reduce"):
+            called = r"; ranks 0, 2 called all_reduce of Float \[\d+\] \(collective \d+\), rank 1 did not$"
+            assert re.search(called, failure["detail"]), failure["detail"]
         (fatal,) = fatal_lines(job.said())
         assert f"hang (rank {rank} on" in fatal and f", step {failure['step']}, {phase})" in fatal
         assert "Traceback" not in job.said()
         log = (job.run_dir / f"logs/rank_{rank}.log").read_text()
         for text in (job.said(), log):
             assert text.count(" in misbehave") == 1, "the stack, once, where the user reads and in the rank's own log"
+
+
+def record(*calls: str, begin: int = 1, group: str = "0") -> collectives.Calls:
+    return {group: {begin + i: collectives.Call(name, "Float [3]") for i, name in enumerate(calls)}}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [
+        ({0: record("all_reduce", "all_reduce"), 1: record("all_reduce", "all_reduce")}, ""),
+        ({0: record("all_reduce")}, ""),
+        ({}, ""),
+        (
+            {0: record("all_reduce", "broadcast"), 1: record("all_reduce"), 2: record("all_reduce", "broadcast")},
+            "ranks 0, 2 called broadcast of Float [3] (collective 2), rank 1 did not",
+        ),
+        (
+            {0: record("barrier", "broadcast"), 1: record("barrier", "gather"), 2: record("barrier", "gather")},
+            "ranks 1, 2 called gather of Float [3] (collective 2); rank 0 called broadcast of Float [3] there",
+        ),
+        # Old calls are overwritten: the first that both have is the fifth.
+        ({0: record("a", "b", "c", begin=4), 1: record("b", begin=5)}, "rank 0 called c of Float [3] (collective 6), "
+         "rank 1 did not"),
+        ({0: record("a") | record("x", group="1"), 1: record("a")}, "rank 0 called x of Float [3] (collective 1), "
+         "rank 1 did not"),
+    ],
+)  # fmt: skip
+def test_where_the_collectives_of_ranks_part_is_told(ranks: dict[int, collectives.Calls], said: str) -> None:
+    assert collectives.compare(ranks) == said
+
+
+def test_a_record_that_cannot_be_read_is_none(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    assert collectives.calls_of(tmp_path, 0) is None
+    for text in ('{"entries": [{"profiling_name": 1}]}', "[]", '{"entr', '{"entries": 3}'):
+        collectives.record_file(tmp_path, 0).write_text(text)
+        assert collectives.calls_of(tmp_path, 0) is None, text
+    collectives.record_file(tmp_path, 0).write_text("{}")
+    assert collectives.calls_of(tmp_path, 0) == {}
 
 
 @pytest.mark.slow
@@ -244,6 +286,7 @@ def test_the_board_tells_who_stands_still(how: str, where: str, monkeypatch: pyt
     monkeypatch.setattr(hang_detector.time, "monotonic", lambda: now)
     monkeypatch.setattr(hang_detector, "state_of", lambda pid: states[pid])
     monkeypatch.setattr(HangDetector, "_stacks", lambda *_: stacks)
+    monkeypatch.setattr(HangDetector, "_calls", lambda *_: "")
     board = StatusBoard.create(3)
     try:
         detector = HangDetector(board, [0, 1, 2], timeout_seconds=TIMEOUT_SECONDS)

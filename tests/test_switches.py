@@ -610,6 +610,23 @@ def asked_checkpoint(case: Case) -> Any:
     return asked
 
 
+def steps_traced(case: Case) -> Any:
+    run(case)
+    return sorted(path.name for path in Path(str(case.config.run_dir), "profile").glob("*"))
+
+
+def memory_history(case: Case) -> Any:
+    """Whether a worker on a GPU asks torch for it."""
+    memory = mock.Mock()
+    with (
+        mock.patch.object(torch.cuda, "memory", memory),
+        mock.patch.object(torch.cuda, "set_device"),
+        mock.patch.object(torch._C, "_cuda_attach_out_of_memory_observer", create=True),
+    ):
+        worker.prepare_gpu(case.config, Path("here"), 0, "cuda:0")
+    return memory._record_memory_history.called
+
+
 def early_stopping(case: Case) -> Any:
     """What it compares, and how long it waits."""
     hook = build_selection(case.config, {}, open_datasets(case.config), mock.Mock())
@@ -690,7 +707,7 @@ def process_group(case: Case) -> Any:
     """What init_process_group is given, on GPUs too; no group is opened."""
     with contextlib.ExitStack() as stack:
         opened = stack.enter_context(mock.patch.object(dist, "init_process_group"))
-        unwanted = [(dist, "barrier"), (dist, "destroy_process_group"), (gc, "collect"), (torch.cuda, "set_device")]
+        unwanted = [(dist, "barrier"), (dist, "destroy_process_group"), (gc, "collect"), (worker, "prepare_gpu")]
         unwanted += [(worker.Run, "execute"), (worker, "start_logging"), (worker.heartbeat, "show_stacks")]
         for owner, name in unwanted:
             stack.enter_context(mock.patch.object(owner, name))
@@ -770,6 +787,8 @@ ROWS: dict[str, Row] = {
     "train.evaluate_every_epochs": Row("train.evaluate_every_epochs=2", run, SMALL),
     "train.ema_decay": Row("train.ema_decay=0.9", run, SMALL),
     "train.ema_warmup": Row("train.ema_warmup=true", run, f"{SMALL} train.ema_decay=0.9"),
+    "train.profile_steps": Row("train.profile_steps=2:3", steps_traced, SMALL),
+    "train.memory_history": Row("train.memory_history=true", memory_history, machine=GPU),
     "train.early_stopping.patience": Row("train.early_stopping.patience=2", early_stopping),
     "train.early_stopping.metric": Row(
         "train.early_stopping.metric=test.accuracy", early_stopping, "train.early_stopping.patience=2"

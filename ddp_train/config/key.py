@@ -24,7 +24,7 @@ def key(default: Any, meaning: str, **rules: Any) -> Any:
 
     Rules: `at_least`, `above`, `at_most`, `below` (numbers; of a list, each item), `choices` (all values allowed),
     `literals` (strings allowed beside numbers or booleans, "auto" for example), `may_be_range` (two numbers, as 2:8),
-    `may_be_empty` and `is_path` (strings). `example` is a value, for messages.
+    `is_span`, `may_be_empty` and `is_path` (strings). `example` is a value, for messages.
     """
     metadata = {"meaning": meaning, **rules}
     if isinstance(default, list | dict):
@@ -42,6 +42,8 @@ def broken_rule(value: Any, rules: Any) -> str:
             return f"must be one of {', '.join(allowed)}{did_you_mean(value, list(allowed))}"
         if rules.get("may_be_range") and ":" in value:
             return _broken_range(value)
+        if rules.get("is_span") and (not (span := range_of(value)) or not 2 <= span.low <= (span.high or 0)):
+            return "must be FIRST:LAST, two numbers from 2 on, as 100:105 (in a YAML file in quotes)"
         if "literals" in rules and value not in rules["literals"]:
             kind = "a whole number" if "at_least" in rules else "true, false"
             return f"must be {kind} or {' or '.join(rules['literals'])}"

@@ -107,6 +107,10 @@ class TrainConfig:
         None, "decay of an exponential moving average of the weights, which is scored too; null: none", above=0, below=1
     )
     ema_warmup: bool = key(False, "after n updates of the average, a decay of at most (1 + n) / (10 + n)")
+    profile_steps: str | None = key(
+        None, "FIRST:LAST, optimizer steps to trace with torch's profiler, in run_dir/profile; null: none", is_span=True
+    )
+    memory_history: bool = key(False, "keep who allocated which GPU memory, for the snapshot at an out-of-memory error")
     early_stopping: EarlyStoppingConfig = field(default_factory=EarlyStoppingConfig)
 
 

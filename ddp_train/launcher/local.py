@@ -312,7 +312,7 @@ class Attempt:
         """Reports the rank that blocks the run, to the user and in that rank's log. Returns the exit code."""
         hang = detector.diagnose(self.run_dir)
         detail = f"no progress for {hang.seconds:.1f} s (launch.timeout_seconds={self.config.launch.timeout_seconds:g})"
-        detail += "".join(f"; {known}" for known in (hang.reason, hang.others) if known)
+        detail += "".join(f"; {known}" for known in (hang.reason, hang.others, hang.called) if known)
         log_file = self._log_file(hang.rank)
         failure = failure_report.Failure(
             kind=HangError.kind,

@@ -15,14 +15,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from ddp_train.distributed import process_group
+from ddp_train.distributed import flight_record, process_group
 from ddp_train.distributed.environment import status_descriptor, threads_asked
 from ddp_train.distributed.world import World
 from ddp_train.errors import WriteError
 from ddp_train.own_loop.run import Run
 from ddp_train.own_loop.settings import Settings, in_words, is_interactive
 from ddp_train.own_loop.steps import Steps, StoppedError
-from ddp_train.resilience import failure_report, heartbeat, peer_check, run_lock
+from ddp_train.performance.memory_snapshot import snapshot_file, take_when_out_of_memory
+from ddp_train.resilience import collectives, failure_report, heartbeat, peer_check, run_lock
 from ddp_train.resilience.heartbeat import RankStatus, StatusBoard
 from ddp_train.resilience.preemption import INTERRUPTED, SAVED, StopController, exit_code, stop_signals
 from ddp_train.resilience.stdio import tolerate_closed_streams
@@ -63,7 +64,7 @@ def joined(settings: Settings, world: World, alone: bool) -> Iterator[Run]:
                 heartbeat.show_stacks(settings.run_dir, world.rank)
                 status.keep_beating()
             device = world.device(settings.device)
-            _prepare(settings, device, is_ours=board is not None)
+            _prepare(settings, world, device, is_ours=board is not None)
             group = contextlib.nullcontext()
             if world.size > 1:
                 store = process_group.open_store(world, JOIN_SECONDS)
@@ -78,6 +79,7 @@ def joined(settings: Settings, world: World, alone: bool) -> Iterator[Run]:
             run = Run(steps)
             status.phase = "build"
             group.__enter__()
+            status.on_hang = lambda: flight_record.write(collectives.record_file(settings.run_dir, world.rank))
             is_stopped = False
             with _same_handlers_after():
                 clone = store.clone() if store else None
@@ -158,12 +160,13 @@ def _open_logs(log_file: Path, world: World, stack: contextlib.ExitStack) -> Non
         redirect_streams(log_file)
 
 
-def _prepare(settings: Settings, device: str, is_ours: bool) -> None:
+def _prepare(settings: Settings, world: World, device: str, is_ours: bool) -> None:
     """Threads, device and seeds. is_ours: started by our launcher, which decides the number of threads."""
     if is_ours and (threads := threads_asked()):
         torch.set_num_threads(threads)  # a forked process has imported torch with one
     if device.startswith("cuda"):
         torch.cuda.set_device(device)
+        take_when_out_of_memory(snapshot_file(settings.run_dir, world.rank), history=False)
     torch.manual_seed(settings.seed)
     np.random.seed(settings.seed & 0xFFFFFFFF)
     random.seed(settings.seed)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ddp_train.linux import signal_main_thread, state_of
+from ddp_train.resilience import collectives
 from ddp_train.resilience.heartbeat import START_SECONDS, StatusBoard, StatusSnapshot, stack_file
 
 LOOK_SECONDS = 0.1
@@ -19,6 +20,8 @@ STALE_SECONDS = 2.0
 """A rank whose beats stop for so long, while others beat, is stalled: ten times the interval between beats."""
 STACK_SECONDS = 1.0
 """How long the workers have to write their stacks."""
+RECORD_SECONDS = 1.0
+"""How long they have to write which collectives they called."""
 WINDOW_SECONDS = 10.0
 WORK = ("data", "forward")
 """Phases in which a rank does not wait for others. In backward (on a GPU, the optimizer step) all wait for the last."""
@@ -40,6 +43,8 @@ class Hang:
     """What is known besides step and phase; may be empty."""
     others: str
     """Phase and step of the other ranks."""
+    called: str
+    """Where the collectives of the ranks part; may be empty."""
     stack: list[str]
     """Of the culprit's working thread, most recent call last; empty if it wrote none."""
 
@@ -138,11 +143,25 @@ class HangDetector:
         """Finds the culprit and its stack. Continues stopped processes: call it only before all workers are ended."""
         now = time.monotonic()
         states = [state_of(pid) for pid in self.pids]
+        for rank, status in enumerate(self.board.ranks):
+            collectives.record_file(run_dir, rank).unlink(missing_ok=True)  # of an attempt before
+            status.is_examined = 1
         stacks = self._stacks(run_dir)
         rank, reason = self._culprit(now, states, stacks)
         culprit = self.observed[rank]
         others = [f"rank {other} in {seen.snapshot.where}" for other, seen in enumerate(self.observed) if other != rank]
-        return Hang(rank, culprit.snapshot, now - culprit.progress_at, reason, ", ".join(others), stacks[rank])
+        seconds, called = now - culprit.progress_at, self._calls(run_dir)
+        return Hang(rank, culprit.snapshot, seconds, reason, ", ".join(others), called, stacks[rank])
+
+    def _calls(self, run_dir: Path) -> str:
+        """Where the collectives of the ranks part; of those that tell within RECORD_SECONDS."""
+        ranks = [rank for rank, seen in enumerate(self.observed) if seen.snapshot.beats and self._is_alive(rank)]
+        files = [collectives.record_file(run_dir, rank) for rank in ranks]
+        deadline = time.monotonic() + RECORD_SECONDS
+        while time.monotonic() < deadline and not all(file.exists() for file in files):
+            time.sleep(0.05)
+        found = {rank: collectives.calls_of(run_dir, rank) for rank in ranks}
+        return collectives.compare({rank: calls for rank, calls in found.items() if calls is not None})
 
     def _culprit(self, now: float, states: list[str], stacks: list[list[str]]) -> tuple[int, str]:
         """The rank that blocks the others, and the reason. In this order: a process that the kernel reports as stopped;

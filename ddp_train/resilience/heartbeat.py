@@ -32,7 +32,7 @@ END = "end"
 """The phase of a worker that has completed its work."""
 PHASES = (
     *("start", "data set", "build", "record", "evaluation data", "evaluation forward", "evaluation end"),
-    *("hook", "checkpoint", "sample", "unfreeze", "data", "forward", "backward", "optimizer step", END),
+    *("hook", "checkpoint", "sample", "unfreeze", "profile", "data", "forward", "backward", "optimizer step", END),
 )
 """In the order in which they follow a completed step: of ranks at the same step, the one in the earliest phase is
 furthest behind."""
@@ -72,7 +72,7 @@ class RankStatus(ctypes.Structure):
         (name, ctypes.c_int64)
         for name in (
             *("beats", "step", "batches", "resident_bytes", "saving", "_phase", "_leaves_with", "has_told"),
-            *("state", "order", "acted", "heeds_stop", "goes_on", "is_done"),
+            *("state", "order", "acted", "heeds_stop", "goes_on", "is_done", "is_examined"),
         )
     )
     step: int
@@ -97,6 +97,10 @@ class RankStatus(ctypes.Structure):
     """1 once the launcher stops all ranks only to start another number of them; it sets it before it sends a signal."""
     is_done: int
     """1 once the run is over for this worker, and what it does is code of the user's that follows a session."""
+    is_examined: int
+    """1 once the launcher has found that the run hangs, and wants to know what this worker has called."""
+    on_hang: Callable[[], None] | None = None
+    """Is called once, by the thread that beats, when the launcher has found a hang. Not shared with the launcher."""
     on_stop: Callable[[], None] | None = None
     """Is called once, by the thread that beats, when the launcher has ordered a stop. Not shared with the launcher."""
     fetching: Sequence[Any] = ()
@@ -148,15 +152,19 @@ class RankStatus(ctypes.Structure):
             never = threading.Event()
             while not never.wait(BEAT_SECONDS):
                 self.beat()
-                self._heed_stop()
+                self._heed_launcher()
 
         self.beat()
         threading.Thread(target=run, name="heartbeat", daemon=True).start()
 
-    def _heed_stop(self) -> None:
+    def _heed_launcher(self) -> None:
         if self.order and self.on_stop:
             on_stop, self.on_stop = self.on_stop, None
             on_stop()
+        if self.is_examined and self.on_hang:
+            on_hang, self.on_hang = self.on_hang, None
+            with contextlib.suppress(OSError):  # a full disk: the diagnosis does without
+                on_hang()
 
 
 class StatusBoard:

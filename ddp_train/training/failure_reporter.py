@@ -13,6 +13,7 @@ from ddp_train.distributed.environment import write_reported, write_torchrun_err
 from ddp_train.distributed.process_group import Store
 from ddp_train.distributed.world import World
 from ddp_train.errors import LaunchError
+from ddp_train.performance.memory_snapshot import VIEWER, snapshot_file
 from ddp_train.resilience import failure_report, peer_check
 from ddp_train.resilience.heartbeat import RankStatus, StatusBoard
 from ddp_train.resilience.stdio import TolerantStream
@@ -58,6 +59,9 @@ class FailureReporter:
             return LaunchError.exit_code
         sizes = board.sizes() if board else f"rank {rank} {status.resident_bytes / 2**30:.2f} GiB"
         failure = failure_report.failure_from(error, rank, status, self.log_file, sizes)
+        snapshot = snapshot_file(self.run_dir, rank)
+        if failure.kind == "oom" and snapshot.exists():
+            failure = replace(failure, detail=f"{failure.detail}; the GPU's memory then: {snapshot} (see {VIEWER})")
         if peer_error and store and not board:
             failure = peer_check.attribute_failure(failure, error, store, self.world)
         failure = replace(failure, detail=self.words(failure.detail), remedy=self.words(failure.remedy))

@@ -45,6 +45,7 @@ from ddp_train.training.own_hooks import OwnHooks
 from ddp_train.training.own_state import OnDevice, Published
 from ddp_train.training.phases import ReportedHook, ReportedStepper
 from ddp_train.training.plan_report import plan_rows, selects_by_test
+from ddp_train.training.profile_hook import profile_hooks
 from ddp_train.training.resize_hook import ResizeHook
 from ddp_train.training.summary import Scores
 from ddp_train.training.summary import write as write_summary
@@ -160,6 +161,9 @@ class Run(RunContext):
         if write and self.world.is_leader:
             sample = SampleHook(write, self.display, self.run_dir / SAMPLE)
             job.hooks = [*job.hooks, ReportedHook(sample, self.status, "sample")]
+        path = self.run_dir / "profile" / f"rank_{self.world.rank}"
+        traced = profile_hooks(config.train.profile_steps, job, path, device, self.display)
+        job.hooks = [*job.hooks, *(ReportedHook(hook, self.status, "profile") for hook in traced)]
         just_in_time = self.just_in_time(job, save)
         if lost := lost_rank():
             job.hooks = [*job.hooks, RecoveryHook(record, lost, first_step)]

@@ -18,13 +18,15 @@ from ddp_train.config.auto import described
 from ddp_train.config.freeze import FILE, load_frozen
 from ddp_train.config.program import import_from_working_folder
 from ddp_train.config.schema import Config
+from ddp_train.distributed import flight_record
 from ddp_train.distributed.environment import launcher_pid, status_descriptor, world_from_environment, write_exit_code
 from ddp_train.distributed.preflight import agree
 from ddp_train.distributed.process_group import Store, open_store, session, share_config
 from ddp_train.distributed.world import World
 from ddp_train.errors import LaunchError, NonFiniteLossError, PeerError, WriteError
 from ddp_train.linux import end_with_parent
-from ddp_train.resilience import heartbeat, peer_check
+from ddp_train.performance.memory_snapshot import snapshot_file, take_when_out_of_memory
+from ddp_train.resilience import collectives, heartbeat, peer_check
 from ddp_train.resilience.heartbeat import RankStatus, StatusBoard
 from ddp_train.resilience.preemption import SAVED
 from ddp_train.resilience.stdio import tolerate_closed_streams
@@ -91,13 +93,14 @@ def run(config: Config, world: World, get_store: Callable[[], Store]) -> int:
         status.keep_beating()
         device = world.device(config.device)
         if config.device == "cuda":
-            torch.cuda.set_device(device)
+            prepare_gpu(config, run_dir, world.rank, device)
         if config.strategy.has_process_group:
             store = get_store()
             peer_check.register(store, world)
         timeout = watched_timeout(config.launch.timeout_seconds) if board else config.launch.timeout_seconds
         backend = config.launch.backend
         with session(world, device, backend, store, timeout) if store else contextlib.nullcontext():
+            status.on_hang = lambda: flight_record.write(collectives.record_file(run_dir, world.rank))
             display = Display(world.is_leader)
             completed = Run(config, world, device, status, display, store, leave_by_itself, board).execute()
             status.phase = heartbeat.END
@@ -120,6 +123,11 @@ def open_logs(run_dir: Path, log_file: Path, world: World) -> None:
         logging.getLogger().addHandler(logging.NullHandler())  # the report says it all
         remedy = "free space, or give permission to write there, and start the same command again"
         raise WriteError(f"the logs in {log_file.parent} cannot be written: {error.strerror}", remedy) from error
+
+
+def prepare_gpu(config: Config, run_dir: Path, rank: int, device: str) -> None:
+    torch.cuda.set_device(device)
+    take_when_out_of_memory(snapshot_file(run_dir, rank), config.train.memory_history)
 
 
 def watched_timeout(timeout_seconds: float) -> float:
