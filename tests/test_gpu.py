@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import math
+import os
+import pickle
 import random
+import re
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -29,10 +36,17 @@ from ddp_train.tasks.builtin import Segmentation
 from ddp_train.telemetry.hardware_monitor import hardware_monitor_for
 from ddp_train.training.loop import Job, evaluate, train
 from tests import lost_gpus
+from tests.commands import ONE, ROOT, environment, metrics, read, run, running, wait_until
 from tests.jobs import config_of, datasets_of, job_of, largest_difference, loader_of
+from tests.lost_ranks import ranks_of
 from tests.ranks import on_ranks
+from tests.test_hangs import WAYWARD
+from tests.test_resize import WORDS, ask, assert_close, slow_net
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: torch.cuda.is_available() is false")
+
+VISIBLE = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(torch.cuda.device_count())))}
+"""For commands, from which tests/commands.py hides all GPUs."""
 
 CASES: dict[str, dict[str, Any]] = {
     "sgd": {"optimizer": {"name": "sgd"}},
@@ -284,3 +298,117 @@ def test_a_rank_that_dies_costs_no_step(name: str, tmp_path: Path) -> None:
     expected = lost_gpus.ended(tmp_path / "reference", 2, lost_gpus.CASES[name], 0, random.Random(0))
     found = lost_gpus.ended(tmp_path / "killed", 2, lost_gpus.CASES[name], 1, random.Random(1))
     assert lost_gpus.compared(found, expected) == "" and found["summary"]["steps_redone"] == 0, found["said"]
+
+
+# --- what a run says when it is out of memory, hangs or is traced -----------------------------------------------------
+
+
+class Greedy(nn.Module):
+    """More than a GPU has, in the second training step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(64, 10), 0
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.calls += self.training
+        if self.calls > 1:
+            torch.empty(2**40, device="cuda")
+        return self.layer(images.flatten(1))
+
+
+@pytest.mark.parametrize("history", [False, True])
+def test_a_gpu_that_is_out_of_memory_leaves_a_snapshot(history: bool, tmp_path: Path) -> None:
+    words = [f"model._target_={__name__}.Greedy", "trusted_modules=[tests]", ONE, "tuning.cuda_graph=false"]
+    done = run(*words, f"train.memory_history={str(history).lower()}", f"run_dir={tmp_path}/run", env=VISIBLE)
+    failure, snapshot = read(tmp_path / "run", "failure.json"), tmp_path / "run/memory/rank_0.pickle"
+    assert (done.returncode, failure["kind"]) == (70, "oom"), done.stderr
+    assert f"the GPU's memory then: {snapshot} (see https://pytorch.org/memory_viz)" in failure["detail"]
+    found = pickle.loads(snapshot.read_bytes())
+    assert found["segments"] and sum(map(len, found["device_traces"])) == 0 if not history else True
+    if history:
+        frames = [frame["name"] for one in found["device_traces"][0] for frame in one["frames"]]
+        assert "forward" in frames and found["device_traces"][0][-1]["action"] in ("oom", "snapshot")
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_trace_has_the_kernels_of_its_steps(captured: bool, tmp_path: Path) -> None:
+    words = ["model=mlp", ONE, f"tuning.cuda_graph={str(captured).lower()}", "train.max_steps=40"]
+    done = run(*words, "train.profile_steps=30:32", f"run_dir={tmp_path}/run", env=VISIBLE)
+    assert done.returncode == 0, done.stderr
+    events = json.loads(gzip.decompress((tmp_path / "run/profile/rank_0.json.gz").read_bytes()))["traceEvents"]
+    assert {event["name"] for event in events if str(event.get("name")).startswith("step ")} >= {
+        "step 30", "step 31", "step 32",
+    }  # fmt: skip
+    assert sum(event.get("cat") == "kernel" for event in events) >= 15
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_rank_that_hangs_before_an_exchange_over_nccl_is_named_with_it(tmp_path: Path) -> None:
+    (tmp_path / "wayward.py").write_text(WAYWARD)
+    words = ["model._target_=wayward.Net", "data._target_=wayward.Rows", "trusted_modules=[wayward]"]
+    words += ["+model.how=sleep", "+model.where=all-reduce", "+model.step=4", "launch.nproc_per_node=2"]
+    words += ["tuning.num_workers=0", "tuning.cuda_graph=false", "launch.timeout_seconds=6"]
+    done = run(*words, f"run_dir={tmp_path}/run", env={"PYTHONPATH": str(tmp_path), **VISIBLE})
+    failure = read(tmp_path / "run", "failure.json")
+    assert (done.returncode, failure["kind"], failure["rank"]) == (71, "hang", 1), done.stderr
+    assert re.search(r"; rank 0 called \S+ of .*\(collective \d+\), rank 1 did not$", failure["detail"]), failure
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_gpus_go_and_come_back_and_nothing_but_the_speed_changes(tmp_path: Path) -> None:
+    """As asked for, and since one fails again and again."""
+    env, place, gone = slow_net(tmp_path) | VISIBLE, tmp_path / "run", tmp_path / "gone"
+    words = (*WORDS, "train.epochs=40", "launch.max_restarts=1", "launch.threads_per_process=1")
+    with running(tmp_path / "calm", *words, "launch.nproc_per_node=2", "+model.delay=0", env=env) as calm:
+        assert calm.end() == 0, calm.said()
+    more = ("launch.nproc_per_node=1:2", "+model.rank=1", f"+model.gone={gone}")
+    with running(place, *words, *more, env=env) as job:
+        job.wait_for_step()
+        ask(job, 1)
+        assert len(ranks_of(job)) == 1
+        ask(job, 2)
+        gone.touch()
+        os.kill(ranks_of(job)[1], signal.SIGKILL)
+        wait_until(lambda: len(read_changes(place)) == 3, "change", seconds=60)
+        gone.unlink()
+        ask(job, 2)
+        assert job.end() == 0, job.said()
+    assert_close(place, tmp_path / "calm")
+    summary = read(place, "summary.json")
+    print("resizes", summary["resizes"], "recoveries", summary["recoveries"])
+    assert [(one["from"], one["to"]) for one in summary["resizes"]] == [(2, 1), (1, 2), (2, 1), (1, 2)]
+    assert summary["steps_redone"] == 0 and summary["world_size"] == 2
+
+
+def read_changes(place: Path) -> list[Any]:
+    return [line for line in metrics(place) if line["kind"] == "resize"]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_session_learns_on_two_gpus_as_on_one_and_on_the_cpu(tmp_path: Path) -> None:
+    said = {}
+    for name, env in {
+        "two": {"DDP_TRAIN_PROCESSES": "2", **VISIBLE},
+        "one": {"DDP_TRAIN_PROCESSES": "1", **VISIBLE},
+        "cpu": {"DDP_TRAIN_PROCESSES": "1"},
+    }.items():
+        (tmp_path / name).mkdir()
+        command = [sys.executable, str(ROOT / "examples/own_loop_after.py")]
+        done = subprocess.run(
+            command,
+            cwd=tmp_path / name,
+            env=environment({**env, "PYTHONPATH": str(ROOT)}),
+            text=True,
+            capture_output=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+        said[name] = [int(word) for word in re.findall(r": (\d+) of 297", done.stdout)]
+    assert all(len(right) == 10 and min(right[-3:]) >= 270 for right in said.values()), said
+
+
+def test_a_job_is_proved_on_a_host_with_gpus(tmp_path: Path) -> None:
+    done = run("mode=prove", "model=cnn", "model.channels=4", f"run_dir={tmp_path}/proof", env=VISIBLE)
+    assert done.returncode == 0, done.stdout + done.stderr
+    print(done.stdout)
