@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     from ddp_train.own_loop.start import session
     from ddp_train.parallel.sync_batch_norm import synchronised
     from ddp_train.tasks.task import Task
-    from ddp_train.training.checkpoint import load_checkpoint, save_checkpoint
+    from ddp_train.training.checkpoint import save_checkpoint
     from ddp_train.training.from_python import Result, RunFailedError, run
     from ddp_train.training.load import load
+    from ddp_train.training.saved import load_checkpoint
 
 __version__ = "0.1.0"
 __all__ = [
@@ -48,7 +49,8 @@ _PLACES = {
     "ExactSampler": "ddp_train.data.exact_sampler",
     "synchronised": "ddp_train.parallel.sync_batch_norm",
     **dict.fromkeys(("Lars", "Lamb"), "ddp_train.optim.lars_lamb"),
-    **dict.fromkeys(("save_checkpoint", "load_checkpoint"), "ddp_train.training.checkpoint"),
+    "save_checkpoint": "ddp_train.training.checkpoint",
+    "load_checkpoint": "ddp_train.training.saved",
     **dict.fromkeys(("run", "Result", "RunFailedError"), "ddp_train.training.from_python"),
 }
 

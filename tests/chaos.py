@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from ddp_train.training.checkpoint import load_training
+from ddp_train.training.saved import load_training
 from tests.commands import Running, checkpoints, processes_of, running, wait_until, weights
 
 SAMPLES, BATCH, EPOCHS, ACCUMULATION = 210, 48, 8, 2

@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from ddp_train.errors import ConfigError
 from ddp_train.launcher.resize import resize
 from ddp_train.resilience.checkpoint_files import MANIFEST, digest_of, places, read_manifest
-from ddp_train.training.checkpoint import _defect, _digest
+from ddp_train.training.saved import defect_of, sha256_of
 from tests import fuzz_code
 from tests.commands import Running, hear_signals, processes_of, server_of
 from tests.lost_ranks import board_of, ranks_of
@@ -416,7 +416,7 @@ def spoil_newest(stage: Stage) -> None:
         manifest = read_manifest(newest)
         weights[stage.draw.choice(sorted(manifest["trained"]))].view(-1)[0] = float("nan")
         save_file(weights, model)
-        manifest["files"]["model.safetensors"] = {"bytes": model.stat().st_size, "sha256": _digest(model)}
+        manifest["files"]["model.safetensors"] = {"bytes": model.stat().st_size, "sha256": sha256_of(model)}
         (newest / MANIFEST).write_text(json.dumps({**manifest, "sha256": digest_of(manifest)}))
         stage.say(f"NaN in {newest.name}")
 
@@ -438,7 +438,7 @@ def leave_strays(stage: Stage) -> None:
 
 
 def valid_checkpoints(run_dir: Path) -> list[Path]:
-    return [place for place in places(run_dir) if _defect(place) is None and _is_finite(place)]
+    return [place for place in places(run_dir) if defect_of(place) is None and _is_finite(place)]
 
 
 def _is_finite(place: Path) -> bool:

@@ -25,7 +25,7 @@ ROOMS = """
 LINES = {
     "errors": 75, "text": 40, "linux": 95, "tensor_tree": 25,
     "distributed": 710, "resilience": 1010, "config": 3265, "launcher": 1580, "data": 2090, "models": 370,
-    "telemetry": 760, "tasks": 920, "optim": 740, "parallel": 320, "performance": 330, "training": 3325,
+    "telemetry": 760, "tasks": 920, "optim": 740, "parallel": 320, "performance": 330, "training": 3340,
     "own_loop": 1005, "study": 2460, "doctor": 1600, "prove": 1520, "testing": 25, "__main__": 120,
 }  # fmt: skip
 """The most lines of code that each room may hold: not blank, no comment, no docstring. No file is left out."""
@@ -146,7 +146,7 @@ def test_a_first_sitting_is_short() -> None:
     read = [PACKAGE / f"{name}.py" for name in FIRST_SITTING]
     lines = {path.stem: code_lines(path) for path in read}
     print(lines, sum(lines.values()))
-    assert len(read) <= 21 and sum(lines.values()) <= 2660
+    assert len(read) <= 21 and sum(lines.values()) <= 2600
 
 
 @pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(PACKAGE)))

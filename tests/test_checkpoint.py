@@ -23,8 +23,9 @@ from ddp_train.errors import DataError, WriteError
 from ddp_train.resilience.checkpoint_files import digest_of
 from ddp_train.resilience.restart_policy import RestartPolicy
 from ddp_train.tensor_tree import map_tensors
-from ddp_train.training import checkpoint, summary
-from ddp_train.training.checkpoint import Snapshot, Writer, copy_of, find, load_model, load_training, write
+from ddp_train.training import checkpoint, saved, summary
+from ddp_train.training.checkpoint import Snapshot, Writer, copy_of, write
+from ddp_train.training.saved import find, load_model, load_training
 from ddp_train.training.selection import Selection
 
 
@@ -47,7 +48,7 @@ def test_what_is_written_comes_back(tmp_path: Path) -> None:
     load_model(path, model)
     assert torch.equal(model.weight, one.model["weight"])
     assert load_training(path)["optimizer"]["state"][0]["step"] == 7
-    manifest = checkpoint.read_manifest(path)
+    manifest = saved.read_manifest(path)
     assert (manifest["step"], manifest["answer"]) == (7, 42)
 
 
@@ -209,7 +210,7 @@ def test_a_newer_one_is_verified_before_an_older_one_goes(tmp_path: Path, monkey
 
     def spoiling(run_dir: Path, snapshot: Snapshot, *more: Any) -> Path:
         path = whole(run_dir, snapshot, *more)
-        (path / checkpoint.MODEL).write_bytes(b"\0" * (path / checkpoint.MODEL).stat().st_size)
+        (path / saved.MODEL).write_bytes(b"\0" * (path / saved.MODEL).stat().st_size)
         return path
 
     monkeypatch.setattr(checkpoint, "write", spoiling)
@@ -312,14 +313,11 @@ def test_a_pickle_with_code_is_not_run(tmp_path: Path, caplog: pytest.LogCapture
         def __reduce__(self) -> tuple[Any, ...]:
             return (Path.touch, (tmp_path / "ran",))
 
-    torch.save({"optimizer": Evil()}, path / checkpoint.TRAINING)
+    torch.save({"optimizer": Evil()}, path / saved.TRAINING)
     manifest = json.loads((path / checkpoint.MANIFEST).read_text())
     manifest.pop("sha256")  # somebody who can write there can make the digests fit
-    content = (path / checkpoint.TRAINING).read_bytes()
-    manifest["files"][checkpoint.TRAINING] = {
-        "bytes": len(content),
-        "sha256": checkpoint._digest(path / checkpoint.TRAINING),
-    }
+    content = (path / saved.TRAINING).read_bytes()
+    manifest["files"][saved.TRAINING] = {"bytes": len(content), "sha256": saved.sha256_of(path / saved.TRAINING)}
     manifest["sha256"] = digest_of(manifest)
     (path / checkpoint.MANIFEST).write_text(json.dumps(manifest))
     assert find("auto", tmp_path) == older

@@ -19,8 +19,8 @@ from ddp_train.distributed.world import World
 from ddp_train.errors import NonFiniteLossError
 from ddp_train.parallel.ordered_reduction import OrderedReduction, Tree
 from ddp_train.tasks.task import ModelWithTask, Task
-from ddp_train.training.checkpoint import load_training
 from ddp_train.training.loop import Job, evaluate, fit
+from ddp_train.training.saved import load_training
 from tests.commands import checkpoints, run, weights
 from tests.jobs import config_of, job_of, table
 from tests.ranks import on_ranks

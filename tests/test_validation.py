@@ -30,8 +30,9 @@ from ddp_train.errors import ConfigError, DataError
 from ddp_train.launcher import sweep
 from ddp_train.launcher.sweep import Trials, _outcome
 from ddp_train.tasks.builtin import TASKS
-from ddp_train.training.checkpoint import Writer, described, find
+from ddp_train.training.checkpoint import Writer
 from ddp_train.training.open_data import open_datasets
+from ddp_train.training.saved import described, find
 from ddp_train.training.selection import Best, Selection
 from tests.commands import ONE, PROGRAM, ROOT, SMALL, THREE, checkpoints, read, run, weights
 from tests.commands import metrics as lines_of

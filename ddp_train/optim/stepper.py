@@ -132,11 +132,12 @@ class Stepper:
         """From the gradients to new weights: check, clip, step. No gradients are left."""
         if self.scaled:
             self.scaler.unscale_(self.optimizer)
+        limit, self.norm = self.max_grad_norm, None
         if self.divisor:
-            self._divide_gradients(self.divisor())
+            self._divide_gradients(self.divisor(), limit)
             self.divisor = None
-        limit = self.max_grad_norm
-        self.norm = None if limit is None else nn.utils.clip_grad_norm_(self.parameters, limit)
+        elif limit is not None:
+            self.norm = nn.utils.clip_grad_norm_(self.parameters, limit)
         allowed = self.check_finite.allows(self.steps_done, self.norm)
         if self.scaled:
             self.scaler.step(self.optimizer)
@@ -151,10 +152,14 @@ class Stepper:
         for parameter in self.parameters:  # as optimizer.zero_grad(), which takes 20 us for four parameters, and this 1
             parameter.grad = None
 
-    def _divide_gradients(self, units: Tensor) -> None:
-        """Makes gradients of sums those of means. A global batch without units leaves zeros."""
+    def _divide_gradients(self, units: Tensor, limit: float | None) -> None:
+        """Makes gradients of sums those of means, and clips them to the norm `limit`, in one pass over them. A global
+        batch without units leaves zeros."""
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         factor = torch.where(units == 0, 0.0, 1 / units)
+        if limit is not None:  # as clip_grad_norm_
+            self.norm = nn.utils.get_total_norm(gradients) * factor.to(gradients[0].dtype)
+            factor = factor * (limit / (self.norm + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(  # pyright: ignore[reportPrivateImportUsage]
             gradients, factor.to(gradients[0].dtype)
         )

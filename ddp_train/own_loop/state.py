@@ -22,7 +22,7 @@ from ddp_train.resilience.checkpoint_files import read_manifest
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.tensor_tree import map_tensors
 from ddp_train.text import counted, first_line
-from ddp_train.training import checkpoint
+from ddp_train.training import saved
 from ddp_train.training.checkpoint import Snapshot, Writer, copy_of
 
 
@@ -63,12 +63,12 @@ class State:
     def restore(self, device: str, rank: int, processes: int) -> Position:
         """From the newest checkpoint that is whole; from the beginning if there is none. Raises DataError if it is of
         other objects."""
-        found = checkpoint.find("auto", self.run_dir)
+        found = saved.find("auto", self.run_dir)
         step = read_manifest(found)["step"] if found else -1
         same_everywhere(step, device, "the step of the newest checkpoint")
         if found is None:
             return Position()
-        training = checkpoint.load_training(found)
+        training = saved.load_training(found)
         position, then = Position(**training["position"]), training["objects"]
         if differing := sorted({*then} ^ {*self.others}):
             raise DataError(
@@ -76,7 +76,7 @@ class State:
                 f"{', '.join(sorted(self.others)) or 'nothing'}; they differ in {', '.join(differing)}",
                 "give run.resume what it got when that was saved, or start over in another run_dir",
             )
-        checkpoint.load_model(found, self.model.module)
+        saved.load_model(found, self.model.module)
         if len(training["buffers"]) == processes > 1:
             set_buffers(self.model.module, training["buffers"][rank])
         for name, holder in self.others.items():

@@ -16,7 +16,8 @@ from ddp_train.tasks.score import Score
 from ddp_train.tasks.task import ModelWithTask
 from ddp_train.tensor_tree import map_tensors
 from ddp_train.text import OF_AVERAGE
-from ddp_train.training import checkpoint
+from ddp_train.training import saved
+from ddp_train.training.checkpoint import copy_of
 from ddp_train.training.loop import Evaluation, evaluate
 
 STATE = "average"
@@ -35,17 +36,17 @@ def scored(evaluation: Evaluation, average: WeightAverage | None) -> Score | Non
 
 def scored_checkpoint(path: Path, evaluation: Evaluation) -> Score | None:
     """The score of a checkpoint, which is loaded, and of its average if it has one. None if one was stopped."""
-    checkpoint.load_model(path, evaluation.module.model)
+    saved.load_model(path, evaluation.module.model)
     score = evaluate(evaluation)
     if score is None or not has_average(path):
         return score
-    checkpoint.load_model(path, evaluation.module.model, checkpoint.AVERAGE)
+    saved.load_model(path, evaluation.module.model, saved.AVERAGE)
     return _joined(score, evaluate(evaluation))
 
 
 def has_average(path: Path) -> bool:
     """Whether a checkpoint has an average. By its manifest: a file server may show a file to some ranks only later."""
-    return checkpoint.AVERAGE in checkpoint.read_manifest(path)["files"]
+    return saved.AVERAGE in saved.read_manifest(path)["files"]
 
 
 def _joined(score: Score, of_average: Score | None) -> Score | None:
@@ -72,7 +73,7 @@ def taken(average: WeightAverage, strategy: Strategy, module: ModelWithTask, cop
     """For a checkpoint. A collective: every process must call it. Buffers are the mean over the processes, and those
     of each process are in the second part. copies: whether this process writes; the others need no weights."""
     with average.in_model(), strategy.averaged(module) as buffers:
-        weights = map_tensors(checkpoint.copy_of, module.model.state_dict()) if copies else {}
+        weights = map_tensors(copy_of, module.model.state_dict()) if copies else {}
     return weights, {**average.state(), "buffers": buffers}
 
 
@@ -80,15 +81,15 @@ def restore(
     path: Path, training: dict[str, Any], average: WeightAverage | None, module: ModelWithTask, rank: int
 ) -> str:
     """Continues the average of a checkpoint; the model is overwritten, so it must be loaded after this. training: what
-    `checkpoint.load_training` returned. Returns what the user should know, "" if nothing."""
+    `saved.load_training` returned. Returns what the user should know, "" if nothing."""
     state = training.get(STATE)
     if average is None:
         return f"note: {path.name} has an average of the weights, which ends here: add train.ema_decay" if state else ""
     if state is None:
-        checkpoint.load_model(path, module.model)
+        saved.load_model(path, module.model)
         average.begin()
         return f"note: {path.name} has no average of the weights: it begins with the weights after the next step"
-    checkpoint.load_model(path, module.model, checkpoint.AVERAGE)
+    saved.load_model(path, module.model, saved.AVERAGE)
     if len(state["buffers"]) == ranks() > 1:
         set_buffers(module, state["buffers"][rank])
     average.begin(state)

@@ -1,4 +1,4 @@
-"""Checkpoints: a directory per step, written aside and renamed, verified before it is trusted.
+"""Writes checkpoints: a directory per step, written aside and renamed. They are read in training/saved.py.
 
 step_00000150/
     model.safetensors    the weights under the model's own names, whatever strategy trained them
@@ -10,7 +10,6 @@ step_00000150/
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
 import math
@@ -21,25 +20,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
 
-from ddp_train.errors import DataError, OwnershipLostError, WriteError
+from ddp_train.errors import OwnershipLostError, WriteError
 from ddp_train.resilience import run_lock
 from ddp_train.resilience.checkpoint_files import MANIFEST, check_writable, digest_of, place_of, places, read_manifest
-from ddp_train.telemetry.metrics_log import last_step
 from ddp_train.tensor_tree import map_tensors, tensors
-from ddp_train.text import first_line
+from ddp_train.training.saved import AVERAGE, BEST, MODEL, TRAINING, defect_of, sha256_of
 from ddp_train.training.selection import Selection
 
-MODEL, AVERAGE, TRAINING = "model.safetensors", "ema.safetensors", "training.pt"
-BEST = "best"
-"""The link to the best checkpoint of a run, beside it."""
 log = logging.getLogger(__name__)
 
 
@@ -166,7 +160,7 @@ def write(run_dir: Path, snapshot: Snapshot, owner: dict[str, str] | None = None
                 save_file({key: tensor.cpu().contiguous() for key, tensor in weights.items()}, part / name)
                 (part / name).chmod((part / TRAINING).stat().st_mode)  # save_file makes it readable for its owner alone
         names = sorted(path.name for path in part.iterdir())
-        files = {name: {"bytes": (part / name).stat().st_size, "sha256": _digest(part / name)} for name in names}
+        files = {name: {"bytes": (part / name).stat().st_size, "sha256": sha256_of(part / name)} for name in names}
         manifest = {"step": step, **snapshot.manifest, "files": files}
         (part / MANIFEST).write_text(json.dumps({**manifest, "sha256": digest_of(manifest)}, indent=1))
         for path in (*(part / name for name in names), part / MANIFEST, part):
@@ -194,7 +188,7 @@ def write(run_dir: Path, snapshot: Snapshot, owner: dict[str, str] | None = None
 def _superseded(run_dir: Path, newest: int, keep: int, selection: Selection | None) -> list[Path]:
     """All but the newest `keep` checkpoints and the best one, which is linked. Verifies that of step `newest` first."""
     final = place_of(run_dir, newest)
-    defect = _defect(final)
+    defect = defect_of(final)
     if defect:
         raise WriteError(f"the checkpoint {final} is corrupt as soon as it is written: {defect}", "check the disk")
     # A later step than this one's was passed over when the run resumed: it goes before any that can be trusted.
@@ -230,89 +224,6 @@ def _link_best(best: Path) -> None:
         log.warning("%s cannot be linked: %s; the best checkpoint is %s", link, error, best.name)
 
 
-def find(resume: str, run_dir: Path, which: str = "last") -> Path | None:
-    """The checkpoint that a run starts from, verified; None to start from nothing.
-
-    resume: auto (the newest valid one in run_dir), never, or the path of a checkpoint or of a run. which: of a run's
-    path the `last`, the `best`, or, with `auto`, the best if the run has one. Raises DataError if a path, or a run with
-    checkpoints, holds no valid one: a run never starts over silently.
-    """
-    if resume == "never":
-        return None
-    place = run_dir if resume == "auto" else Path(resume)
-    link = place / "checkpoints" / BEST
-    if (place / MANIFEST).is_file():
-        candidates = [place.parent / place.readlink() if place.is_symlink() else place]
-    elif which == "best" or (which == "auto" and link.is_symlink()):
-        if not link.is_symlink():
-            raise DataError(
-                f"{place} has no best checkpoint: it was trained without checkpoint.best", "use checkpoint.which=last"
-            )
-        candidates = [link.parent / link.readlink()]
-    else:
-        candidates = places(place)
-    for path in candidates:
-        defect = _defect(path) or _nan(path)
-        if defect is None:
-            return path
-        log.warning("checkpoint %s is passed over: %s", path, defect)
-    if resume == "auto" and not candidates:
-        if done := last_step(run_dir):
-            log.warning("%s holds no checkpoint, and was at step %d before: it begins again at step 0", run_dir, done)
-        return None
-    if not candidates:
-        runs = sorted(manifest.parents[2] for manifest in place.glob(f"*/checkpoints/step_*/{MANIFEST}"))
-        remedy = f"name a run inside, as {runs[-1]}" if runs else "name a checkpoint, or a run that has saved one"
-        raise DataError(f"{place} holds no valid checkpoint", remedy)
-    last = "checkpoint.which=last, " if candidates[0].parent == link.parent and which != "last" else ""
-    raise DataError(
-        f"{place} holds no valid checkpoint", f"name another checkpoint.resume=PATH, or {last}checkpoint.resume=never"
-    )
-
-
-def existing(run_dir: Path, step: int) -> str | None:
-    """The path of the checkpoint of a step; None if there is none."""
-    place = place_of(run_dir, step)
-    return str(place) if place.is_dir() else None
-
-
-def described(path: Path) -> dict[str, Any]:
-    """Which checkpoint of its run it is, for people and for summary.json: its path and step, whether it is the `best`
-    or the `last`, and for the best the metric by which it is, with its value."""
-    manifest, link = read_manifest(path), path.parent / BEST
-    found: dict[str, Any] = {"path": str(path), "step": manifest["step"], "which": None, "metric": None, "value": None}
-    if link.is_symlink() and link.readlink() == Path(path.name):
-        selection = Selection(**manifest["best_by"])
-        score = manifest[selection.split]
-        metric = selection.metrics_of(score)[0]
-        found |= {"which": "best", "metric": f"{selection.split}.{metric}", "value": score[metric]}
-    elif path == next(iter(places(path.parent.parent)), path):
-        found["which"] = "last"
-    return found
-
-
-def weights_file(path: Path, average: bool) -> str:
-    """The file of the weights, or of their average. Raises DataError if there is no average."""
-    if average and AVERAGE not in read_manifest(path)["files"]:
-        raise DataError(f"{path} has no average of the weights", "train with train.ema_decay, or leave average out")
-    return AVERAGE if average else MODEL
-
-
-def load_model(path: Path, model: nn.Module, file: str = MODEL) -> None:
-    """Loads the weights. Raises DataError with the names that differ if they belong to another model. file: AVERAGE for
-    the average of the weights."""
-    weights = load_file(path / file)
-    own = model.state_dict()
-    differing = sorted(set(weights) ^ set(own)) or [name for name in own if own[name].shape != weights[name].shape]
-    if differing:
-        raise DataError(
-            f"{path} belongs to another model; it differs in {', '.join(differing[:6])}"
-            + (f" and {len(differing) - 6} more" if len(differing) > 6 else ""),
-            "use the model= and data= that it was trained with",
-        )
-    model.load_state_dict(weights)
-
-
 def save_checkpoint(
     folder: str | PathLike[str], step: int, model: dict[str, Tensor], training: dict[str, Any], keep: int = 2
 ) -> Path:
@@ -328,64 +239,6 @@ def save_checkpoint(
     writer.submit(lambda: Snapshot(step, model, training, {}))
     writer.finish()
     return place_of(Path(folder), step)
-
-
-def load_checkpoint(folder: str | PathLike[str]) -> tuple[int, dict[str, Tensor], dict[str, Any]] | None:
-    """What `save_checkpoint` was given: step, model and training, on the CPU; None if nothing was saved yet. The newest
-    that is whole: a corrupt one is passed over, with a warning. On every process alike. Raises DataError if there are
-    checkpoints, and none that can be trusted."""
-    found = find("auto", Path(folder))
-    if found is None:
-        return None
-    return read_manifest(found)["step"], load_file(found / MODEL), load_training(found)
-
-
-def load_training(path: Path) -> dict[str, Any]:
-    """The `training` of the snapshot, on the host. Raises DataError if it is not plain data: no code runs."""
-    try:
-        return torch.load(path / TRAINING, weights_only=True, map_location="cpu")
-    except UnpicklingError as error:
-        raise DataError(f"{path / TRAINING} is not plain data", "name another checkpoint.resume=PATH") from error
-
-
-def _defect(path: Path) -> str | None:
-    """Why a checkpoint cannot be trusted, or None if it can."""
-    try:
-        files = read_manifest(path).get("files", {})
-    except (OSError, ValueError) as error:
-        return f"{MANIFEST} cannot be used: {error}"
-    for name in {MODEL: 0, TRAINING: 0, **files}:
-        expected = files.get(name)
-        if not isinstance(expected, dict):
-            return f"{MANIFEST} says nothing of {name}"
-        try:
-            if (path / name).stat().st_size != expected.get("bytes"):
-                return f"{name} has the wrong size"
-            if _digest(path / name) != expected.get("sha256"):
-                return f"{name} does not match its sha256"
-        except (OSError, ValueError) as error:
-            return f"{name} cannot be read: {error}"
-    try:
-        torch.load(path / TRAINING, weights_only=True, map_location="meta", mmap=True)  # reads no tensor
-    except (UnpicklingError, RuntimeError) as error:
-        return f"{TRAINING} is not plain data: {first_line(error)}"
-    return None
-
-
-def _nan(path: Path) -> str | None:
-    """Which trained weight is NaN; None if none is. No run saves such: every loss would be NaN. Buffers may be NaN, and
-    what is not trained; older checkpoints do not say which is which."""
-    trained = read_manifest(path).get("trained", [])
-    with safe_open(path / MODEL, "pt") as file:
-        for name in set(trained) & set(file.keys()):
-            if file.get_tensor(name).isnan().any():
-                return f"{name} is NaN in {MODEL}"
-    return None
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _flush(path: Path) -> None:

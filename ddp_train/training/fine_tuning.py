@@ -25,7 +25,7 @@ from ddp_train.optim.groups import MATCH, depths_of, parameter_groups
 from ddp_train.optim.optimizers import build_optimizer
 from ddp_train.tasks.task import ModelWithTask
 from ddp_train.text import did_you_mean, shown
-from ddp_train.training import checkpoint
+from ddp_train.training import saved
 from ddp_train.training.loop import Job
 
 
@@ -38,11 +38,11 @@ def weights_of(init_from: str) -> Weights:
     if not path.is_dir():
         return read_weights(path, key)
     try:
-        found = checkpoint.find(init_from, path, "auto")
+        found = saved.find(init_from, path, "auto")
     except DataError as error:
         raise DataError(f"{key}: {error}", "name another run, a checkpoint, or a file") from error
     assert found, "it is named, and find raises if it is not valid"
-    return read_weights(found / checkpoint.MODEL, key if found == path else f"{key} ({found.name})")
+    return read_weights(found / saved.MODEL, key if found == path else f"{key} ({found.name})")
 
 
 def begin(config: Config, model: nn.Module, world: World, device: str) -> Origin | None:

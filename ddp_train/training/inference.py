@@ -15,7 +15,7 @@ from ddp_train.data.datasets import BatchSource
 from ddp_train.data.sample_facts import class_names
 from ddp_train.data.splits import Splits
 from ddp_train.errors import ConfigError, DataError
-from ddp_train.training import averaging, checkpoint, metrics, setup, trained
+from ddp_train.training import averaging, metrics, saved, setup, trained
 from ddp_train.training.context import RunContext
 from ddp_train.training.export import export_model
 from ddp_train.training.open_data import common_digests
@@ -36,7 +36,7 @@ class Inference(RunContext):
         """Scores the test set with a checkpoint."""
         config, device, found = self.config, self.device, self.found()
         common_digests(sources, sources.test, device)
-        _refuse_other_data(sources.test, checkpoint.read_manifest(found), isinstance(config.data, CustomDataConfig))
+        _refuse_other_data(sources.test, saved.read_manifest(found), isinstance(config.data, CustomDataConfig))
         strategy = setup.build_strategy(config, self.world, device)
         module = setup.build_module(config, sources.train, strategy, device)
         if module.further:
@@ -45,7 +45,7 @@ class Inference(RunContext):
                 config, module, sources, lambda source: setup.scored_batches(config, source, device), scored
             )
         evaluation = setup.build_evaluation(config, self.world, device, module, strategy, sources.test, self.status)
-        evaluated = checkpoint.described(found)
+        evaluated = saved.described(found)
         self.display.checkpoint(evaluated)
         began = time.perf_counter()
         score = averaging.scored_checkpoint(found, evaluation)
@@ -60,14 +60,14 @@ class Inference(RunContext):
         source = sources.named(split)
         if source is None:
             raise ConfigError([f"predict.split={split}: there is none; use predict.split=test"])
-        manifest = checkpoint.read_manifest(found)
+        manifest = saved.read_manifest(found)
         _refuse_other_data(source, manifest, isinstance(config.data, CustomDataConfig))
         common_digests(sources, source, self.device)
         strategy = setup.build_strategy(config, self.world, self.device)
         module = trained.module_of(config, manifest, strategy, self.device)
-        checkpoint.load_model(found, module.model, checkpoint.weights_file(found, config.checkpoint.average))
+        saved.load_model(found, module.model, saved.weights_file(found, config.checkpoint.average))
         evaluation = setup.build_evaluation(config, self.world, self.device, module, strategy, source, self.status)
-        used = checkpoint.described(found)
+        used = saved.described(found)
         self.display.checkpoint(used)
         file = self.run_dir / f"predictions.{config.predict.format}"
         began = time.perf_counter()
@@ -86,9 +86,9 @@ class Inference(RunContext):
         """Writes a checkpoint's model in other forms, each compared with the model. Raises ConfigError, DataError and
         WriteError."""
         found = self.found()
-        manifest, used = checkpoint.read_manifest(found), checkpoint.described(found)
+        manifest, used = saved.read_manifest(found), saved.described(found)
         model = trained.model_of(self.config, manifest, str(found))  # as it is: nothing is tuned
-        checkpoint.load_model(found, model, checkpoint.weights_file(found, self.config.checkpoint.average))
+        saved.load_model(found, model, saved.weights_file(found, self.config.checkpoint.average))
         self.display.checkpoint(used)
         began = time.perf_counter()
         written = export_model(model, manifest, self.run_dir, self.config.export.formats)

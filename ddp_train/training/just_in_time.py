@@ -38,7 +38,7 @@ from ddp_train.resilience.heartbeat import (
 )
 from ddp_train.tasks.mean_loss import Mean
 from ddp_train.text import first_line
-from ddp_train.training import averaging, checkpoint
+from ddp_train.training import averaging, checkpoint, saved
 from ddp_train.training.checkpoint import Snapshot
 from ddp_train.training.checkpoint_hook import CheckpointHook, with_unreported
 from ddp_train.training.hooks import MetricsHook
@@ -197,7 +197,7 @@ class JustInTime:
         """Whether the ordinary checkpoint of this step is there, which knows its score."""
         place = place_of(self.run_dir, step)
         with contextlib.suppress(DataError, OSError, ValueError):
-            return place.is_dir() and not read_manifest(place).get(MARK) and bool(checkpoint.find(str(place), place))
+            return place.is_dir() and not read_manifest(place).get(MARK) and bool(saved.find(str(place), place))
         return False
 
     def snapshot(self, job: Job) -> Snapshot | None:

@@ -19,7 +19,7 @@ from ddp_train.data.corpus import Bytes, Tokenizer
 from ddp_train.data.raw import ImageInput, TextInput, ToInput, TransformedInput, numbers
 from ddp_train.errors import ConfigError, DataError
 from ddp_train.tasks.task import has_own_columns
-from ddp_train.training import checkpoint, trained
+from ddp_train.training import saved, trained
 from ddp_train.training.predictions import checked_columns, labels_of
 
 Predictions = Callable[[nn.Module, Tensor], Mapping[str, Tensor]]
@@ -88,15 +88,15 @@ def load(
     Raises DataError if there is no valid checkpoint or not what is asked for, ConfigError if its model's code is not
     trusted or does not exist.
     """
-    found = checkpoint.find(str(run), Path(run), which)
+    found = saved.find(str(run), Path(run), which)
     assert found, "it is named, and find raises if it is not valid"
-    manifest = checkpoint.read_manifest(found)
+    manifest = saved.read_manifest(found)
     config, problems = bind_frozen(manifest["config"])
     problems += code_problems("model", config.model, trusted_modules)
     if problems:
         raise ConfigError(problems)
     model = trained.model_of(config, manifest, str(found))
-    checkpoint.load_model(found, model, checkpoint.weights_file(found, average))
+    saved.load_model(found, model, saved.weights_file(found, average))
     task = trained.task_name(config, manifest) or "custom"
     to_input = _to_input(config, manifest, trusted_modules)
     return Trained(model, task, manifest.get("classes"), to_input, _predictions(config, task, trusted_modules)).eval()

@@ -31,7 +31,7 @@ from ddp_train.telemetry.rates import Rates
 from ddp_train.telemetry.tracker_queue import Tracking, flat, open_trackers
 from ddp_train.telemetry.trackers import Run as TrackedRun
 from ddp_train.text import counted
-from ddp_train.training import averaging, checkpoint, fine_tuning, metrics, setup
+from ddp_train.training import averaging, checkpoint, fine_tuning, metrics, saved, setup
 from ddp_train.training.checkpoint_hook import CheckpointHook
 from ddp_train.training.context import RunContext
 from ddp_train.training.display_hooks import SAMPLE, SampleHook, tensorboard_details
@@ -111,7 +111,7 @@ class Run(RunContext):
         """From step 0, or from a checkpoint, to the end or to an agreed stop. Returns the summary."""
         config, device = self.config, self.device
         data_digests = common_digests(sources, sources.train, device)
-        origin = checkpoint.read_manifest(found) if found else {}
+        origin = saved.read_manifest(found) if found else {}
         first_step, hooks_owed = origin.get("step", 0), bool(origin.get("hooks_owed"))
         strategy = setup.build_strategy(config, self.world, device)
         module = setup.build_module(config, sources[0], strategy, device)
@@ -194,13 +194,13 @@ class Run(RunContext):
         """Weights, buffers of every rank, optimizer and counters, from a checkpoint."""
         data = self.config.data
         if self.run_dir in found.parents:
-            then = checkpoint.read_manifest(found).get("data_digests", {})
+            then = saved.read_manifest(found).get("data_digests", {})
             check_same_data(data.name, getattr(data, "root", None), then, data_digests)
-        training = checkpoint.load_training(found)
+        training = saved.load_training(found)
         note = averaging.restore(found, training, job.stepper.average, job.module, self.world.rank)
         if note:
             self.display.line(note)
-        checkpoint.load_model(found, job.module.model)
+        saved.load_model(found, job.module.model)
         if len(training["buffers"]) == self.world.size > 1:
             set_buffers(job.module, training["buffers"][self.world.rank])
         job.stepper.load_state(training)

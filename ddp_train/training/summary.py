@@ -18,7 +18,7 @@ from ddp_train.models.zoo import parameter_counts
 from ddp_train.resilience.failure_report import SUMMARY, write_json
 from ddp_train.tasks.score import Score
 from ddp_train.tasks.task import ModelWithTask
-from ddp_train.training import averaging, checkpoint, metrics
+from ddp_train.training import averaging, metrics, saved
 from ddp_train.training.early_stopping import SelectionHook
 from ddp_train.training.hooks import MetricsHook
 from ddp_train.training.loop import Evaluation, Job
@@ -57,7 +57,7 @@ class Summary:
             stopped_early=select.stopped_early,
             train={"loss": record.last_epoch_loss},
             best=scores and self.best_of(job, select, scores, test),
-            checkpoint=checkpoint.existing(self.run_dir, job.step),
+            checkpoint=saved.existing(self.run_dir, job.step),
             seconds=seconds,
             samples_seen=samples_seen,
             epoch_seconds=record.epoch_seconds,
@@ -76,7 +76,7 @@ class Summary:
         if best is None:
             return None
         # From rank 0: a file server may show it to the others later.
-        place = from_leader(checkpoint.existing(self.run_dir, best["step"]), self.device)
+        place = from_leader(saved.existing(self.run_dir, best["step"]), self.device)
         found: dict[str, Any] = {**best, "checkpoint": place}
         if "validation" in scores and self.config.checkpoint.best:
             if best["step"] == job.step:

@@ -20,7 +20,7 @@ from ddp_train.models.zoo import build_model
 from ddp_train.parallel.strategy import Strategy
 from ddp_train.tasks.builtin import TASKS
 from ddp_train.tasks.task import ModelWithTask, Task, complete, has_columns
-from ddp_train.training import checkpoint, setup
+from ddp_train.training import saved, setup
 
 
 def find_checkpoint(config: Config, world: World, device: str) -> Path | None:
@@ -28,11 +28,11 @@ def find_checkpoint(config: Config, world: World, device: str) -> Path | None:
     one that is named is not valid."""
     run_dir, section, trains = Path(str(config.run_dir)), config.checkpoint, config.mode == "train"
     again = world.attempt > 0 and trains and section.resume != "auto"
-    found = checkpoint.find("auto", run_dir) if again else None
-    found = found or checkpoint.find(
+    found = saved.find("auto", run_dir) if again else None
+    found = found or saved.find(
         section.resume, run_dir, "last" if section.which == "auto" and trains else section.which
     )
-    step = checkpoint.read_manifest(found)["step"] if found else -1
+    step = saved.read_manifest(found)["step"] if found else -1
     same_everywhere(step, device, f"the checkpoint in {run_dir}")
     return found
 
