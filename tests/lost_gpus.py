@@ -44,16 +44,17 @@ RESTARTED = {
 """What a survivor cannot save: it restarts from its last checkpoint, to the same bytes."""
 
 
-def killed(job: Running, ranks: int, draw: random.Random, before: set[int]) -> str:
+def killed(job: Running, ranks: int, draw: random.Random, before: set[int], is_restarted: bool) -> str:
     """Kills one rank, at some time after all have begun to train, in other processes than `before`, to which those of
-    now are added. Returns which, and where it was."""
+    now are added. is_restarted: the survivors have nothing to offer, and never say so. Returns which, and where it was.
+    """
 
     def training() -> bool:
         if len(ranks_of(job)) < ranks or before & set(ranks_of(job).values()):
             return False
         board = board_of(job, ranks)
         try:
-            return all(status.state == TRAINING for status in board.ranks)
+            return all(status.state == TRAINING or (is_restarted and status.step) for status in board.ranks)
         finally:
             board.close()
 
@@ -72,10 +73,11 @@ def ended(folder: Path, ranks: int, words: tuple[str, ...], kills: int, draw: ra
     given = {word.partition("=")[0] for word in words}
     folder.mkdir()
     always = [word for word in ALWAYS[:1] if word.partition("=")[0] not in given]
-    words = (*words, *always, "deterministic=true", f"launch.nproc_per_node={ranks}", "launch.max_restarts=9")
-    with running(folder / "run", *words, env={"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(ranks)))}) as job:
+    command = (*words, *always, "deterministic=true", f"launch.nproc_per_node={ranks}", "launch.max_restarts=9")
+    with running(folder / "run", *command, env={"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(ranks)))}) as job:
         before = set[int]()
-        dead = [killed(job, ranks, draw, before) for _ in range(kills)]
+        is_restarted = words in RESTARTED.values()
+        dead = [killed(job, ranks, draw, before, is_restarted) for _ in range(kills)]
         assert job.end() == 0, job.said()
         wait_until(lambda: not processes_of(folder / "run"), "end of all processes", seconds=10)
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]

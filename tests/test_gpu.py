@@ -359,7 +359,8 @@ def test_a_rank_that_hangs_before_an_exchange_over_nccl_is_named_with_it(tmp_pat
 def test_gpus_go_and_come_back_and_nothing_but_the_speed_changes(tmp_path: Path) -> None:
     """As asked for, and since one fails again and again."""
     env, place, gone = slow_net(tmp_path) | VISIBLE, tmp_path / "run", tmp_path / "gone"
-    words = (*WORDS, "train.epochs=40", "launch.max_restarts=1", "launch.threads_per_process=1")
+    # A survivor saves no average that a fused optimizer keeps: docs/failures.md.
+    words = (*WORDS, "train.ema_decay=null", "train.epochs=40", "launch.max_restarts=1")
     with running(tmp_path / "calm", *words, "launch.nproc_per_node=2", "+model.delay=0", env=env) as calm:
         assert calm.end() == 0, calm.said()
     more = ("launch.nproc_per_node=1:2", "+model.rank=1", f"+model.gone={gone}")
