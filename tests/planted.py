@@ -92,6 +92,59 @@ class NumpyNoise(Net):
         return self.noise(super().hidden(rows))
 
 
+class Outside(nn.Module):
+    """Mixes samples before it calls the layers that would be blamed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.net(rows - rows.mean(0))
+
+
+class Recurrent(nn.Module):
+    """Reads the padding of a batch: backwards from its end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells, self.last = nn.GRU(1, 4, batch_first=True, bidirectional=True), nn.Linear(8, CLASSES)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.last(self.cells(rows[..., None])[0][:, 0])
+
+
+def padded(samples: list[Any]) -> Any:
+    """To the longest of a batch: the last numbers of a row are cut off first, as many as its label says."""
+    rows = [row[: WIDTH - 2 * int(label)] for row, label in samples]
+    return nn.utils.rnn.pad_sequence(rows, batch_first=True), torch.tensor([int(label) for _, label in samples])
+
+
+class Shuffled:
+    """Its samples are in another order whenever it is made."""
+
+    classes = ("a", "b", "c")
+
+    def __init__(self, train: bool) -> None:
+        self.order = np.random.default_rng().permutation(50)
+
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, number: int) -> Any:
+        place = int(self.order[number])
+        return torch.sin(torch.arange(WIDTH) * (place + 1.0)), place % CLASSES
+
+
+class ShuffledByGlobals(Shuffled):
+    """As above, by generators that are seeded for it: no defect."""
+
+    def __init__(self, train: bool) -> None:
+        numbers = list(range(50))
+        random.shuffle(numbers)
+        self.order = np.random.permutation(50)[numbers]
+
+
 class Centred(Net):
     def hidden(self, rows: Tensor) -> Tensor:
         return super().hidden(rows - rows.mean(0))
@@ -128,6 +181,15 @@ class Rounding(Weighted):
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         losses, weights = self.parts(model, batch)
         return (losses * weights).sum(), weights.sum().ceil()
+
+
+class ScoredByBatch(Weighted):
+    """A ratio of each batch, and its mean."""
+
+    def score(self, model: nn.Module, batch: Any) -> dict[str, Any]:
+        rows, labels = batch
+        hits = (model(rows).argmax(1) == labels)[labels > 0].sum()
+        return {"loss": self.loss(model, batch), "recall": (hits / (labels > 0).sum().clamp(min=1), torch.ones(()))}
 
 
 class Clocked(Weighted):

@@ -326,7 +326,12 @@ class Depends(nn.Linear):
     [
         (Forgetful(4, 2), MANIFEST, DataError, "outputs differ from the model's by"),
         (Depends(4, 2), MANIFEST, DataError, "the model cannot be exported: "),
-        (nn.Linear(4, 2), {}, ConfigError, "an input of the model is not one tensor"),
+        (
+            nn.Linear(4, 2),
+            {},
+            ConfigError,
+            "a sample of the data does not begin with the model's input; only models whose input is one tensor",
+        ),
         (Returns({"logits": torch.zeros(2)}), MANIFEST, ConfigError, "the model returns a dict"),
     ],
 )

@@ -665,16 +665,29 @@ def test_a_folder_that_cannot_be_written_needs_no_index(tmp_path: Path, monkeypa
             "data=digits",
             "data._target_=a.B (in conf/experiment/mine.yaml): contradicts data=di",
         ),
-        ("defaults: [inner]\nname: x", "", "data._target_=a.I: stands in a file beside data=digits; add `- override"),
+        ("defaults: [inner, _self_]\ndata: {size: 8}", "debug=tiny", ""),
+        (
+            "defaults: [/experiment/inner]\nname: x",
+            "data=digits",
+            "data._target_=a.B (in conf/experiment/inner.yaml): ",
+        ),
+        (
+            "defaults: [inner",
+            "",
+            "conf/experiment/mine.yaml: cannot be read: while parsing a flow sequence line 2, col",
+        ),
     ],
 )
 def test_a_preset_names_a_data_set_of_ones_own(preset: str, words: str, expected: str, tmp_path: Path) -> None:
     conf = tmp_path / "conf"
     (conf / "experiment").mkdir(parents=True)
-    (conf / "experiment/inner.yaml").write_text("# @package _global_\ndata: {_target_: a.I}\n")
+    (conf / "experiment/inner.yaml").write_text("# @package _global_\ndata: {_target_: a.B}\n")
     (conf / "experiment/mine.yaml").write_text(f"# @package _global_\n{preset}\n")
     program = dataclasses.replace(PROGRAM, own=conf)
-    config, problems = read_config(program, read_overrides(program, ["experiment=mine", *words.split()]))
+    try:
+        config, problems = read_config(program, read_overrides(program, ["experiment=mine", *words.split()]))
+    except ConfigError as error:
+        config, problems = Config(), error.problems
     if expected:
         assert problems[0].replace(str(conf), "conf").startswith(expected), problems
         return

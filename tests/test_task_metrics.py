@@ -551,5 +551,5 @@ def test_names_and_lines() -> None:
     assert headline(score) == "75.00%  auroc 0.8125"
     assert score_line(score) == "accuracy 75.00% (3/4), auroc 0.8125, loss 0.5000"
     many = {"loss": 0.5, **{f"recall_{place}": 0.5 for place in range(50)}, "samples": 4}
-    assert headline(many) == "loss 0.5000  recall_0 0.5000  recall_1 0.5000  recall_2 0.5000"
+    assert headline(many) == "loss 0.5000  recall_47 0.5000  recall_48 0.5000  recall_49 0.5000"
     assert "recall_19 0.5000, 30 more in summary.json, loss" in score_line(many)

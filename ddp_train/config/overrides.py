@@ -34,9 +34,11 @@ if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
 PRESETS = ("experiment", "debug")
+"""Groups of whole runs, of which none need be chosen."""
+UNNAMED = 'in "<unicode string>", '
+"""What PyYAML says of a text that it did not open itself."""
 COMMANDS = ["init", "resize"]
 """First words that are no overrides."""
-"""Groups of whole runs, of which none need be chosen."""
 MULTIPLE_CHOICE = ("tracker",)
 """Groups of which several options may be chosen."""
 STUDY = "study"
@@ -110,18 +112,41 @@ def shortened(text: str) -> str:
 def _own_classes(program: Program, read: Overrides) -> Iterator[tuple[str, Any, str]]:
     """The sections for which the command line or a preset names a class: the section, the class, and the preset."""
     of_presets = {}
-    for group in PRESETS:
-        path = program.file(group, read.choices.get(group))
-        read_in = yaml.safe_load(path.read_text()) if path else {}
-        content = read_in if isinstance(read_in, dict) else {}
+    for path, content in _presets(program, [(group, read.choices.get(group)) for group in PRESETS]):
         chosen = {key for line in content.get("defaults", []) if isinstance(line, dict) for key in line}
         for section, values in content.items():
-            if path and isinstance(values, dict) and values.get("_target_") and f"override /{section}" not in chosen:
+            if isinstance(values, dict) and values.get("_target_") and f"override /{section}" not in chosen:
                 of_presets[section] = values["_target_"], f" (in {program.shown(path)})"
     for section, options in OPTIONS.items():
         target = read.given.get(f"{section}._target_")
         if "custom" in options and (target is not None or section in of_presets):
             yield (section, target, "") if target is not None else (section, *of_presets[section])
+
+
+def _presets(program: Program, chosen: list[tuple[str, str | None]]) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """The files of presets and what is in each; those that a file takes up by its `defaults` before it."""
+    seen: set[Path] = set()
+
+    def read(group: str, name: str | None) -> Iterator[tuple[Path, dict[str, Any]]]:
+        path = program.file(group, name)
+        if not path or path in seen:
+            return
+        seen.add(path)
+        try:
+            read_in = yaml.safe_load(path.read_text())
+        except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+            raise ConfigError(
+                [f"{program.shown(path)}: cannot be read: {' '.join(str(error).replace(UNNAMED, '').split())}"]
+            ) from error
+        content = read_in if isinstance(read_in, dict) else {}
+        for line in content.get("defaults") or []:
+            if isinstance(line, str):  # `shared` of the same group, or `/experiment/shared`
+                place, _, other = line.rpartition("/")
+                yield from read(place.lstrip("/") or group, other)
+        yield path, content
+
+    for group, name in chosen:
+        yield from read(group, name)
 
 
 def _read_override(program: Program, override: Override, sweep: bool, read: Overrides) -> None:

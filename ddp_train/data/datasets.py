@@ -181,5 +181,6 @@ def check_same_data(name: str, root: str | None, then: dict[str, str], now: dict
         what = f"{now['count']} samples, not {then.get('count', 'known how many')}"
     raise DataError(
         f"data={name}{where} changed since the checkpoint: {what}",
-        "restore the old data, or start a new run with checkpoint.resume=never",
+        "restore the old data, or start a new run with checkpoint.resume=never; if nobody has changed them, the data "
+        "set draws numbers of its own, or goes through a set of texts, when it is made: seed the one, sort the other",
     )

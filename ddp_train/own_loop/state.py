@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_train.distributed.process_group import from_all_ranks, same_everywhere, set_buffers
+from ddp_train.distributed.replicas import check_same_weights
 from ddp_train.errors import DataError
 from ddp_train.own_loop.settings import UsageError
 from ddp_train.own_loop.wrapped import Wrapped
@@ -89,6 +90,7 @@ class State:
     def save(self, position: Position, loader: dict[str, Any], processes: int, is_leader: bool) -> None:
         """On all processes alike. Training continues while rank 0 writes."""
         self.saved = replace(position)
+        check_same_weights(self.model.module)
         with averaged_buffers(self.model.module) as buffers:
             if is_leader:
                 self.writer = self.writer or Writer(self.run_dir, self.keep, None, self.status.set_saving)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -20,13 +20,17 @@ from ddp_train.tasks.task import ModelWithTask
 from ddp_train.text import counted
 
 SUMS = "return the sum of the losses of all units, and their number: no mean, and no factor computed from the batch"
+PADDING = (
+    "mask what pads, or pack the sequences, in model and loss; or pad all samples to one length: the longest of a "
+    "micro-batch is another one on another number of processes"
+)
 UNITS = "return the number of what the losses are summed over: it must add up over the parts of a batch"
 SHOWN = 4
 
 
 @dataclass(frozen=True)
 class Cause:
-    """kind: unused, batch_norm, mean, units, mixing, randomness, state, augmentation, unknown."""
+    """kind: unused, batch_norm, mean, units, mixing, padding, batches, randomness, state, augmentation, unknown."""
 
     kind: str
     words: str
@@ -73,12 +77,27 @@ def moved(before: tuple[bytes, ...]) -> str:
 # --- of a model and a loss --------------------------------------------------------------------------------------------
 
 
-def of_division(module: ModelWithTask, whole: Pass, many: Pass, loose: float, each: int) -> Cause:
-    """Why the gradients of the parts do not make up those of the whole."""
+def of_division(
+    module: ModelWithTask, whole: Pass, many: Pass, loose: float, each: int, loss_of_cut: Callable[[], float | None]
+) -> Cause:
+    """Why the gradients of the parts do not make up those of the whole.
+
+    loss_of_cut: that of the parts if they are cut from the whole batch as it was put together, padding and all; None if
+    it cannot be cut.
+    """
     one, parts = whole.forwards[0], many.forwards
     if abs(whole.units - many.units) > loose * abs(whole.units):
         words = f"loss() counts {whole.units:g} {module.task.unit}s in the global batch and {many.units:g} in its parts"
         return Cause("units", words, UNITS)
+    losses_differ = abs(whole.loss - many.loss) > loose * abs(whole.loss)
+    cut = loss_of_cut() if losses_differ else None
+    if cut is not None and abs(whole.loss - cut) <= loose * abs(whole.loss):
+        words = (
+            "the result depends on how a batch is put together (padding to its longest sample, say): the loss is "
+            f"{whole.loss:.6g} for the whole global batch, the same for its parts if they are cut from it, and "
+            f"{many.loss:.6g} if each part is put together by itself"
+        )
+        return Cause("padding", words, PADDING)
     complete = one.complete and all(part.complete for part in parts)
     culprit = first_mixing(module.model, one, parts, loose) if complete else None
     if culprit and culprit.is_batch_norm:
@@ -95,7 +114,7 @@ def of_division(module: ModelWithTask, whole: Pass, many: Pass, loose: float, ea
         return Cause(
             "mixing", words, "compute it for each sample by itself; of all processes' rows: ddp_train.all_gather"
         )
-    if abs(whole.loss - many.loss) > loose * abs(whole.loss):
+    if losses_differ:
         words = (
             f"the loss is no sum over its units: {whole.loss:.6g} of the whole global batch, {many.loss:.6g} as the "
             f"sum of its {counted(len(parts), 'part')}; it averages, or is weighted, per micro-batch"
@@ -180,6 +199,17 @@ def same_in_each_epoch(where: str, now_changed: list[str]) -> Cause:
         )
     words = f"{where} seeds a generator itself: each sample is augmented alike in every epoch"
     return Cause("randomness", words, "leave seeding to ddp-train, which does it by seed, epoch and sample")
+
+
+def of_batch_size(words: str) -> Cause:
+    """A score that depends on train.evaluate_batch_size."""
+    remedy = (
+        "return sums and numbers of units from score(), and derive a ratio from their totals (docs/tasks.md); mask "
+        "what pads a batch"
+    )
+    return Cause(
+        "batches", f"{words}: it is averaged by batch, or a sample's depends on the others in its batch", remedy
+    )
 
 
 def of_evaluation(metric: str, drew: str, asked: list[str], now_changed: list[str]) -> Cause:

@@ -11,13 +11,14 @@ import numpy as np
 import torch
 
 from ddp_train.data.batch_plan import BatchPlan
-from ddp_train.data.datasets import BatchSource
+from ddp_train.data.datasets import BatchSource, digests
 from ddp_train.data.own import UserDataset, applied, as_tensors
 from ddp_train.data.rng import global_states, keyed_generators
 from ddp_train.data.splits import Splits
 from ddp_train.doctor.findings import FAILURE, Finding, failure, ok, warning
 from ddp_train.prove import causes
 from ddp_train.prove.causes import Cause
+from ddp_train.prove.runs import MAKE_THEM_ALIKE
 from ddp_train.prove.suspects import changed, state_of, unseeded
 from ddp_train.tensor_tree import tensors
 from ddp_train.text import counted
@@ -29,8 +30,8 @@ EPOCHS = 8
 """Some augmentation changes a sample seldom."""
 
 
-def order_of_samples(source: BatchSource, plan: BatchPlan) -> Finding:
-    """Of one epoch on 1, 2 and 3 processes."""
+def order_of_samples(source: BatchSource, again: BatchSource, plan: BatchPlan) -> Finding:
+    """Of one epoch on 1, 2 and 3 processes. again: the same data set, made once more."""
     check, steps = "order of samples", min(plan.steps_per_epoch, 50)
     for size in WORLDS:
         ranks = [replace(plan, rank=rank, world_size=size, steps=steps) for rank in range(size)]
@@ -48,6 +49,9 @@ def order_of_samples(source: BatchSource, plan: BatchPlan) -> Finding:
         return failure(
             check, f"len() of the data set was {length} and is {now}", "return the same len() each time", cause="state"
         )
+    if digests(again) != digests(source) == digests(source):  # else `augmentation` says why
+        words = f"{_name(source)} has other samples, or in another order, when it is made again"
+        return causes.finding(check, Cause("randomness", words, MAKE_THEM_ALIKE))
     twice = "" if plan.weights is not None else ", each sample once"
     return ok(check, f"{counted(steps, 'step')} of an epoch of {length}{twice}, the same on 1, 2, 3 processes")
 

@@ -22,7 +22,7 @@ from ddp_train.distributed.training_step import TrainingStep
 from ddp_train.errors import ConfigError
 from ddp_train.prove.fixed_draws import fixed_draws
 from ddp_train.tasks.task import ModelWithTask
-from ddp_train.tensor_tree import tensors
+from ddp_train.tensor_tree import map_tensors, tensors
 
 GATHERS = "prove: rows of several processes are wanted, and there is one"
 MOST_BYTES = 2**28
@@ -107,6 +107,23 @@ class Division:
         counted = [forward for one, forward in sorted(forwards, key=lambda pair: pair[0].shard_index) if one.num_real]
         loss, units = sum(one.loss for one in counted), sum(one.units for one in counted)
         return Pass(found, missing, loss, units, counted)
+
+    def loss_of_cut(self, step: int, processes: int, accumulation: int) -> float | None:
+        """The loss of the parts of a global batch, if each part is cut from the whole batch. None if what holds the
+        samples is more than tensors with a row for each."""
+        ((whole,),) = self.micro_batches(step, 1, 1)
+        (batch,) = self.fetched([whole])
+        if not all(one.ndim and len(one) == len(whole.indices) for one in tensors(batch.data)):
+            return None
+        rows, loss = {int(number): row for row, number in enumerate(whole.indices)}, 0.0
+        for rank, parts in enumerate(self.micro_batches(step, processes, accumulation)):
+            with self._alone(rank, step):
+                for part in parts:
+                    if part.num_real:
+                        places = torch.tensor([rows[int(number)] for number in part.indices])
+                        cut = Batch(map_tensors(lambda one, places=places: one[places], batch.data), part)
+                        loss += self._forward_backward(cut, True, trace=False)[0].loss
+        return loss
 
     @contextmanager
     def _alone(self, rank: int, step: int) -> Iterator[None]:
@@ -219,7 +236,8 @@ class Culprit:
 def first_mixing(model: nn.Module, whole: Trace, parts: Sequence[Trace], tolerance: float) -> Culprit | None:
     """The first layer that gives rows of a part something else than the same rows of the whole batch. None if there is
     none, or it cannot be seen: in batches that are padded anew, rows have other lengths."""
-    layers = dict(model.named_modules())
+    layers, taken = dict(model.named_modules()), {name: given for name, given, _ in reversed(whole.calls)}
+    of_parts = [{name: given for name, given, _ in reversed(part.calls)} for part in parts]
     for place, (name, given, made) in enumerate(whole.calls):
         theirs = [part.calls[place] for part in parts if place < len(part.calls)]
         if len(theirs) < len(parts) or any(call[0] != name for call in theirs):
@@ -227,8 +245,10 @@ def first_mixing(model: nn.Module, whole: Trace, parts: Sequence[Trace], toleran
         difference = _rows_differ(made, [call[2] for call in theirs])
         if difference <= tolerance:
             continue
-        if _rows_differ(given, [call[1] for call in theirs]) > tolerance:  # it only passes on what its caller mixed
+        if _rows_differ(given, [call[1] for call in theirs]) > tolerance:  # it only passes on what a caller mixed
             name = name.rpartition(".")[0]
+            while name and _rows_differ(taken.get(name, []), [part.get(name, []) for part in of_parts]) > tolerance:
+                name = name.rpartition(".")[0]
         return Culprit(name, layers[name], difference)
     return None
 

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,7 +24,7 @@ from ddp_train.config.freeze import FILE, load_frozen
 from ddp_train.config.program import import_from_working_folder
 from ddp_train.config.schema import Config
 from ddp_train.data.batch_plan import BatchPlan
-from ddp_train.data.datasets import BatchSource
+from ddp_train.data.datasets import BatchSource, digests
 from ddp_train.data.rng import global_states
 from ddp_train.distributed.world import World
 from ddp_train.doctor.findings import FAILURE, Finding, failure, ok, skipped, warning
@@ -35,7 +36,7 @@ from ddp_train.prove import causes
 from ddp_train.prove.causes import Cause
 from ddp_train.prove.data_checks import augmentation, order_of_samples, roots
 from ddp_train.prove.division import Division, GathersError, Pass
-from ddp_train.prove.runs import ANSWER, GRADIENTS_ALLOWED, ONE, SCORES_ALLOWED
+from ddp_train.prove.runs import ANSWER, BY_SIZE_ALLOWED, GRADIENTS_ALLOWED, ONE, SCORES_ALLOWED
 from ddp_train.prove.suspects import changed, state_of, unseeded
 from ddp_train.resilience.failure_report import write_json
 from ddp_train.resilience.heartbeat import RankStatus
@@ -148,13 +149,16 @@ class Bench:
         """Adds the findings and facts."""
         findings, late = examined.findings, _Late(deadline)
         data = augmentation(self.splits, self.plan, self.data_at_first)
-        findings += [order_of_samples(self.splits.train, self.plan), *data]
         samples_differ = any(one.status == FAILURE for one in data)
+        again = self.splits.train if samples_differ else open_datasets(self.config).train
+        findings += [order_of_samples(self.splits.train, again, self.plan), *data]
         findings += self.gradients(examined, folder, samples_differ, late)
-        findings.append(late.or_else("evaluation", self.evaluation))
+        same_reason = _failed(findings, "gradients")
+        findings.append(late.or_else("evaluation", lambda: self.evaluation(by_size=not same_reason)))
         model = self.module.model
         examined.facts |= {
             "draws": sorted(self.division.met), "unfixed": self.division.unfixed,
+            "data_digests": digests(self.splits.train),
             "batch_norm": causes.batch_norms(model), "gradients": not _failed(findings, "gradients"),
         }  # fmt: skip
 
@@ -224,7 +228,8 @@ class Bench:
         whole = self.division.compute(step, trace=True)
         many = self.division.compute(step, processes, accumulation, trace=True)
         loose = 1e-9 if self.precision == "fp64" else 1e-4
-        return causes.of_division(self.module, whole, many, loose, self.samples_each)
+        cut = partial(self.division.loss_of_cut, step, processes, accumulation)
+        return causes.of_division(self.module, whole, many, loose, self.samples_each, cut)
 
     def parameters(self, passes: list[Pass]) -> Finding:
         """Those that get no gradient, on all processes or on one."""
@@ -260,8 +265,8 @@ class Bench:
 
     # --- evaluation -----------------------------------------------------------------------------------------------
 
-    def evaluation(self) -> Finding:
-        """The scores of the same batches, as 1, 2 and 3 processes compute them."""
+    def evaluation(self, by_size: bool) -> Finding:
+        """The scores of the same batches, as 1, 2 and 3 processes compute them; with `by_size` those of others too."""
         name, source = self.splits.scored
         size = min(self.config.train.evaluate_batch_size, max(1, -(-len(source) // EVALUATION_BATCHES)))
         train = dataclasses.replace(self.config.train, evaluate_batch_size=size)
@@ -279,14 +284,32 @@ class Bench:
                 if difference == difference and difference > worst:
                     worst, metric = difference, name_of
         allowed = SCORES_ALLOWED[self.precision]
+        if worst <= allowed and by_size and (finding := self.by_size(config, source, size, scores[0])):
+            return finding
         if worst <= allowed:
-            batches = f"batches of {size}"
+            batches = f"batches of {size}" + " and of others" * by_size
             return ok("evaluation", f"{', '.join(scores[0])} of {len(source)} samples of the {name} set in {batches}",
                       found=worst, allowed=allowed)  # fmt: skip
         now_changed = changed(before, state_of({**self.parts, "data set": source}))
         asked = unseeded(lambda: self.scored(config, source, 1))
         cause = causes.of_evaluation(metric, drew, asked, now_changed)
         return causes.finding("evaluation", cause, worst, allowed)
+
+    def by_size(self, config: Config, source: BatchSource, size: int, before: dict[str, float]) -> Finding | None:
+        """What is wrong if other batches give another score: it is averaged by batch, or a sample's depends on others
+        in its batch. before: with batches of `size`."""
+        other = 2 * size // 3
+        if not other:
+            return None
+        train = dataclasses.replace(config.train, evaluate_batch_size=other)
+        now = self.scored(dataclasses.replace(config, train=train), source, 1)
+        differences = {name: abs(now[name] - value) / max(abs(value), 1e-30) for name, value in before.items()}
+        worst = max(differences, key=lambda name: differences[name])
+        if not differences[worst] > BY_SIZE_ALLOWED[self.precision]:
+            return None
+        words = f"{worst} is {before[worst]:.6g} with batches of {size} samples, and {now[worst]:.6g} with {other}"
+        cause = causes.of_batch_size(words)
+        return causes.finding("evaluation", cause, differences[worst], BY_SIZE_ALLOWED[self.precision])
 
     @torch.no_grad()
     def scored(self, config: Config, source: BatchSource, processes: int) -> dict[str, float]:

@@ -27,7 +27,7 @@ from ddp_train.launcher import local
 from ddp_train.launcher.fork_server import MODULE, ForkServer
 from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.prove.configs import EVERY_STEPS, HOOKS, counts_of, variant
-from ddp_train.resilience.checkpoint_files import places
+from ddp_train.resilience.checkpoint_files import places, read_manifest
 from ddp_train.study.gradients import compare
 from ddp_train.study.trials import Outcome, read_outcome
 from ddp_train.text import counted
@@ -39,10 +39,18 @@ GRADIENTS_ALLOWED = {"fp64": 1e-10, "fp32": 1e-5}
 WEIGHTS_ALLOWED = {"fp64": 1e-5, "fp32": 1e-2}
 """Relative, after some steps: an optimizer that divides by small numbers makes rounding larger."""
 SCORES_ALLOWED = {"fp64": 1e-12, "fp32": 1e-6}
+BY_SIZE_ALLOWED = {"fp64": 1e-9, "fp32": 1e-4}
+"""Of batches of another size: a matrix product of other rows adds up in another order."""
 MARGIN_SECONDS = 60.0
 """That the checks of one process may take longer than prove.seconds: one that has begun is finished."""
 LEFT_OUT = "prove.runs=false"
 LATE, MORE_TIME = "prove.seconds is over", "raise prove.seconds, or lower prove.samples and prove.steps"
+
+
+OTHER_DATA = ("changed since the checkpoint", "a digest of the samples")
+"""What a run says that finds other samples than the checkpoint had, or another process has."""
+DATA_MADE_ANEW = "the data set has other samples, or in another order, in a process that is started anew"
+MAKE_THEM_ALIKE = "sort what comes out of a set; draw with a generator of a fixed seed when the data set is made"
 
 
 class StoppedError(Exception):
@@ -165,15 +173,18 @@ class Proof:
         self.findings.append(function())
         self._said(f"{check}: {self.findings[-1].status}")
 
-    def _launch(self, name: str, log: int, processes: int, hooks: list[Any] | None = None, **more: Any) -> Outcome:
-        """A run to its end. Raises StoppedError."""
+    def _launch(
+        self, name: str, log: int, processes: int, hooks: list[Any] | None = None, anew: bool = False, **more: Any
+    ) -> Outcome:
+        """A run to its end. anew: in processes that are not forked: with hashes of texts of their own, as the next day.
+        Raises StoppedError."""
         run_dir = self.folder / name
         config = variant(self.config, run_dir, processes, hooks, **more)
         freeze(config)
         began = time.monotonic()
         with _printing_to(log):
             print(f"--- {name}: {counted(processes, 'process')}", flush=True)
-            code = local.launch(config, self.program.import_path, self.stop, self.server)
+            code = local.launch(config, self.program.import_path, self.stop, None if anew else self.server)
         if self.stop.received:
             raise StoppedError
         return read_outcome(run_dir, code, time.monotonic() - began)
@@ -194,6 +205,11 @@ class Proof:
             return self._failed(check, outcome)
         if self.facts.get("unfixed"):
             return skipped(check, "the model draws random numbers that cannot be fixed")
+        digests = self.facts.get("data_digests")
+        if digests and places(outcome.run_dir):
+            theirs = read_manifest(places(outcome.run_dir)[0]).get("data_digests") or digests
+            if any(theirs.get(name, digest) != digest for name, digest in digests.items()):
+                return failure(check, DATA_MADE_ANEW, MAKE_THEM_ALIKE, 65, cause="randomness")
         facts = json.loads((outcome.run_dir / "probe" / "model.json").read_text())
         one, many = load_file(self.folder / ONE), load_file(outcome.run_dir / "probe" / "gradients.safetensors")
         found, allowed = compare(one, many), GRADIENTS_ALLOWED[self.facts["precision"]]
@@ -220,7 +236,9 @@ class Proof:
             return failure(check, "the run that was killed left no checkpoint", f"see {self.folder / LOG}", cause="run")
         self.facts["left"] = str(left[0])
         step = int(left[0].name.partition("_")[2])
-        resumed = self._launch("killed", log, processes)
+        resumed = self._launch("killed", log, processes, anew=True)
+        if not resumed.completed and any(words in resumed.reason for words in OTHER_DATA):
+            return failure(check, DATA_MADE_ANEW, MAKE_THEM_ALIKE, 65, cause="randomness")
         if not resumed.completed:
             return self._failed(check, resumed)
         if _digests(whole.run_dir) == _digests(resumed.run_dir):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ddp_train.distributed.process_group import total
+from ddp_train.distributed.replicas import check_same_weights
 from ddp_train.tasks.mean_loss import Mean
 from ddp_train.tensor_tree import map_tensors
 from ddp_train.training import averaging
@@ -64,6 +65,7 @@ class CheckpointHook:
 
     def _save(self, job: Job) -> None:
         job.stepper.check()
+        check_same_weights(job.module)
         self.last_save = time.monotonic()
         self.record.catch_up(job)
         if self.writer:

@@ -69,7 +69,11 @@ def export_model(model: nn.Module, manifest: dict[str, Any], folder: Path, forma
 def _example(manifest: dict[str, Any], model: nn.Module, size: int) -> Tensor:
     """A batch of inputs as the model was trained with, of random numbers. Raises ConfigError and DataError."""
     if "input_shape" not in manifest:
-        raise ConfigError(["mode=export: an input of the model is not one tensor; only such models can be exported"])
+        rule = "only models whose input is one tensor can be exported"
+        remedy = "if yours is one, let the data set return (input, ...) instead of a dict, and train it for one step"
+        raise ConfigError(
+            [f"mode=export: a sample of the data does not begin with the model's input; {rule}; {remedy}"]
+        )
     if "input_dtype" not in manifest:
         raise DataError("the checkpoint does not say what its model takes", "resume its run for one step")
     generator = torch.Generator().manual_seed(hash_key(0, "export", size))

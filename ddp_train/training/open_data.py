@@ -18,6 +18,7 @@ from ddp_train.data.built_in import build_datasets
 from ddp_train.data.datasets import ArraySource, BatchSource, digests
 from ddp_train.data.image_folder import FolderSource
 from ddp_train.data.own import UserDataset
+from ddp_train.data.rng import hash_key, keyed_generators
 from ddp_train.data.sample_facts import training_weights
 from ddp_train.data.splits import Splits, parted
 from ddp_train.distributed.process_group import from_all_ranks, same_everywhere
@@ -27,7 +28,10 @@ from ddp_train.text import first_line, shown
 LAUNCHERS_OWN = ("name", "placement", "limit", "validation", "weights", "mixup", "cutmix", "random_erasing")
 """Keys of a data set that are no arguments of its builder."""
 SHARDS = "ddp_train.data.shards.TarShards"
-SAME_FILES = "give all hosts the same files"
+SAME_FILES = (
+    "give all hosts the same files; a data set of your own that draws numbers, or goes through a set, when it is made "
+    "needs a generator with a fixed seed, and sorted()"
+)
 SPLIT_BY_SPLIT = "data.splits.train.NAME=VALUE data.splits.test.NAME=VALUE"
 
 
@@ -148,7 +152,9 @@ class _OwnData:
         if not self.downloads and "download" in arguments:
             arguments["download"] = False
         try:
-            made = instantiate("data", replace(data, arguments=arguments))
+            with keyed_generators() as seed:  # what shuffles itself would else be another one on each process
+                seed(hash_key(self.seed, "data set", name))  # of each split: what is drawn must not be the same
+                made = instantiate("data", replace(data, arguments=arguments))
         except (ValueError, LookupError, NotImplementedError, RuntimeError, OSError) as error:
             self.explain(name, arguments, error)
             raise
