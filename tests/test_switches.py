@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import fsspec
 import numpy as np
 import pytest
 import torch
@@ -51,7 +52,7 @@ from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.resilience.preemption import SIGNALS
 from ddp_train.telemetry import tracker_queue
 from ddp_train.telemetry.console import Display
-from ddp_train.training import checkpoint, worker
+from ddp_train.training import saved, worker
 from ddp_train.training.loop import Evaluation
 from ddp_train.training.metrics import build_selection
 from ddp_train.training.open_data import open_datasets
@@ -605,9 +606,16 @@ def objective(case: Case) -> Any:
 def asked_checkpoint(case: Case) -> Any:
     """Which one of a run's checkpoints."""
     asked: list[Any] = []
-    with mock.patch.object(checkpoint, "find", lambda *arguments: asked.append(arguments)):
+    with mock.patch.object(saved, "find", lambda *arguments: asked.append(arguments)):
         find_checkpoint(case.config, World(), "cpu")
     return asked
+
+
+def mirrored(case: Case) -> Any:
+    """In a file system of this process."""
+    run(case)
+    files = fsspec.filesystem("memory")
+    return sorted(files.glob("/mirror/checkpoints/*"))
 
 
 def steps_traced(case: Case) -> Any:
@@ -827,6 +835,7 @@ ROWS: dict[str, Row] = {
     "checkpoint.best": Row("checkpoint.best=true", run, f"{SMALL} checkpoint.keep=9 checkpoint.every_steps=3"),
     "checkpoint.best_metric": Row("checkpoint.best_metric=test.loss", run, SMALL),
     "checkpoint.which": Row("checkpoint.which=last", asked_checkpoint, "mode=evaluate checkpoint.resume=trained"),
+    "checkpoint.mirror": Row("checkpoint.mirror=memory://mirror", mirrored, SMALL),
     "checkpoint.average": Row(
         "checkpoint.average=true", made_with_a_trained_model, f"{SMALL} mode=predict checkpoint.resume=trained"
     ),

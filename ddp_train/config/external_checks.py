@@ -221,6 +221,26 @@ def _sample_keys(section: Any) -> dict[str, Any]:
     }
 
 
+def _mirror(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
+    """Whether fsspec knows the kind of URL, and its package is there. The store itself is asked when the run begins."""
+    url = config.checkpoint.mirror
+    if url is None:
+        return []
+    import fsspec
+
+    kind = url.partition("://")[0]
+    if "://" not in url:
+        return [f"checkpoint.mirror={url}: must be a URL; use s3://BUCKET/RUN, or file://{Path(url).absolute()}"]
+    try:
+        fsspec.get_filesystem_class(kind)
+    except ValueError:
+        guess = did_you_mean(kind, sorted(fsspec.available_protocols()))
+        return [f"checkpoint.mirror={url}: fsspec knows no {kind}://{guess}"]
+    except ImportError as error:
+        return [f"checkpoint.mirror={url}: {error}, with {sys.executable} -m pip install"]
+    return []
+
+
 def _tracker(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
     """Whether the library of each tracker is installed. It is not imported, which would take over a second."""
     return [
@@ -251,4 +271,4 @@ def unwritable(run_dir: str | None, reason: str) -> str:
     return f"run_dir={run_dir}: cannot be written ({reason}); name a folder that can"
 
 
-CHECKS = (_model, _data, _checkpoint, _same_run, *code_checks.CHECKS, _tracker, _run_dir)
+CHECKS = (_model, _data, _checkpoint, _same_run, *code_checks.CHECKS, _mirror, _tracker, _run_dir)

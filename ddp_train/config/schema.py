@@ -132,6 +132,11 @@ class CheckpointConfig:
         "which checkpoint of the run that resume names; auto: the best if it has one, for a run that trains the last",
         choices=("auto", "best", "last"),
     )
+    mirror: str | None = key(
+        None,
+        "URL of a folder for this run alone, as s3://BUCKET/RUN, to which checkpoints are copied, and from which a run "
+        "that has none resumes; null: none",
+    )
     average: bool = key(False, "for mode=predict and export: the average of the weights (train.ema_decay)")
 
 

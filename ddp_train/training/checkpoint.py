@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import os
 import shutil
 import threading
@@ -29,9 +28,10 @@ from torch import Tensor
 
 from ddp_train.errors import OwnershipLostError, WriteError
 from ddp_train.resilience import run_lock
-from ddp_train.resilience.checkpoint_files import MANIFEST, check_writable, digest_of, place_of, places, read_manifest
+from ddp_train.resilience.checkpoint_files import MANIFEST, check_writable, digest_of, place_of, places
 from ddp_train.tensor_tree import map_tensors, tensors
-from ddp_train.training.saved import AVERAGE, BEST, MODEL, TRAINING, defect_of, sha256_of
+from ddp_train.training.mirror import Mirroring
+from ddp_train.training.saved import AVERAGE, BEST, MODEL, TRAINING, best_of, defect_of, sha256_of
 from ddp_train.training.selection import Selection
 
 log = logging.getLogger(__name__)
@@ -68,13 +68,15 @@ class Writer:
         keep: int,
         selection: Selection | None = None,
         on_saving: Callable[[bool], None] = lambda _: None,
+        mirroring: Mirroring | None = None,
     ) -> None:
         """selection: of the best checkpoint, which is kept and linked; None: there is none. on_saving: is called with
-        True before a checkpoint is written, and with False after."""
+        True before a checkpoint is written, and with False after. mirroring: copies them elsewhere."""
         self.run_dir = run_dir
         self.keep = keep
         self.selection = selection
         self.on_saving = on_saving
+        self.mirroring = mirroring
         self.thread: threading.Thread | None = None
         self.error: Exception | None = None
         self.owner = run_lock.owner(run_dir / run_lock.FILE)
@@ -95,10 +97,12 @@ class Writer:
             raise
 
     def finish(self) -> None:
-        """Waits until all is written. Raises WriteError if the last one could not be."""
+        """Waits until all is written, and copied. Raises WriteError if the last one could not be."""
         self.wait()
         if self.error:
             raise self.error
+        if self.mirroring:
+            self.mirroring.finish()
 
     def wait(self) -> None:
         """Until the one before is written."""
@@ -110,11 +114,13 @@ class Writer:
     def _write(self, snapshot: Snapshot) -> None:
         try:
             self.error = None
-            write(self.run_dir, snapshot, self.owner)
+            place = write(self.run_dir, snapshot, self.owner)
             for old in _superseded(self.run_dir, snapshot.step, self.keep, self.selection):
                 with self._removing(old):
                     old.rename(old.with_name(f"{old.name}.part-old"))  # never half a checkpoint under its name
             self._remove_leftovers()
+            if self.mirroring:
+                self.mirroring.submit(place)
         except Exception as error:  # noqa: BLE001  `submit` and `finish` raise it in the training thread
             self.error = error  # a WriteError counts if it is the last word: until then training continues
             log.warning("%s; training continues, and the next checkpoint is tried", error)
@@ -194,21 +200,10 @@ def _superseded(run_dir: Path, newest: int, keep: int, selection: Selection | No
     # A later step than this one's was passed over when the run resumed: it goes before any that can be trusted.
     others = sorted(path for path in places(run_dir) if path != final)
     others.sort(key=lambda path: path < final)
-    best = _best([*others, final], selection) if selection else None
+    best = best_of([*others, final], selection) if selection else None
     if best:
         _link_best(best)
     return [old for old in others[: max(0, len(others) - (keep - 1))] if old != best]
-
-
-def _best(kept: list[Path], selection: Selection) -> Path | None:
-    """The checkpoint whose score is the best, the earliest of equal ones; None if none has a finite score."""
-    scored = []
-    for place in sorted(kept):
-        with contextlib.suppress(OSError, ValueError):  # a corrupt one is nobody's best
-            score = read_manifest(place).get(selection.split)
-            rank = selection.rank(score) if score else [math.inf]
-            scored += [] if math.isinf(rank[0]) else [(rank, place)]
-    return min(scored)[1] if scored else None
 
 
 def _link_best(best: Path) -> None:

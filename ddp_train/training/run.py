@@ -19,7 +19,7 @@ from ddp_train.data.datasets import BatchSource, check_same_data
 from ddp_train.data.loader import Batch
 from ddp_train.data.splits import Splits
 from ddp_train.distributed.environment import changes_of_number, lost_rank
-from ddp_train.distributed.process_group import Store, local_leader_first, set_buffers
+from ddp_train.distributed.process_group import Store, barrier, local_leader_first, set_buffers
 from ddp_train.models.pretrained import Origin, in_words
 from ddp_train.models.zoo import parameter_counts
 from ddp_train.performance.switches import set_garbage_collection, set_process_flags
@@ -40,6 +40,7 @@ from ddp_train.training.hooks import MetricsHook
 from ddp_train.training.inference import Inference
 from ddp_train.training.just_in_time import JustInTime, RecoveryHook
 from ddp_train.training.loop import Evaluation, Job, fit
+from ddp_train.training.mirror import Mirror, Mirroring, fetch
 from ddp_train.training.open_data import common_digests, open_datasets, plan_digests
 from ddp_train.training.own_hooks import OwnHooks
 from ddp_train.training.own_state import OnDevice, Published
@@ -83,6 +84,7 @@ class Run(RunContext):
             summary = use.evaluate(sources) if self.config.mode == "evaluate" else use.predict(sources)
             self.publish(summary)
         else:
+            self.fetch_from_mirror()
             found = find_checkpoint(self.config, self.world, self.device)
             launch = self.config.launch
             with open_trackers(self.tracker_names(), launch.grace_seconds, launch.timeout_seconds) as tracking:
@@ -91,6 +93,15 @@ class Run(RunContext):
                     self.publish(summary)
                 tracking.finish(summary)
         return summary["status"] == "completed"
+
+    def fetch_from_mirror(self) -> None:
+        """One process does it, the others wait for it."""
+        section = self.config.checkpoint
+        if not section.mirror:
+            return
+        if self.world.is_leader and (note := fetch(section.mirror, self.run_dir, section.resume, section.best)):
+            self.display.line(note)
+        barrier(self.device)
 
     def open_data(self) -> Splits:
         """One process of each host downloads, or writes an index; the others wait for it."""
@@ -218,7 +229,8 @@ class Run(RunContext):
         writer = None
         if self.world.is_leader:
             selection = select.best.selection if section.best else None
-            writer = checkpoint.Writer(self.run_dir, section.keep, selection, self.status.set_saving)
+            mirroring = Mirroring(Mirror(section.mirror), self.run_dir) if section.mirror else None
+            writer = checkpoint.Writer(self.run_dir, section.keep, selection, self.status.set_saving, mirroring)
         manifest = {
             "config": to_values(self.config),
             "world_size": self.world.size,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
+import math
 from os import PathLike
 from pathlib import Path
 from pickle import UnpicklingError
@@ -64,6 +66,17 @@ def find(resume: str, run_dir: Path, which: str = "last") -> Path | None:
     raise DataError(
         f"{place} holds no valid checkpoint", f"name another checkpoint.resume=PATH, or {last}checkpoint.resume=never"
     )
+
+
+def best_of(kept: list[Path], selection: Selection) -> Path | None:
+    """The checkpoint whose score is the best, the earliest of equal ones; None if none has a finite score."""
+    scored = []
+    for place in sorted(kept):
+        with contextlib.suppress(OSError, ValueError):  # a corrupt one is nobody's best
+            score = read_manifest(place).get(selection.split)
+            rank = selection.rank(score) if score else [math.inf]
+            scored += [] if math.isinf(rank[0]) else [(rank, place)]
+    return min(scored)[1] if scored else None
 
 
 def existing(run_dir: Path, step: int) -> str | None:
