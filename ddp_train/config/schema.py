@@ -161,6 +161,18 @@ class ProveConfig:
 
 
 @dataclass
+class SweepConfig:
+    """Trials of a sweep (-m) at the same time. docs/sweeps.md"""
+
+    gpus_per_trial: int | None = key(
+        None, "GPUs of each trial of a sweep; null: as many as launch.nproc_per_node asks for", at_least=1
+    )
+    processes_at_once: Union[int, str] = key(
+        1, "trials of a sweep at a time on CPU; auto: cores / (processes x threads of a trial)", at_least=1, **AUTO
+    )
+
+
+@dataclass
 class TuningConfig:
     """Performance tips, each one switch. `auto` is resolved for the hardware, and printed."""
 
@@ -276,6 +288,7 @@ class Config:
     export: ExportConfig = field(default_factory=ExportConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     prove: ProveConfig = field(default_factory=ProveConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
 
     @property
     def uses_trained(self) -> bool:
@@ -340,6 +353,7 @@ SECTIONS: dict[str, type] = {
     "export": ExportConfig,
     "tracker": TrackerConfig,
     "prove": ProveConfig,
+    "sweep": SweepConfig,
 }
 """The sections that have one schema."""
 
