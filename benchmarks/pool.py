@@ -98,6 +98,8 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--output", type=Path)
     asked = parser.parse_args()
+    if asked.trials <= asked.devices:
+        parser.error("--trials: more than --devices, or no device has two")
     before = load_average()
     rows = []
     for seconds in (asked.seconds, 5 * asked.seconds):
@@ -111,7 +113,7 @@ def main() -> None:
         "# A sweep on eight devices that are names",
         "",
         f"{asked.trials} trials that sleep, on {asked.devices} devices, under `hydra/launcher=pool`.",
-        "One after the other: the sum of the sleeping, without a launcher. From the first to the last: from the begin of the first trial to",
+        "One after the other: the sum of the sleeping. From the first to the last: begin of the first trial to",
         "the end of the last. Idle: the longest time between two trials of a device, of all.",
         "",
         "| trial | one after the other | from the first to the last | whole command | speed-up | longest idle |",
@@ -119,7 +121,7 @@ def main() -> None:
         *rows,
         "",
         "SIGKILLs at a random moment of sweeps of four trials on two devices, of the sweep and of a trial in turn:",
-        f"{asked.kills}. Half a second after the end {held} locks were held, {left} processes were left, and {lost}",
+        f"{asked.kills}. Half a second after the end {held} locks were held, {left} processes left, and {lost}",
         "trials other than the killed one were not done.",
         "",
         *conditions(" ".join(["pool.py", *sys.argv[1:]]), f"{before} before, {load_average()} after", ("hydra-core",)),
