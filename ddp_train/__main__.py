@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 if __name__ == "__main__" and not sys.flags.safe_path:  # the working folder comes last: `import_from_working_folder`
@@ -59,7 +60,8 @@ def main(script: Path | None, argv: list[str]) -> int:
 def starts_workers(argv: list[str]) -> bool:
     """Whether it is likely, by the look of the words, that workers will be started here."""
     flags = {word for word in argv if word.startswith("-")}
-    elsewhere = any(word.startswith(("launch.nnodes=", "hydra/launcher=")) for word in argv)
+    elsewhere = any(word.startswith(("launch.nnodes=", "hydra/launcher=", "sweep.")) for word in argv)
+    elsewhere = elsewhere and "hydra/launcher=basic" not in argv
     unwanted = {STUDY, PROVE, "mode=doctor", "launch.fork_server=false"}  # studies and proofs have servers of their own
     return flags <= {"-m", "--multirun"} and not elsewhere and unwanted.isdisjoint(argv)
 
@@ -147,9 +149,16 @@ def run(script: Path | None = None) -> NoReturn:
     stdio.tolerate_closed_streams()
     keep_exit_codes()
     try:
-        sys.exit(main(script, sys.argv[1:]))
+        code = main(script, sys.argv[1:])
+    except SystemExit as end:
+        code = end.code
     except KeyboardInterrupt:  # before anything was started
-        sys.exit(INTERRUPTED)
+        code = INTERRUPTED
+    if "torch" in sys.modules and isinstance(code, int):  # a sweep whose trials ran at once: `fork_server.preload`
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # an interpreter that ends lists what triton's extension leaked
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,8 @@ from ddp_train.config.validate import check, check_rules
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
 from ddp_train.launcher.cli import _meant, usage, wrapped
-from ddp_train.launcher.sweep import Trials, _outcome
+from ddp_train.launcher.sweep import Trials
+from ddp_train.launcher.sweep_rows import outcome
 from ddp_train.resilience.checkpoint_files import digest_of
 from ddp_train.study import sweep_report
 from ddp_train.text import shown
@@ -1295,9 +1296,9 @@ def test_a_trial_without_its_objective_keeps_its_row(tmp_path: Path) -> None:
     """A regression on data of one's own has no accuracy, which is not known before it ran."""
     test = {"loss": 0.5, "accuracy": None, "correct": None, "samples": 3}
     (tmp_path / "summary.json").write_text(json.dumps({"test": test, "seconds": 1.0}))
-    row = _outcome(Config(run_dir=str(tmp_path), objective="test.accuracy"))
+    row = outcome(Config(run_dir=str(tmp_path), objective="test.accuracy"))
     assert (row["status"], row["objective"], row["loss"]) == ("completed", None, 0.5)
-    assert _outcome(Config(run_dir=str(tmp_path), objective="samples_per_second"))["objective"] is None
+    assert outcome(Config(run_dir=str(tmp_path), objective="samples_per_second"))["objective"] is None
 
 
 # --- properties -----------------------------------------------------------------------------------------------------

@@ -99,11 +99,11 @@ def test_the_thread_that_beats_obeys_what_another_object_of_the_rank_was_given()
     with closing(StatusBoard.create(2)) as board:
         called: list[int] = []
         board.ranks[1].on_stop = lambda: called.append(1)
-        board.ranks[1]._heed_stop()
+        board.ranks[1]._heed_launcher()
         assert not called, "no order yet"
         board.ranks[1].order = STOP
-        board.ranks[1]._heed_stop()
-        board.ranks[1]._heed_stop()
+        board.ranks[1]._heed_launcher()
+        board.ranks[1]._heed_launcher()
         assert called == [1]
 
 

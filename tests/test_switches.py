@@ -43,7 +43,7 @@ from ddp_train.data.sample_facts import lengths_of
 from ddp_train.distributed.world import World
 from ddp_train.doctor.findings import ok
 from ddp_train.errors import ConfigError, DataError, NonFiniteLossError
-from ddp_train.launcher import local, multihost, sweep
+from ddp_train.launcher import local, multihost, sweep_rows, trial_pool
 from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.performance import switches
 from ddp_train.prove.configs import for_proof
@@ -75,6 +75,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CONF = ROOT / "ddp_train/conf"
 CPU = Hardware(cpus=4)
 GPU = Hardware(cpus=4, gpus=1, gpu_name="NVIDIA H200", compute_capability=(9, 0))
+EIGHT_GPUS = dataclasses.replace(GPU, gpus=8)
 
 SMALL = "strategy=single model.channels=4 data.limit=48 train.global_batch_size=24 train.epochs=2"
 """A run of 4 steps, 2 per epoch."""
@@ -600,7 +601,7 @@ def objective(case: Case) -> Any:
     run_dir = Path(str(case.config.run_dir))
     run_dir.mkdir(parents=True)
     (run_dir / "summary.json").write_text(json.dumps(numbers))
-    return sweep._outcome(case.config)["objective"]
+    return sweep_rows.outcome(case.config)["objective"]
 
 
 def asked_checkpoint(case: Case) -> Any:
@@ -726,6 +727,11 @@ def process_group(case: Case) -> Any:
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
+def trials_at_once(case: Case) -> Any:
+    """How many of eight trials run at a time on a host, and with how many GPUs each."""
+    return dataclasses.astuple(trial_pool.pool_of(case.asked, [case.config], 8, case.machine))
+
+
 @dataclasses.dataclass
 class Row:
     """`base` and `changed` are words of a command line; `changed` is added to `base`."""
@@ -845,6 +851,8 @@ ROWS: dict[str, Row] = {
     "predict.format": Row(
         "predict.format=parquet", made_with_a_trained_model, f"{SMALL} mode=predict checkpoint.resume=trained"
     ),
+    "sweep.gpus_per_trial": Row("sweep.gpus_per_trial=2", trials_at_once, "launch.nproc_per_node=1", EIGHT_GPUS),
+    "sweep.processes_at_once": Row("sweep.processes_at_once=auto", trials_at_once, "launch.nproc_per_node=1"),
     "prove.samples": Row("prove.samples=16", proof),
     "prove.steps": Row("prove.steps=8", proof),
     "prove.seconds": Row("prove.seconds=9", parts_of_a_proof, "mode=train"),

@@ -28,7 +28,8 @@ from ddp_train.data.datasets import BatchSource
 from ddp_train.data.splits import Splits, parted
 from ddp_train.errors import ConfigError, DataError
 from ddp_train.launcher import sweep
-from ddp_train.launcher.sweep import Trials, _outcome
+from ddp_train.launcher.sweep import Trials
+from ddp_train.launcher.sweep_rows import outcome
 from ddp_train.tasks.builtin import TASKS
 from ddp_train.training.checkpoint import Writer
 from ddp_train.training.open_data import open_datasets
@@ -356,7 +357,7 @@ def test_the_objective_is_read_with_its_direction(tmp_path: Path) -> None:
     (tmp_path / "summary.json").write_text(json.dumps(summary))
 
     def row(objective: str) -> tuple[Any, ...]:
-        found = _outcome(Config(run_dir=str(tmp_path), objective=objective))
+        found = outcome(Config(run_dir=str(tmp_path), objective=objective))
         return found["objective_name"], found["objective"], found["better"]
 
     assert row("auto") == ("validation.loss", 2.0, "min") and row("test.dice") == ("test.dice", 0.3, "max")

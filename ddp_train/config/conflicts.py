@@ -307,6 +307,8 @@ def notices(asked: Config, config: Config) -> list[str]:
             launch.backend == "gloo" and config.device == "cuda",
         f"hooks={shown(config.hooks)} has no effect: mode={config.mode} does not train":
             config.hooks and config.uses_trained,
+        "sweep.gpus_per_trial and sweep.processes_at_once have no effect without -m":
+            config.sweep != type(config.sweep)(),
         f"checkpoint.average=true has no effect: it is for mode=predict and export, and mode={config.mode}":
             config.checkpoint.average and config.mode not in ("predict", "export"),
     })  # fmt: skip

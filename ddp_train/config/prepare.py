@@ -39,10 +39,13 @@ class Prepared:
     """The config for another number of processes on this host."""
 
 
-def prepare(program: Program, overrides: list[str], world: World | None, run_dir: str | None = None) -> Prepared:
+def prepare(
+    program: Program, overrides: list[str], world: World | None, run_dir: str | None = None, shared_by: int = 1
+) -> Prepared:
     """Composes, checks and freezes the config. Raises ConfigError with every problem.
 
-    run_dir: the directory of a sweep's trial, in place of the one among the overrides.
+    run_dir: the directory of a sweep's trial, in place of the one among the overrides. shared_by: the number of trials
+    that have the cores of this host among them.
     """
     read = read_overrides(program, overrides)
     if world:  # these are torchrun's, whatever the config of an earlier run says
@@ -50,7 +53,7 @@ def prepare(program: Program, overrides: list[str], world: World | None, run_dir
     config, problems = read_run(program, read)
     if run_dir:
         config = replace(config, run_dir=run_dir)
-    prepared = _locked_and_frozen(config, problems, world, program.command(overrides))
+    prepared = _locked_and_frozen(config, problems, world, program.command(overrides), shared_by)
     if config.uses_trained and read.choices.get("experiment", "None") != "None":
         theirs = "model, task, data and metrics are those of the checkpoint; type the keys that shall differ"
         prepared.notices.append(f"experiment={read.choices['experiment']} with mode={config.mode}: {theirs}")
@@ -93,9 +96,12 @@ def resolve_and_check(
     return resolved, check(config, resolved, hardware, world)
 
 
-def _locked_and_frozen(config: Config, problems: list[str], world: World | None, command: str) -> Prepared:
+def _locked_and_frozen(
+    config: Config, problems: list[str], world: World | None, command: str, shared_by: int
+) -> Prepared:
     """The rest of `prepare`, for a config that has been composed and bound."""
     hardware = detect_hardware(visible_devices())
+    hardware = replace(hardware, cpus=max(1, hardware.cpus // shared_by))
     resolved, more = resolve_and_check(config, world, hardware)
     if problems or more:
         raise ConfigError(list(dict.fromkeys(problems + more)))

@@ -107,9 +107,7 @@ class TrainConfig:
         None, "decay of an exponential moving average of the weights, which is scored too; null: none", above=0, below=1
     )
     ema_warmup: bool = key(False, "after n updates of the average, a decay of at most (1 + n) / (10 + n)")
-    profile_steps: str | None = key(
-        None, "FIRST:LAST, optimizer steps to trace with torch's profiler, in run_dir/profile; null: none", is_span=True
-    )
+    profile_steps: str | None = key(None, "FIRST:LAST, steps to trace by torch's profiler; null: none", is_span=True)
     memory_history: bool = key(False, "keep who allocated which GPU memory, for the snapshot at an out-of-memory error")
     early_stopping: EarlyStoppingConfig = field(default_factory=EarlyStoppingConfig)
 
@@ -133,9 +131,7 @@ class CheckpointConfig:
         choices=("auto", "best", "last"),
     )
     mirror: str | None = key(
-        None,
-        "URL of a folder for this run alone, as s3://BUCKET/RUN, to which checkpoints are copied, and from which a run "
-        "that has none resumes; null: none",
+        None, "URL of this run's folder elsewhere: checkpoints are copied to it, and taken from it"
     )
     average: bool = key(False, "for mode=predict and export: the average of the weights (train.ema_decay)")
 
@@ -163,6 +159,16 @@ class ProveConfig:
     steps: int = key(6, "optimizer steps of each real run; it is killed half-way", at_least=4)
     seconds: float = key(600.0, "what has not begun by then is skipped, and the proof is incomplete", above=0)
     runs: bool = key(True, "start real processes too; false: only the checks that one process can make")
+
+
+@dataclass
+class SweepConfig:
+    """Trials of a sweep (-m) at the same time. docs/sweeps.md"""
+
+    gpus_per_trial: int | None = key(None, "of a sweep; null: as many as launch.nproc_per_node", at_least=1)
+    processes_at_once: Union[int, str] = key(
+        1, "trials of a sweep at a time on CPU; auto: cores / (processes x threads of a trial)", at_least=1, **AUTO
+    )
 
 
 @dataclass
@@ -281,6 +287,7 @@ class Config:
     export: ExportConfig = field(default_factory=ExportConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     prove: ProveConfig = field(default_factory=ProveConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
 
     @property
     def uses_trained(self) -> bool:
@@ -345,6 +352,7 @@ SECTIONS: dict[str, type] = {
     "export": ExportConfig,
     "tracker": TrackerConfig,
     "prove": ProveConfig,
+    "sweep": SweepConfig,
 }
 """The sections that have one schema."""
 

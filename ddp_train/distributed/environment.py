@@ -12,7 +12,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +152,20 @@ def preload_environment(import_path: Path | None) -> dict[str, str]:
     imported is as in a worker.
     """
     return {**_importing_environment(import_path, threads=1), "OPENBLAS_NUM_THREADS": "1"}
+
+
+@contextlib.contextmanager
+def preloading(import_path: Path | None) -> Iterator[dict[str, str]]:
+    """This process has `preload_environment` inside, and its own again after it. Yields, filled in at the end, the
+    variables that libraries have set meanwhile."""
+    before, changed = environment(), {}
+    set_environment(preload_environment(import_path))
+    inside = environment()
+    try:
+        yield changed
+    finally:
+        changed |= {name: value for name, value in environment().items() if inside.get(name) != value}
+        set_environment(before)
 
 
 def _importing_environment(import_path: Path | None, threads: int) -> dict[str, str]:

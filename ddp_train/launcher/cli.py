@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib
 import re
 import shutil
+import signal
 import sys
 import textwrap
 from pathlib import Path
@@ -22,6 +24,7 @@ from ddp_train.config.schema import OPTIONS, SECTIONS, Config
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
 from ddp_train.launcher.sweep import Trials
+from ddp_train.resilience.preemption import stop_signals
 from ddp_train.text import did_you_mean, shown
 
 SWEEP = ("-m", "--multirun")
@@ -85,6 +88,10 @@ def through_hydra(trials: Trials, argv: list[str], world: World | None) -> int:
     register_schema(trials.program)
     own = trials.program.own
     sys.argv = [sys.argv[0], *([f"{CONFIG_DIR[1]}={own}"] if own else []), *argv]
+    if trials.pool:
+        importlib.import_module("hydra_plugins.ddp_train_pool.launcher")  # an editable install may hide it from Hydra
+        for number in stop_signals():
+            signal.signal(number, trials.end_by_signal)
     try:
         hydra.main(config_path=str(trials.program.presets), config_name="config", version_base="1.3")(trials.run)()
     except BaseException:

@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ddp_train.distributed.environment import environment, preload_environment, set_environment
+from ddp_train.distributed.environment import environment, preload_environment, preloading, set_environment
 from ddp_train.linux import children_of, end_children, end_with_parent, set_title
 from ddp_train.resilience.heartbeat import START_SECONDS
 
@@ -89,6 +89,9 @@ class ForkedWorker:
         if self.poll() is None:
             os.kill(self.pid, number)
 
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
 
 def can_fork(program: list[str]) -> bool:
     """Whether what Python runs is forked: our worker, or a script without options of Python's."""
@@ -98,11 +101,15 @@ def can_fork(program: list[str]) -> bool:
 class ForkServer:
     """The launcher's side. If the server could not be started, or has ended, `fork` returns no workers."""
 
-    def __init__(self, import_path: Path | None) -> None:
-        """Starts the server without waiting for it. import_path: see `config.program`."""
+    def __init__(self, import_path: Path | None, changed: dict[str, str] | None = None) -> None:
+        """Starts the server without waiting for it. import_path: see `config.program`. changed: of `preload`, in a
+        process that has done that, or was forked from one: the server is forked from it, in milliseconds."""
         self._started_in = (Path.cwd(), environment())
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | ForkedWorker | None = None
         self._socket, theirs = socket.socketpair()
+        if changed is not None:
+            self._process = self._fork_server(theirs, changed)
+            return
         command = [sys.executable, *MODULE, __name__, str(theirs.fileno()), str(os.getpid()), " " * TITLE_BYTES]
         try:
             if sys.platform == "linux":
@@ -113,6 +120,21 @@ class ForkServer:
             log.debug("the fork server could not be started: %s", error)
         finally:
             theirs.close()
+
+    def _fork_server(self, theirs: socket.socket, changed: dict[str, str]) -> ForkedWorker:
+        """Only after `preload`."""
+        parent, pid = os.getpid(), os.fork()
+        if not pid:
+            try:
+                os.setsid()
+                end_with_parent()
+                self._socket.close()
+                if os.getppid() == parent:
+                    _answer(theirs, changed)
+            finally:
+                os._exit(0)
+        theirs.close()
+        return ForkedWorker(pid)
 
     def fork(self, specs: list[WorkerSpec], given_up: Callable[[], bool]) -> list[ForkedWorker]:
         """Forks one worker per spec, each in its own session, as soon as torch is imported.
@@ -203,14 +225,36 @@ def main() -> NoReturn:
 def _serve(connection: socket.socket) -> None:
     connection.set_inheritable(False)
     before = environment()
+    if _import():
+        changed = {name: value for name, value in environment().items() if before.get(name) != value}
+        _answer(connection, changed)
+
+
+def preload(import_path: Path | None) -> dict[str, str] | None:
+    """Imports here what workers need, so that this process and those that it forks can fork servers, and they workers.
+
+    Returns what libraries have set in the environment, for `ForkServer`; None if they could not be imported.
+    """
+    with preloading(import_path) as changed:
+        done = _import()
+    gc.enable()
+    return changed if done else None
+
+
+def _import() -> bool:
+    """Whether what workers need could be imported."""
     gc.disable()  # importing makes half a million objects and no garbage
     try:
         importlib.import_module(WORKER)
         importlib.import_module("torch._dynamo")
     except BaseException:  # noqa: BLE001  workers that start as new interpreters meet it too, and report it
-        return
-    changed = {name: value for name, value in environment().items() if before.get(name) != value}  # by the libraries
+        return False
     gc.freeze()  # a collection would write to all shared pages, and so copy them
+    return True
+
+
+def _answer(connection: socket.socket, changed: dict[str, str]) -> None:
+    """Forks workers on request. changed: by the libraries, in the environment."""
     with contextlib.suppress(OSError, ValueError):  # the launcher has closed the socket
         while True:
             (numbers, requests), received = _receive(connection)

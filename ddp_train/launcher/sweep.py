@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import importlib.util
-import json
 import math
 import shutil
 import subprocess
@@ -16,28 +14,27 @@ from typing import Any
 
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import DictConfig
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
-from ddp_train.config.metrics import BY_TEST, SPLITS, direction_of, has_validation, objective_name, read_objective
+from ddp_train.config.hardware import detect_hardware
+from ddp_train.config.metrics import BY_TEST, direction_of, has_validation, objective_name
 from ddp_train.config.overrides import read_overrides
 from ddp_train.config.prepare import prepare, read_run, resolve_and_check
 from ddp_train.config.program import Program
 from ddp_train.config.schema import Config
 from ddp_train.config.validate import check_rules
-from ddp_train.distributed.environment import new_run_id
+from ddp_train.distributed.environment import new_run_id, visible_devices
 from ddp_train.errors import ConfigError
-from ddp_train.launcher import local
-from ddp_train.launcher.fork_server import ForkServer
+from ddp_train.launcher import local, sweep_rows, trial_pool
+from ddp_train.launcher.fork_server import ForkServer, preload
 from ddp_train.launcher.stop_requests import StopRequests
-from ddp_train.resilience.failure_report import FILE as FAILURE
-from ddp_train.resilience.failure_report import SUMMARY
+from ddp_train.launcher.sweep_rows import RESULTS
+from ddp_train.launcher.sweep_table import table
+from ddp_train.launcher.trial_pool import TrialPool
 from ddp_train.resilience.preemption import SAVED, UNSAVED
-from ddp_train.text import did_you_mean
 
-RESULTS = "results.jsonl"
 LAUNCHER, SLURM = "hydra/launcher", ("slurm", "submitit_slurm")
 SWEEPER = "hydra/sweeper"
 PLUGINS = {"optuna": "hydra-optuna-sweeper"}
@@ -78,6 +75,13 @@ class Trials:
         """The Hydra launcher that runs the trials as jobs; empty if they run in this process."""
         self.rows_begin = 0
         """Where the rows of this sweep begin in the results file, in bytes."""
+        self.pool: TrialPool | None = None
+        """What the trials share if several run at a time, each in a process of its own that this one forks."""
+        self.forks_workers = True
+        self.preloaded: dict[str, str] | None = None
+        """Of `fork_server.preload`: then each trial forks a fork server of its own from what is imported already."""
+        self.rows_before: dict[int, int] = {}
+        """The size of the results file when a trial of the pool began."""
 
     def check(self, argv: list[str], sweep: bool) -> list[str]:
         """Checks the overrides on the command line before Hydra reads it. Returns the command line for Hydra.
@@ -89,7 +93,8 @@ class Trials:
         read = read_overrides(self.program, overrides, sweep)
         problems, config = list(read.problems), Config()
         launchers = [word.partition("=")[2] for word in read.arguments if _key(word) == LAUNCHER]
-        self.job_launcher = launchers[-1] if launchers and launchers[-1] != "basic" else ""
+        asked = launchers[-1] if launchers else ""
+        self.job_launcher = asked if asked not in ("basic", trial_pool.NAME) else ""
         if self.job_launcher in SLURM:
             problems += _missing_for_slurm(self.job_launcher)
         fixed = [
@@ -99,13 +104,26 @@ class Trials:
         ]
         first = {key: values[0] for key, values in read.swept.items() if values}
         trials = [first, *(first | {key: value} for key, values in read.swept.items() for value in values[1:])]
+        hardware, resolved = detect_hardware(visible_devices()), []
+        problems += [
+            f"{key}: is what all trials share, and cannot be swept; give it one value"
+            for key in read.swept
+            if key.startswith("sweep.")
+        ]
         for trial in trials:
             config, found = read_run(
                 self.program, read_overrides(self.program, fixed + [f"{key}={value}" for key, value in trial.items()])
             )
             problems += found
             if sweep and not found:
-                problems += _problems_of_trial(config, bool(self.job_launcher))
+                found = trial_pool.refused(config)
+                if not found and self.job_launcher:  # it may run on another host
+                    found = check_rules(config)
+                elif not (found := found or trial_pool.problems(config, hardware)):
+                    seen = trial_pool.hardware_of_trial(config, hardware)
+                    run, found = resolve_and_check(config, None, seen)
+                    resolved += [] if found else [run]
+                problems += found
         self.objective, self.better = config.objective, direction_of(config.objective, config)
         direction, found = self._direction(read.arguments)
         problems += found if sweep else []
@@ -120,10 +138,17 @@ class Trials:
             self._tell_if_by_test(self.objective)
         self.swept = set(read.swept)
         self.total = math.prod(map(len, read.swept.values()))
+        if not self.job_launcher:
+            for note in trial_pool.notes(config, resolved[-1]):
+                print(f"note: {note}", file=sys.stderr)
+            pool = trial_pool.pool_of(config, resolved, self.total, hardware)
+            if asked == trial_pool.NAME or (not asked and pool.at_once > 1):
+                self.pool, self.forks_workers = pool, config.launch.fork_server
+                hydra_argv += pool.words(hydra_argv)
         self.sweep_dir = Path(config.run_dir or f"runs/{config.name}/sweep_{new_run_id(None)}")
         if self.job_launcher:
+            self.rows_begin = sweep_rows.size(self.sweep_dir)
             results = self.sweep_dir / RESULTS
-            self.rows_begin = results.stat().st_size if results.exists() else 0
             print(f"trials are run by hydra/launcher={self.job_launcher}; results: {results}", flush=True)
         return [*hydra_argv, f"hydra.sweep.dir='{self.sweep_dir}'"]
 
@@ -158,21 +183,30 @@ class Trials:
     def run(self, _: DictConfig) -> float:
         """Runs one trial. Returns its objective; NaN if it has none or failed, so that the sweep continues."""
         job = HydraConfig.get()
-        overrides, run_dir = list(job.overrides.task), str(job.runtime.output_dir)
-        swept = [word.lstrip("+") for word in overrides if _key(word) in self.swept]
-        row: dict[str, Any] = {"trial": job.job.num, "overrides": swept, "status": "failed", "exit_code": 2}
-        is_grid = job.sweeper._target_.endswith(".BasicSweeper") and not job.sweeper.get("params")
-        count = f" ({job.job.num + 1} of {self.total})" if self.total and is_grid else ""
-        print(f"trial {job.job.num}{count}: {' '.join(swept)}", flush=True)
+        number, run_dir = int(job.job.num), str(job.runtime.output_dir)
+        overrides = _words_of_trial(job.overrides.task)
+        if not self.pool:
+            print(f"trial {self._named(number, overrides)}", flush=True)
+        row = None if self.job_launcher else sweep_rows.completed_before(self.sweep_dir, overrides)
+        if row:  # by the same sweep, which was ended before its end
+            print(
+                f"trial {number} was completed before, as trial {row['trial']}: {self.sweep_dir / RESULTS}", flush=True
+            )
+            self.rows.append(row | {"trial": number})
+            return self._objective(row)
         stop = StopRequests()
+        row = self._new_row(number, overrides)
+        server, at_once = self.server, self.pool.at_once if self.pool else 1
+        if self.pool and self.preloaded is not None:
+            server = ForkServer(self.program.import_path, self.preloaded)
         try:
             with _hydra_set_aside():
-                prepared = prepare(self.program, overrides, None, run_dir)
+                prepared = prepare(self.program, overrides, None, run_dir, at_once)
             for notice in prepared.notices:
                 print(f"note: {notice}", file=sys.stderr)
             try:
                 row["exit_code"] = local.launch(
-                    prepared.config, self.program.import_path, stop, self.server, prepared.at_another_number
+                    prepared.config, self.program.import_path, stop, server, prepared.at_another_number
                 )
             finally:
                 if prepared.lock:
@@ -183,20 +217,87 @@ class Trials:
                 with contextlib.suppress(subprocess.CalledProcessError):
                     stop.forward()
                 raise SystemExit(row["exit_code"])  # cancelled, or restarted by SLURM itself
-            row |= _outcome(prepared.config) if row["exit_code"] == 0 else _failure(run_dir)
+            row |= sweep_rows.outcome(prepared.config) if row["exit_code"] == 0 else sweep_rows.failure(run_dir)
         except ConfigError as error:
             print(error, file=sys.stderr)
             row |= {"kind": error.kind, "reason": str(error)}
         self.rows.append(row)
-        with (self.sweep_dir / RESULTS).open("a") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # trials on other hosts append to the file too
-            file.write(json.dumps(row, allow_nan=False) + "\n")
+        sweep_rows.append(self.sweep_dir, row)
         if contradiction := self._learn(row):
             print(contradiction, file=sys.stderr)
             raise SystemExit(ConfigError.exit_code)
         if (stop.received and not self.job_launcher) or row["exit_code"] in (SAVED, UNSAVED):
             raise SystemExit(row["exit_code"] or stop.exit_code(UNSAVED))
+        return self._objective(row)
+
+    def _new_row(self, number: int, words: list[str]) -> dict[str, Any]:
+        """Of a trial that has failed so far. words: all that it was given, by which it is found again."""
+        row = {"trial": number, "overrides": self._swept_among(words), "words": sorted(words), "status": "failed"}
+        return row | {"exit_code": ConfigError.exit_code} | ({"at_once": self.pool.at_once} if self.pool else {})
+
+    def _named(self, number: int, overrides: list[str]) -> str:
+        """A trial in a line: its number, of how many if that is known, and what is its own."""
+        count = f" ({number + 1} of {self.total})" if self.total and not self._draws() else ""
+        return f"{number}{count}: {' '.join(self._swept_among(overrides))}"
+
+    def _draws(self) -> bool:
+        """Whether a sweeper other than the grid chooses the trials."""
+        sweeper = HydraConfig.get().sweeper
+        return not sweeper._target_.endswith(".BasicSweeper") or bool(sweeper.get("params"))
+
+    def _swept_among(self, overrides: list[str]) -> list[str]:
+        return [word.lstrip("+") for word in overrides if _key(word) in self.swept]
+
+    @staticmethod
+    def _objective(row: dict[str, Any]) -> float:
         return math.nan if row.get("objective") is None else row["objective"]
+
+    # --- what the pool calls, in the process that starts the trials ---
+
+    def before_jobs(self) -> None:
+        """What all workers need is imported once, here: a server of its own would cost each trial seconds."""
+        if self.server:
+            self.server.close()
+            self.server = None
+        if self.preloaded is None and self.forks_workers:
+            self.preloaded = preload(self.program.import_path)
+
+    def job_started(self, number: int, overrides: list[str], devices: list[str]) -> None:
+        self.rows_before[number] = sweep_rows.size(self.sweep_dir)
+        on = f"  on {', '.join(devices)}" if devices else ""
+        print(f"trial {self._named(number, overrides)}{on}", flush=True)
+
+    def job_ended(self, number: int, overrides: list[str], returned: JobReturn, exit_code: int, seconds: float) -> None:
+        """Finds the trial's row, and writes that of one that was killed, so that the sweep continues."""
+        words = _words_of_trial(overrides)
+        written = sweep_rows.read(self.sweep_dir, self.rows_before[number])
+        row = next((row for row in reversed(written) if row["trial"] == number), None)
+        before = None if row else sweep_rows.completed_before(self.sweep_dir, words)
+        if before:
+            row = before | {"trial": number}
+        if row is None:
+            row = {"trial": number, "overrides": self._swept_among(overrides), "words": sorted(words)}
+            row |= (
+                {"status": "failed"}
+                | sweep_rows.death(exit_code)
+                | ({"at_once": self.pool.at_once} if self.pool else {})
+            )
+            sweep_rows.append(self.sweep_dir, row)
+        if isinstance(returned._return_value, Exception):
+            returned.status, returned.return_value = JobStatus.COMPLETED, math.nan
+        self.rows = sorted([*self.rows, row], key=lambda row: row["trial"])
+        if contradiction := self._learn(row):
+            returned.status, returned.return_value = JobStatus.FAILED, SystemExit(ConfigError.exit_code)
+            print(contradiction, file=sys.stderr)
+        log = self.sweep_dir / str(number) / trial_pool.LOG
+        print(f"trial {number}: {sweep_rows.ended(row, log)}  {'before' if before else f'{seconds:.1f} s'}", flush=True)
+
+    def end_by_signal(self, number: int, _: object) -> None:
+        """The handler of a stop signal, while no trial runs and after those of the pool have been stopped by it."""
+        stop = StopRequests()
+        stop.received.append(number)
+        codes = {row["exit_code"] for row in self.rows} & {SAVED, UNSAVED}
+        raise SystemExit(stop.exit_code(SAVED if codes == {SAVED} else UNSAVED))
 
     def _learn(self, row: dict[str, Any]) -> ConfigError | None:
         """What only a trial could tell: what `auto` stands for, and the better direction. Returns an error if the
@@ -214,14 +315,12 @@ class Trials:
 
     def finish(self) -> int:
         """Prints the results. Returns 0 if all trials were completed, else the exit code of the first failed one."""
-        if self.job_launcher and (self.sweep_dir / RESULTS).exists():
-            with (self.sweep_dir / RESULTS).open() as file:
-                file.seek(self.rows_begin)
-                self.rows = sorted(map(json.loads, file), key=lambda row: row["trial"])
+        if self.job_launcher:
+            self.rows = sorted(sweep_rows.read(self.sweep_dir, self.rows_begin), key=lambda row: row["trial"])
         if self.rows:
             for row in self.rows:  # those of jobs are read here first
                 self._learn(row)
-            Console(soft_wrap=False).print(_table(self.rows, self.objective))
+            Console(soft_wrap=False).print(table(self.rows, self.objective, self.pool.at_once if self.pool else 1))
             scored = [row for row in self.rows if row.get("objective") is not None]
             if scored:
                 pick = max if self.better == "max" else min
@@ -268,63 +367,8 @@ def _last(arguments: list[str], key: str) -> str:
     return next((word.partition("=")[2] for word in reversed(arguments) if _key(word) == key), "")
 
 
-def _problems_of_trial(config: Config, runs_as_job: bool) -> list[str]:
-    """Why a trial cannot run. If it runs as a job, possibly on another host, only what does not depend on the host."""
-    if config.launch.nnodes > 1:
-        return [
-            f"launch.nnodes={config.launch.nnodes}: a sweep runs on one host; leave it out, or start each run alone"
-        ]
-    if config.mode == "doctor":
-        return ["mode=doctor: cannot be swept; leave out -m"]
-    return check_rules(config) if runs_as_job else resolve_and_check(config, None)[1]
-
-
-def _outcome(config: Config) -> dict[str, Any]:
-    summary = json.loads((Path(str(config.run_dir)) / SUMMARY).read_text())
-    try:
-        name, value, better = read_objective(config.objective, summary)
-    except KeyError:
-        known = [f"{split}.{metric}" for split in SPLITS for metric in summary.get(split) or {}]
-        problem = f"objective={config.objective}: the run has no such number; it has {', '.join(known)}"
-        raise ConfigError([problem + did_you_mean(config.objective, known)]) from None
-    validation = summary.get("validation")
-    return {
-        "status": "completed",
-        "objective": value,
-        "objective_name": name,
-        "better": better,
-        **({"validation": validation} if validation else {}),
-        **summary["test"],
-        "seconds": summary["seconds"],
-        "samples_per_second": summary.get("samples_per_second"),
-    }
-
-
-def _failure(run_dir: str) -> dict[str, Any]:
-    path = Path(run_dir) / FAILURE
-    failure = json.loads(path.read_text()) if path.exists() else {"kind": "stopped", "detail": "stopped"}
-    return {"kind": failure["kind"], "reason": failure["detail"]}
-
-
-TABLED = {"test.accuracy": "accuracy", "test.loss": "loss", "seconds": "seconds", "samples_per_second": "samples/s"}
-"""Objectives that have a column in any case."""
-
-
-def _table(rows: list[dict[str, Any]], objective: str) -> Table:
-    table = Table(title="trials", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    own = [] if objective in TABLED else [objective]
-    for heading in ("trial", "overrides", "status", *own, "accuracy", "loss", "seconds", "samples/s"):
-        is_text = heading in ("overrides", "status")
-        table.add_column(heading, justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text)
-    for row in rows:
-        formats = (
-            *[("objective", ".4f") for _ in own],
-            ("accuracy", ".2%"),
-            ("loss", ".4f"),
-            ("seconds", ".1f"),
-            ("samples_per_second", ",.0f"),
-        )
-        numbers = [format(row[name], spec) if row.get(name) is not None else "-" for name, spec in formats]
-        status = row["status"] if row["status"] == "completed" else f"failed ({row['exit_code']}): {row['kind']}"
-        table.add_row(str(row["trial"]), " ".join(row["overrides"]), status, *numbers)
-    return table
+def _words_of_trial(overrides: Any) -> list[str]:
+    """Those that a run of its own would have: the keys of `sweep` are about several."""
+    return [
+        str(word) for word in overrides if not _key(str(word)).startswith(("sweep.", "hydra.", "hydra/", "run_dir"))
+    ]

@@ -1,0 +1,201 @@
+"""The launcher that Hydra finds: starts jobs while devices are free, waits, and hands signals on."""
+# No `from __future__ import annotations`: Hydra runs this module before it is in sys.modules, where dataclasses look.
+
+import contextlib
+import logging
+import os
+import select
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import JobReturn, configure_log, filter_overrides, run_job, setup_globals
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, open_dict
+
+from hydra_plugins.ddp_train_pool import _jobs
+from hydra_plugins.ddp_train_pool._devices import Devices, PoolError, visible_gpus
+
+log = logging.getLogger(__name__)
+POLL_SECONDS = 0.1
+"""Between two looks for devices that other sweeps have given back. The end of an own job is noticed at once."""
+
+
+@dataclass
+class PoolConf:
+    _target_: str = "hydra_plugins.ddp_train_pool.launcher.PoolLauncher"
+    gpus_per_trial: int | None = None
+    """GPUs of each job; None: one if there are any; 0: none, and `processes_at_once` says how many jobs."""
+    processes_at_once: int = 1
+    """Jobs at a time that use no GPU."""
+    devices: list[str] | None = None
+    """The devices to use, as CUDA_VISIBLE_DEVICES names them; None: those that are visible."""
+    lock_folder: str | None = None
+    """Where sweeps lock devices against each other; None: one that all users of this host share."""
+    start_delay_seconds: float = 0.0
+    """At least so long between two starts."""
+    output: str | None = None
+    """A file in the directory of each job for all that it prints; None: the terminal."""
+
+
+ConfigStore.instance().store(group="hydra/launcher", name="pool", node=PoolConf, provider="ddp_train_pool")
+
+
+class PoolLauncher(Launcher):
+    """Runs each job in a process of its own, as many at a time as there are free devices.
+
+    The object whose method the application's function is may have methods `before_jobs()`, `job_started(number,
+    overrides, devices)` and `job_ended(number, overrides, JobReturn, exit_code, seconds)`: they are called in the
+    process that starts the jobs. A signal goes to all jobs, is waited for, and is raised again at the end; the third
+    one kills them.
+    """
+
+    def __init__(
+        self,
+        gpus_per_trial: int | None,
+        processes_at_once: int,
+        devices: Sequence[str] | None,
+        lock_folder: str | None,
+        start_delay_seconds: float,
+        output: str | None,
+    ) -> None:
+        super().__init__()
+        self.gpus_per_trial, self.processes_at_once = gpus_per_trial, processes_at_once
+        self.devices = None if devices is None else [str(device) for device in devices]
+        self.lock_folder = Path(lock_folder).expanduser() if lock_folder else None
+        self.start_delay_seconds = start_delay_seconds
+        self.output = output
+        self.received: list[int] = []
+        self.handed_on = 0
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        self.hydra_context, self.task_function, self.config = hydra_context, task_function, config
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        setup_globals()
+        HydraConfig.instance().set_config(self.config)  # for what `_tell` calls; a job sets its own
+        configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
+        Path(str(self.config.hydra.sweep.dir)).mkdir(parents=True, exist_ok=True)
+        if reason := _jobs.cannot_fork():
+            raise PoolError(reason)
+        pool = self._pool()
+        with contextlib.closing(pool), self._listening():
+            log.info("Launching %d jobs, at most %d at a time", len(job_overrides), pool.at_once)
+            self._tell("before_jobs")
+            returned = self._run_all(pool, [list(overrides) for overrides in job_overrides], initial_job_idx)
+        if self.received:  # for whoever listened before: KeyboardInterrupt, or the end of this process
+            signal.raise_signal(self.received[0])
+        return returned
+
+    def _pool(self) -> Devices:
+        per_job = self.gpus_per_trial
+        if per_job == 0:
+            names = []
+        elif self.devices is not None:
+            names = list(dict.fromkeys(self.devices))
+        else:
+            names = visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
+        per_job = min(1, len(names)) if per_job is None else per_job
+        wrong = {
+            "gpus_per_trial": (per_job, per_job < 0),
+            "processes_at_once": (self.processes_at_once, self.processes_at_once < 1),
+            "start_delay_seconds": (self.start_delay_seconds, self.start_delay_seconds < 0),
+        }
+        for name, (value, is_wrong) in wrong.items():
+            if is_wrong:
+                raise PoolError(f"hydra.launcher.{name}={value}: is too small")
+        return Devices(names, per_job, self.processes_at_once, self.lock_folder)
+
+    def _run_all(self, pool: Devices, jobs: list[list[str]], first: int) -> list[JobReturn]:
+        waiting, running, returned = list(range(len(jobs))), dict[int, _jobs.Job](), dict[int, JobReturn]()
+        keep, last_start = _jobs.children(), -self.start_delay_seconds
+        _jobs.adopt(True)
+        try:
+            while (waiting and not self.received) or running:
+                may_start = waiting and not self.received and len(running) < pool.at_once
+                if may_start and time.monotonic() >= last_start + self.start_delay_seconds:
+                    index = waiting[0]
+                    if job := self._start(pool, first + index, jobs[index], running):
+                        running[waiting.pop(0)] = job
+                        last_start = time.monotonic()
+                        self._tell("job_started", job.number, jobs[index], job.devices)
+                        continue
+                self._wait(running)
+                for index, job in list(running.items()):
+                    if job.poll():
+                        del running[index]
+                        _jobs.end_adopted(keep | {other.pid for other in running.values()})
+                        returned[index] = job.returned(jobs[index])
+                        seconds = time.monotonic() - job.started
+                        log.info("\t#%d ended after %.1f s", job.number, seconds)
+                        code = job.exit_code
+                        self._tell("job_ended", job.number, jobs[index], returned[index], code, seconds)
+        finally:
+            for job in running.values():  # only after an error here
+                job.send(signal.SIGKILL)
+                os.waitpid(job.pid, 0)
+            _jobs.end_adopted(keep)
+            _jobs.adopt(False)
+        return [returned[index] for index in sorted(returned)]
+
+    def _start(self, pool: Devices, number: int, overrides: list[str], running: dict[int, _jobs.Job]) -> Any:
+        """The job, if there are devices for it."""
+        with pool.offered({device for job in running.values() for device in job.devices}) as offer:
+            if offer is None:
+                return None
+            log.info("\t#%d : %s", number, " ".join([*filter_overrides(overrides), *offer[0]]))
+            config = self.hydra_context.config_loader.load_sweep_config(self.config, overrides)
+            with open_dict(config):
+                config.hydra.job.id = config.hydra.job.num = number
+            folder = Path(str(config.hydra.sweep.dir), str(config.hydra.sweep.subdir)) if self.output else None
+            return _jobs.start(number, offer[0], lambda: self._run_job(config), folder and folder / str(self.output))
+
+    def _run_job(self, config: DictConfig) -> JobReturn:
+        """In the job's process."""
+        return run_job(
+            hydra_context=self.hydra_context,
+            task_function=self.task_function,
+            config=config,
+            job_dir_key="hydra.sweep.dir",
+            job_subdir_key="hydra.sweep.subdir",
+        )
+
+    def _wait(self, running: dict[int, _jobs.Job]) -> None:
+        """For the end of a job, at most POLL_SECONDS; a signal ends it too."""
+        poller, opened = select.poll(), []
+        try:
+            for job in running.values():
+                opened.append(os.pidfd_open(job.pid))
+                poller.register(opened[-1], select.POLLIN)
+            poller.poll(POLL_SECONDS * 1000)
+            if len(self.received) > self.handed_on:
+                self.handed_on = len(self.received)
+                for job in running.values():
+                    job.send(signal.SIGKILL if self.handed_on > 2 else self.received[-1])
+        finally:
+            for descriptor in opened:
+                os.close(descriptor)
+
+    @contextlib.contextmanager
+    def _listening(self) -> Iterator[None]:
+        """Records signals, and restores what was there before."""
+        before = {number: signal.getsignal(number) for number in _jobs.SIGNALS}
+        heeded = [number for number, handler in before.items() if handler != signal.SIG_IGN]  # nohup ignores SIGHUP
+        for number in heeded:
+            signal.signal(number, lambda number, _: self.received.append(number))
+        try:
+            yield
+        finally:
+            for number in heeded:
+                signal.signal(number, before[number])
+
+    def _tell(self, method: str, *values: Any) -> None:
+        told = getattr(getattr(self.task_function, "__self__", None), method, None)
+        if told:
+            told(*values)
