@@ -220,6 +220,7 @@ def test_keys_of_a_sweep_are_refused_where_they_cannot_hold(tmp_path: Path, monk
     for given, message in (
         ("sweep.gpus_per_trial=8", "sweep.gpus_per_trial=8: this host has 4"),
         ("sweep.gpus_per_trial=1,2", "sweep.gpus_per_trial: is what all trials share, and cannot be swept"),
+        ("checkpoint.mirror=file:///tmp/x", "checkpoint.mirror=file:///tmp/x: all trials would share it"),
     ):
         with pytest.raises(ConfigError, match=message):
             words(given)

@@ -89,4 +89,6 @@ def refused(config: Config) -> list[str]:
         return [
             f"launch.nnodes={config.launch.nnodes}: a sweep runs on one host; leave it out, or start each run alone"
         ]
+    if config.checkpoint.mirror:
+        return [f"checkpoint.mirror={config.checkpoint.mirror}: all trials would share it; leave it out of a sweep"]
     return ["mode=doctor: cannot be swept; leave out -m"] if config.mode == "doctor" else []
