@@ -227,6 +227,9 @@ def record(*calls: str, begin: int = 1, group: str = "0") -> collectives.Calls:
     return {group: {begin + i: collectives.Call(name, "Float [3]") for i, name in enumerate(calls)}}
 
 
+GAP: collectives.Calls = {"0": {**record("a")["0"], **record("b", begin=4)["0"]}}
+
+
 @pytest.mark.parametrize(
     ("ranks", "said"),
     [
@@ -244,6 +247,8 @@ def record(*calls: str, begin: int = 1, group: str = "0") -> collectives.Calls:
         # Old calls are overwritten: the first that both have is the fifth.
         ({0: record("a", "b", "c", begin=4), 1: record("b", begin=5)}, "rank 0 called c of Float [3] (collective 6), "
          "rank 1 did not"),
+        ({0: GAP, 1: GAP}, ""),
+        ({0: GAP, 1: record("a")}, "rank 0 called b of Float [3] (collective 4), rank 1 did not"),
         ({0: record("a") | record("x", group="1"), 1: record("a")}, "rank 0 called x of Float [3] (collective 1), "
          "rank 1 did not"),
     ],

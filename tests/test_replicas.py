@@ -29,6 +29,7 @@ def said(world: World) -> list[Any]:
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double()
         nn.init.constant_(net[0].bias, 0.01)
+        net.register_parameter("table", nn.Parameter(torch.arange(3) + world.rank, requires_grad=False))
         change(net)
         try:
             found.append(check_same_weights(net))

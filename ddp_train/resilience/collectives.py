@@ -74,7 +74,7 @@ def _parting(ranks: Mapping[int, Mapping[int, Call]]) -> str:
         made = {rank: calls[number] for rank, calls in known.items() if number in calls}
         counted = Counter(made.values()).most_common()
         missing = sorted([*absent, *(known.keys() - made.keys())])
-        if len(counted) == 1 and not missing:
+        if not made or (len(counted) == 1 and not missing):
             continue
         usual = counted[0][0]
         callers = sorted(rank for rank, call in made.items() if call == usual)

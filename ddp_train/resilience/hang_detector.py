@@ -144,7 +144,8 @@ class HangDetector:
         now = time.monotonic()
         states = [state_of(pid) for pid in self.pids]
         for rank, status in enumerate(self.board.ranks):
-            collectives.record_file(run_dir, rank).unlink(missing_ok=True)  # of an attempt before
+            with contextlib.suppress(OSError):
+                collectives.record_file(run_dir, rank).unlink(missing_ok=True)  # of an attempt before
             status.is_examined = 1
         stacks = self._stacks(run_dir)
         rank, reason = self._culprit(now, states, stacks)
