@@ -1,11 +1,12 @@
 """GPT-2 124M with launch.py against plain compiled DDP: the same network, batch, precision, optimizer and clipping.
 
-    python benchmarks/gpt2.py [--processes 1] [--batches 32 64] [--steps 100] [--output PAGE.md]
+    python benchmarks/gpt2.py [--processes 1] [--batches 32 64] [--steps 100] [--rounds 1] [--output PAGE.md]
 
 Windows of 1,024 tokens, bf16, AdamW (fused), clipping to 1.0, tokens on the device. The corpus is the standard library
 of Python, a byte a token, in a vocabulary of 50,304 as GPT-2's: speed does not depend on which tokens they are, and the
 loss can be seen to fall. Tokens per second over all processes: for launch.py the median logging interval of 10 steps
-after the first three, for the peer STEPS steps after 30. Loss: of the last 10 steps.
+after the first three, for the peer STEPS steps after 30. Loss: of the last 10 steps, of the last round. With several
+rounds, whose order alternates, the median round and the slowest and fastest.
 """
 
 from __future__ import annotations
@@ -113,11 +114,26 @@ def by_hand(corpus: Path, batch: int, steps: int, processes: int) -> dict[str, f
     return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))[7:])
 
 
+def row(name: str, batch: int, results: list[dict[str, float]], rounds: int) -> str:
+    """A line of the table. A round that failed is counted, its reason stands on the standard error."""
+    if not results:
+        return f"| {name} | {batch} | failed, {rounds} of {rounds} | | | |"
+    speeds = sorted(result["tokens_per_second"] for result in results)
+    utilisation = [result["mfu"] for result in results if "mfu" in result]
+    mfu = f"{statistics.median(utilisation):.1%}" if utilisation else "-"
+    failed = f", {rounds - len(results)} failed" if len(results) < rounds else ""
+    return (
+        f"| {name} | {batch} | {statistics.median(speeds):,.0f} | {speeds[0]:,.0f} to {speeds[-1]:,.0f}{failed} "
+        f"| {mfu} | {results[-1]['loss']:.3f} |"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--batches", type=int, nargs="+", default=[32, 64], help="windows on each process")
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--peer", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -131,36 +147,36 @@ def main() -> None:
         corpus = Path(folder, "corpus.bin")
         content = b"\n".join(path.read_bytes() for path in standard_library()) * n
         np.frombuffer(content, dtype=np.uint8).astype(np.uint16).tofile(corpus)
-        for number, batch in enumerate(arguments.batches):
-            contenders = {
-                "plain DDP, compiled": lambda b=batch: by_hand(corpus, b, steps, n),
-                "launch.py, recommended": lambda b=batch, i=number: ours(corpus, b, steps, n, Path(folder, f"r{i}")),
-                "launch.py, tuning=max": lambda b=batch, i=number: ours(
-                    corpus, b, steps, n, Path(folder, f"m{i}"), "tuning=max"
-                ),
-            }
-            for name, run in contenders.items():
-                try:
-                    found = run()
-                    mfu = f"{found['mfu']:.1%}" if "mfu" in found else "-"
-                    row = f"| {name} | {batch} | {found['tokens_per_second']:,.0f} | {mfu} | {found['loss']:.3f} |"
-                except (RuntimeError, subprocess.TimeoutExpired, StopIteration) as error:
-                    print(error, file=sys.stderr)
-                    row = f"| {name} | {batch} | failed: {str(error)[-300:]!r} | | |"
-                print(row, file=sys.stderr, flush=True)
-                rows.append(row)
+        contenders = {
+            "plain DDP, compiled": lambda batch, _: by_hand(corpus, batch, steps, n),
+            "launch.py, recommended": lambda batch, run_dir: ours(corpus, batch, steps, n, run_dir),
+            "launch.py, tuning=max": lambda batch, run_dir: ours(corpus, batch, steps, n, run_dir, "tuning=max"),
+        }
+        for batch in arguments.batches:
+            found: dict[str, list[dict[str, float]]] = {name: [] for name in contenders}
+            for number in range(arguments.rounds):
+                for name in list(contenders)[:: 1 if number % 2 == 0 else -1]:
+                    run_dir = Path(folder, f"{batch}_{number}_{len(name)}")
+                    try:
+                        found[name].append(contenders[name](batch, run_dir))
+                        print(name, batch, found[name][-1], file=sys.stderr, flush=True)
+                    except (RuntimeError, subprocess.TimeoutExpired, StopIteration) as error:
+                        print(name, batch, error, file=sys.stderr, flush=True)
+            rows += [row(name, batch, results, arguments.rounds) for name, results in found.items()]
     publish(
         [
             f"# GPT-2 124M, {n} x GPU",
             "",
-            "What is measured stands in the head of `benchmarks/gpt2.py`. One run each.",
+            f"What is measured stands in the head of `benchmarks/gpt2.py`. Rounds: {arguments.rounds}.",
             "",
-            f"| | windows a process | tokens/s | model-FLOP utilisation | loss of the last {LAST} steps |",
-            "|---|---:|---:|---:|---:|",
+            "| | windows a process | tokens/s | slowest to fastest round | model-FLOP utilisation "
+            f"| loss of the last {LAST} steps |",
+            "|---|---:|---:|---:|---:|---:|",
             *rows,
             "",
             *conditions(
-                f"gpt2.py --processes {n} --batches {' '.join(map(str, arguments.batches))} --steps {steps}",
+                f"gpt2.py --processes {n} --batches {' '.join(map(str, arguments.batches))} --steps {steps}"
+                f" --rounds {arguments.rounds}",
                 f"{load}, {load_average()} at the end",
             ),
         ],
