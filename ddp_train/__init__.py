@@ -3,7 +3,7 @@
 `run` trains with the words of the command line, and `load` gives the model of a run. For code of your own: `Task`
 documents the parts that a task may have; `all_gather` gives the rows of all processes to losses that compare samples.
 `session` makes a training loop of your own right on any number of processes, docs/own_loop.md. Single parts of it,
-docs/pieces.md: `ExactSampler`, `synchronised` batch norm, `Lars`, `Lamb`, `save_checkpoint` and
+docs/pieces.md: `ExactSampler`, `synchronised` batch norm, `Lars`, `Lamb`, `Muon`, `save_checkpoint` and
 `load_checkpoint`. All are imported when they are first asked for: `import ddp_train` does not import torch.
 """
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ddp_train.data.exact_sampler import ExactSampler
     from ddp_train.distributed.all_gather import all_gather
     from ddp_train.optim.lars_lamb import Lamb, Lars
+    from ddp_train.optim.muon import Muon
     from ddp_train.own_loop.start import session
     from ddp_train.parallel.sync_batch_norm import synchronised
     from ddp_train.tasks.task import Task
@@ -29,6 +30,7 @@ __all__ = [
     "ExactSampler",
     "Lamb",
     "Lars",
+    "Muon",
     "Result",
     "RunFailedError",
     "Task",
@@ -49,6 +51,7 @@ _PLACES = {
     "ExactSampler": "ddp_train.data.exact_sampler",
     "synchronised": "ddp_train.parallel.sync_batch_norm",
     **dict.fromkeys(("Lars", "Lamb"), "ddp_train.optim.lars_lamb"),
+    "Muon": "ddp_train.optim.muon",
     "save_checkpoint": "ddp_train.training.checkpoint",
     "load_checkpoint": "ddp_train.training.saved",
     **dict.fromkeys(("run", "Result", "RunFailedError"), "ddp_train.training.from_python"),

@@ -220,7 +220,7 @@ BAD: dict[str, list[str]] = {
     "lr=0.3": ["did you mean optimizer.lr?"],
     "optimizr=adam": ["did you mean optimizer?"],
     "model.hidden=3": ["no such key in model=cnn; model=mlp and gelu_mlp have it", "channels, norm, dropout"],
-    "optimizer.beta1=0.3": ["no such key in optimizer=sgd; optimizer=adam and adamw and lamb have it"],
+    "optimizer.beta1=0.3": ["no such key in optimizer=sgd; optimizer=adam and adamw and lamb and muon have it"],
     "schedule.step_size=3": ["no such key in schedule=cosine; schedule=step has it"],
     "strategy=single strategy.sync_bn=true": ["strategy.sync_bn=true", "no such key in strategy=single"],
     "data.samples=3": ["no such key in data=digits; data=synthetic and linear_regression have it"],
@@ -901,7 +901,9 @@ def test_a_preset_can_be_shortened(tmp_path: Path) -> None:
         config = prepare(PROGRAM, [*words.split(), "run_dir=run"], None).config
         plan = build_plan(config, World(), samples)
         assert warmup_steps(config, plan) == steps, words
-        assert ("(cut from 200: schedule.warmup_at_most=0.5" in _optimizer(config, plan, 0.1, steps)) == (steps == 25)
+        assert ("(cut from 200: schedule.warmup_at_most=0.5" in _optimizer(config, plan, 0.1, steps, None)) == (
+            steps == 25
+        )
     words = ["experiment=resnet50", "data.root=.", "train.epochs=2"]
     assert not [problem for problem in problems_of(*words) if problem.startswith("schedule.")]
 

@@ -275,7 +275,7 @@ def run_of(name: str, **more: Any) -> Any:
     return job_of(config, World(), (table(96), table(12)))
 
 
-@pytest.mark.parametrize("name", ["lars", "lamb"])
+@pytest.mark.parametrize("name", ["lars", "lamb", "muon"])
 @pytest.mark.parametrize("decay_norm_and_bias", [True, False])
 def test_a_run_that_is_resumed_ends_in_the_same_bits(name: str, decay_norm_and_bias: bool) -> None:
     whole, first, second = (run_of(name, decay_norm_and_bias=decay_norm_and_bias) for _ in range(3))

@@ -227,8 +227,13 @@ def optimizer_at_batch(config: Config) -> Any:
         return config.optimizer
     ratio = config.train.global_batch_size / config.optimizer.lr_base_batch
     factor = ratio ** LR_POWERS[config.optimizer.lr_scaling]
-    groups = [{**group, "lr": group["lr"] * factor} if "lr" in group else group for group in config.optimizer.groups]
-    return dataclasses.replace(config.optimizer, lr=config.optimizer.lr * factor, groups=groups, lr_scaling="none")
+    scaled = ("lr", "adamw_lr")
+    groups = [
+        {name: value * factor if name in scaled else value for name, value in group.items()}
+        for group in config.optimizer.groups
+    ]
+    rates = {name: getattr(config.optimizer, name) * factor for name in scaled if hasattr(config.optimizer, name)}
+    return dataclasses.replace(config.optimizer, **rates, groups=groups, lr_scaling="none")
 
 
 def warmup_asked(schedule: Any, steps_per_epoch: int) -> int:

@@ -1,9 +1,9 @@
 """The whole configuration: its sections with one schema, and the groups with several options.
 
 A group with several options (`model=cnn|mlp|...`) has a module in options/ with one dataclass per option, whose `name`
-is the option's name. Facts that other modules ask about an option (does it have a fused implementation? how large is
-the data set?) are attributes and methods of its class, never tables elsewhere. Attributes without annotation are no
-keys: they hold what is true of options that have no such key.
+is the option's name, and a tuple of them at its end. Facts that other modules ask about an option (does it have a fused
+implementation? how large is the data set?) are attributes and methods of its class, never tables elsewhere. Attributes
+without annotation are no keys: they hold what is true of options that have no such key.
 """
 
 from __future__ import annotations
@@ -13,44 +13,12 @@ from typing import Any, Union
 
 from ddp_train.config.key import AUTO, key
 from ddp_train.config.options.custom import CustomConfig, CustomDataConfig, CustomModelConfig, CustomOptimizerConfig
-from ddp_train.config.options.data import (
-    Cifar10Config,
-    DigitsConfig,
-    FashionMnistConfig,
-    ImageFolderConfig,
-    LinearRegressionDataConfig,
-    MnistConfig,
-    SyntheticConfig,
-    TextConfig,
-    TokensConfig,
-)
-from ddp_train.config.options.model import (
-    CnnConfig,
-    GeluMlpConfig,
-    GptConfig,
-    LinearRegressionConfig,
-    MlpConfig,
-    TorchvisionConfig,
-)
-from ddp_train.config.options.optimizer import (
-    AdadeltaConfig,
-    AdamConfig,
-    AdamWConfig,
-    LambConfig,
-    LarsConfig,
-    RmspropConfig,
-    SgdConfig,
-)
-from ddp_train.config.options.schedule import ConstantConfig, CosineConfig, OneCycleConfig, PolynomialConfig, StepConfig
-from ddp_train.config.options.strategy import DdpConfig, DpConfig, OrderedConfig, SingleConfig
-from ddp_train.config.options.task import (
-    AutoTaskConfig,
-    ClassificationConfig,
-    LanguageModelConfig,
-    MultilabelConfig,
-    RegressionConfig,
-    SegmentationConfig,
-)
+from ddp_train.config.options.data import DATA_SETS, DigitsConfig
+from ddp_train.config.options.model import MODELS, CnnConfig
+from ddp_train.config.options.optimizer import OPTIMIZERS, SgdConfig
+from ddp_train.config.options.schedule import SCHEDULES, CosineConfig
+from ddp_train.config.options.strategy import STRATEGIES, DdpConfig
+from ddp_train.config.options.task import TASKS, AutoTaskConfig
 
 
 @dataclass
@@ -306,35 +274,12 @@ def _by_name(*schemas: type) -> dict[str, Any]:
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "strategy": _by_name(SingleConfig, DpConfig, DdpConfig, OrderedConfig),
-    "model": _by_name(
-        CnnConfig, MlpConfig, LinearRegressionConfig, GeluMlpConfig, GptConfig, TorchvisionConfig, CustomModelConfig
-    ),
-    "task": _by_name(
-        AutoTaskConfig,
-        ClassificationConfig,
-        MultilabelConfig,
-        RegressionConfig,
-        SegmentationConfig,
-        LanguageModelConfig,
-        CustomConfig,
-    ),
-    "data": _by_name(
-        DigitsConfig,
-        MnistConfig,
-        FashionMnistConfig,
-        Cifar10Config,
-        ImageFolderConfig,
-        SyntheticConfig,
-        LinearRegressionDataConfig,
-        TextConfig,
-        TokensConfig,
-        CustomDataConfig,
-    ),
-    "optimizer": _by_name(
-        SgdConfig, AdamConfig, AdamWConfig, AdadeltaConfig, RmspropConfig, LarsConfig, LambConfig, CustomOptimizerConfig
-    ),
-    "schedule": _by_name(ConstantConfig, StepConfig, CosineConfig, PolynomialConfig, OneCycleConfig),
+    "strategy": _by_name(*STRATEGIES),
+    "model": _by_name(*MODELS, CustomModelConfig),
+    "task": _by_name(*TASKS, CustomConfig),
+    "data": _by_name(*DATA_SETS, CustomDataConfig),
+    "optimizer": _by_name(*OPTIMIZERS, CustomOptimizerConfig),
+    "schedule": _by_name(*SCHEDULES),
 }
 """For each group with several options: the schema of each option, by its `name`."""
 

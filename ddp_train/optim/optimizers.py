@@ -1,4 +1,4 @@
-"""Optimizers by name: torch's own, LARS and LAMB."""
+"""Optimizers by name: torch's own, LARS, LAMB and Muon."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from ddp_train.optim import split_fused
 from ddp_train.optim.lars_lamb import Lamb, Lars
+from ddp_train.optim.muon import Muon
 
 CLASSES: dict[str, type[Optimizer]] = {
     "sgd": torch.optim.SGD,
@@ -20,6 +21,7 @@ CLASSES: dict[str, type[Optimizer]] = {
     "rmsprop": torch.optim.RMSprop,
     "lars": Lars,
     "lamb": Lamb,
+    "muon": Muon,
 }
 """Their arguments are the keys of `optimizer=NAME`, but for `betas`, which are `beta1` and `beta2`."""
 

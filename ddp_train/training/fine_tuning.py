@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ddp_train.config.auto import optimizer_at_batch
 from ddp_train.config.options.custom import CustomOptimizerConfig
 from ddp_train.config.options.model import TorchvisionConfig
+from ddp_train.config.options.optimizer import MuonConfig
 from ddp_train.config.schema import Config
 from ddp_train.config.user_code import instantiate
 from ddp_train.distributed.process_group import local_leader_first
@@ -22,6 +23,7 @@ from ddp_train.errors import ConfigError, DataError
 from ddp_train.models.freezing import Frozen
 from ddp_train.models.pretrained import Origin, Weights, begin_with, read_weights, torchvision_weights
 from ddp_train.optim.groups import MATCH, depths_of, parameter_groups
+from ddp_train.optim.muon import apart, hidden_matrices
 from ddp_train.optim.optimizers import build_optimizer
 from ddp_train.tasks.task import ModelWithTask
 from ddp_train.text import did_you_mean, shown
@@ -89,7 +91,7 @@ class UnfreezeHook:
             job.wrapped = self.wrap()
 
 
-BESIDE_OPTIMIZER = ("name", "lr_scaling", "lr_base_batch", "groups", "layer_decay")
+BESIDE_OPTIMIZER = ("name", "lr_scaling", "lr_base_batch", "groups", "layer_decay", "matrices")
 """Keys of `optimizer` that are no arguments of its class."""
 
 
@@ -102,6 +104,9 @@ def optimizer_of(config: Config, module: ModelWithTask, captured: bool) -> torch
         raise ConfigError([f"optimizer.layer_decay={section.layer_decay:g}: the model has one layer; leave it out"])
     frozen = module.frozen.parameters if module.frozen else ()
     groups = parameter_groups(trained, own.get("lr"), section.groups, depths, section.layer_decay, frozen)
+    if isinstance(section, MuonConfig):
+        inside = hidden_matrices(module.model, trained, section.matrices)
+        groups = [part for group in groups for part in apart(group, inside.__contains__)]
     if not isinstance(section, CustomOptimizerConfig):
         arguments = {name: value for name, value in vars(section).items() if name not in BESIDE_OPTIMIZER}
         implementation = config.tuning.optimizer

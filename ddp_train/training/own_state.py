@@ -202,6 +202,8 @@ class OnDevice:
             return "launch.backend=gloo on GPUs"
         if nccl_handles_errors():
             return "TORCH_NCCL_ASYNC_ERROR_HANDLING is set: NCCL may end a collective before it is known to be lost"
+        if getattr(job.stepper.optimizer, "is_collective", False):
+            return "the optimizer exchanges its updates after the device has judged the step"
         if job.stepper.scaled:
             return "the loss scaler of tuning.precision=fp16 moves with steps that are skipped"
         if isinstance(check, DeviceNonFiniteCheck) and job.stepper.average:

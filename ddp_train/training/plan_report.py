@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from torch.optim import Optimizer
+
 from ddp_train.config import metrics
-from ddp_train.config.auto import process_count, warmup_asked
+from ddp_train.config.auto import optimizer_at_batch, process_count, warmup_asked
 from ddp_train.config.metrics import further
 from ddp_train.config.schema import TRACKERS, Config, TuningConfig
 from ddp_train.data.batch_plan import BatchPlan
+from ddp_train.optim.muon import Muon
 from ddp_train.tasks.task import Task
 from ddp_train.telemetry.rates import Rates, shown_flops
 from ddp_train.text import counted, shown, snake_case
@@ -25,12 +28,14 @@ def plan_rows(
     first_step: int,
     validation_samples: int | None = None,
     rates: Rates = Rates(),  # noqa: B008  it is frozen
+    optimizer: Optimizer | None = None,
     trained: int | None = None,
     begun: str | None = None,
 ) -> dict[str, str]:
     """Heading -> text. parameters: of the model. trained: how many of them, now; None: all. begun: with which weights,
     if not with drawn ones. base_lr: at this global batch. first_step: where training resumes.
-    validation_samples: None if nothing validates. rates: of the model."""
+    validation_samples: None if nothing validates. rates: of the model. optimizer: the one that was built, for what
+    only it knows."""
     return {
         "processes": _processes(config),
         "model": f"{_model_name(config.model)}, {parameters:,} parameters{_trained(config, plan, parameters, trained)}",
@@ -40,7 +45,7 @@ def plan_rows(
         **_further(config),
         "global batch": _global_batch(plan, process_count(config)),
         "steps": _steps(plan, config.train.epochs, first_step),
-        "optimizer": _optimizer(config, plan, base_lr, warmup_steps),
+        "optimizer": _optimizer(config, plan, base_lr, warmup_steps, optimizer),
         **_compute(plan, rates),
         **tuning_rows(config.tuning, config.reasons),
         **_trackers(config.tracker),
@@ -139,7 +144,7 @@ def _steps(plan: BatchPlan, epochs: int, first_step: int) -> str:
     return text
 
 
-def _optimizer(config: Config, plan: BatchPlan, base_lr: float, warmup_steps: int) -> str:
+def _optimizer(config: Config, plan: BatchPlan, base_lr: float, warmup_steps: int, built: Optimizer | None) -> str:
     optimizer = config.optimizer
     lr = f"{base_lr:g}"
     scaling = getattr(optimizer, "lr_scaling", "none")
@@ -156,6 +161,9 @@ def _optimizer(config: Config, plan: BatchPlan, base_lr: float, warmup_steps: in
         parts.append(f"layer decay {optimizer.layer_decay:g}")
     groups = f", but {', '.join(parts)}" if parts else ""
     name = getattr(optimizer, "target", None) or optimizer.name
+    if isinstance(built, Muon):
+        rest = f"AdamW's {optimizer_at_batch(config).adamw_lr:g} for the rest"
+        lr += f" for {built.orthogonalised_parameters:,} parameters, {rest}"
     return f"{name}, lr {lr}{groups}, {config.schedule.name} schedule, warm-up {warmup}{average}"
 
 

@@ -259,12 +259,12 @@ class Run(RunContext):
         """Shows the plan, and the progress bar. begun: with which weights; None: with drawn or resumed ones."""
         if self.world.is_leader:
             config, validation = self.config, sources.validation
-            counts, base_lrs = parameter_counts(job.module.model), job.stepper.base_lrs
-            lr = job.stepper.optimizer.defaults.get("lr", base_lrs[0])
+            counts, optimizer = parameter_counts(job.module.model), job.stepper.optimizer
+            lr = optimizer.defaults.get("lr", job.stepper.base_lrs[0])
             warmup, validating = setup.warmup_steps(config, job.plan), None if validation is None else len(validation)
             task, done = job.module.task, job.step
-            weights = {"trained": counts["trained"], "begun": begun and in_words(begun)}
-            rows = plan_rows(config, job.plan, task, counts["all"], lr, warmup, done, validating, rates, **weights)
+            facts = {"trained": counts["trained"], "begun": begun and in_words(begun), "optimizer": optimizer}
+            rows = plan_rows(config, job.plan, task, counts["all"], lr, warmup, done, validating, rates, **facts)
             self.display.plan(rows)
             notes = setup.advice(config, job.module, sources.train) + selects_by_test(config, validation is not None)
             for line in notes:

@@ -251,3 +251,16 @@ def _bytes_of(path: str, glob: str) -> int:
     """Of a file, or of the files in a folder that match; 0 if there is none."""
     files = [Path(path)] if Path(path).is_file() else Path(path).rglob(glob)
     return sum(file.stat().st_size for file in files if file.is_file())
+
+
+DATA_SETS = (
+    DigitsConfig,
+    MnistConfig,
+    FashionMnistConfig,
+    Cifar10Config,
+    ImageFolderConfig,
+    SyntheticConfig,
+    LinearRegressionDataConfig,
+    TextConfig,
+    TokensConfig,
+)

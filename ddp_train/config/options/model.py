@@ -157,3 +157,6 @@ class GptConfig(ModelConfig):
 
     def has_batch_norm(self) -> bool:
         return False
+
+
+MODELS = (CnnConfig, MlpConfig, LinearRegressionConfig, GeluMlpConfig, GptConfig, TorchvisionConfig)

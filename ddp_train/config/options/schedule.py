@@ -55,3 +55,6 @@ class OneCycleConfig(ScheduleConfig):
     pct_start: float = key(0.3, "fraction of the steps in which the learning rate goes up", above=0, below=1)
     div_factor: float = key(25.0, "lr divided by the first learning rate", at_least=1)
     final_div_factor: float = key(1e4, "first learning rate divided by the last", at_least=1)
+
+
+SCHEDULES = (ConstantConfig, StepConfig, CosineConfig, PolynomialConfig, OneCycleConfig)

@@ -66,3 +66,6 @@ class OrderedConfig(StrategyConfig):
     has_process_group: ClassVar[bool] = True
     capture_blocker: ClassVar[str] = "a captured step runs no Python"
     virtual_shards: int = key(8, "parts of a global batch; a power of two, and a multiple of the processes", at_least=1)
+
+
+STRATEGIES = (SingleConfig, DpConfig, DdpConfig, OrderedConfig)

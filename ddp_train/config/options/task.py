@@ -75,3 +75,13 @@ class LanguageModelConfig(TaskConfig):
     sample_tokens: int = key(0, "tokens of a text that the model writes at the end, to run_dir/sample.txt", at_least=0)
     sample_prompt: str = key("", "beginning of that text", may_be_empty=True)
     sample_temperature: float = key(0.8, "of that text; towards 0, ever more the likeliest token", above=0)
+
+
+TASKS = (
+    AutoTaskConfig,
+    ClassificationConfig,
+    MultilabelConfig,
+    RegressionConfig,
+    SegmentationConfig,
+    LanguageModelConfig,
+)
