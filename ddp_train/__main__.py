@@ -11,7 +11,7 @@ if __name__ == "__main__" and not sys.flags.safe_path:  # the working folder com
         sys.path.append(__file__.rpartition("/ddp_train/")[0])
 
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from ddp_train.config.program import Program, started
 from ddp_train.distributed.environment import restart_in_utf8, world_from_environment, write_torchrun_error_file
@@ -24,6 +24,10 @@ from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.linux import end_with_parent, keep_exit_codes
 from ddp_train.resilience import stdio
 from ddp_train.resilience.preemption import INTERRUPTED
+
+if TYPE_CHECKING:
+    from ddp_train.config.schema import Config
+    from ddp_train.launcher.started import Started
 
 STUDY, PROVE, RESIZE = "mode=study", "mode=prove", "resize"
 
@@ -99,7 +103,19 @@ def lead(program: Program, world: World | None, argv: list[str], server: ForkSer
 
         return check_this_host(prepared.config, program.import_path)
     stop = StopRequests(program_ends=True)
-    return local.launch(prepared.config, program.import_path, stop, server, prepared.at_another_number)
+    started = with_page(prepared.config)
+    return local.launch(prepared.config, program.import_path, stop, server, prepared.at_another_number, started)
+
+
+def with_page(config: Config) -> Started:
+    """Of a run that trains, unless it shall have none."""
+    from ddp_train.config.freeze import not_default
+    from ddp_train.launcher.started import Started
+    from ddp_train.telemetry.pages.live import LivePage
+
+    if config.mode != "train" or not config.launch.page:
+        return Started()
+    return Started(page=LivePage(Path(str(config.run_dir)), not_default(config)))
 
 
 def with_flags(program: Program, world: World | None, argv: list[str], server: ForkServer | None) -> int:

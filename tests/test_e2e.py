@@ -64,7 +64,8 @@ def test_the_default_job_learns_the_digits_and_leaves_all_its_files(tmp_path: Pa
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
     run_dir = only_run(tmp_path, "default")
     assert {path.name for path in run_dir.iterdir()} == {
-        "checkpoints", "commands.jsonl", "config.yaml", "lock.json", "logs", "metrics.jsonl", "summary.json"
+        "checkpoints", "commands.jsonl", "config.yaml", "lock.json", "logs", "metrics.jsonl", "summary.json",
+        "report.html", "timeline.json",
     }  # fmt: skip
     assert {path.name for path in (run_dir / "logs").glob("*.log")} == {"rank_0.log", "rank_1.log"}
 

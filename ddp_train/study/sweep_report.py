@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from ddp_train.study import results
-from ddp_train.study.plots import Axis, Bar, bars
 from ddp_train.study.provenance import provenance
-from ddp_train.study.report import Plot, Report, Table, write
 from ddp_train.study.trials import Outcome, read_outcome
+from ddp_train.telemetry.pages.charts import Axis, Bar, bars
+from ddp_train.telemetry.pages.page import write
+from ddp_train.telemetry.pages.report import Plot, Report
+from ddp_train.telemetry.pages.tables import Table
 from ddp_train.text import first_line
 
 

@@ -1,0 +1,213 @@
+"""Pages: what they say of a run, that a browser shows them right, and that they cost a run nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_train.config.freeze import not_default
+from ddp_train.config.options.model import MlpConfig
+from ddp_train.config.schema import Config
+from ddp_train.resilience.failure_report import write_json
+from ddp_train.telemetry.pages.charts import Axis, Curve, curves, thinned
+from ddp_train.telemetry.pages.findings import findings
+from ddp_train.telemetry.pages.live import LivePage
+from ddp_train.telemetry.pages.page import HERE, as_page
+from ddp_train.telemetry.pages.run_files import RunFiles, read_run
+from ddp_train.telemetry.pages.run_page import run_page
+from ddp_train.telemetry.pages.timeline import Timeline
+from tests.browser import Page, browser, installed
+from tests.commands import SMALL, read, run
+
+NO_BROWSER = "no browser is installed (Debian: apt-get install chromium)"
+BOUND = 2_000_000
+"""Bytes of a page."""
+
+
+def leave_run(folder: Path, epochs: int = 4, best: float = 0.9, **summary: Any) -> Path:
+    """The files of a run of some epochs, of 10 steps each."""
+    folder.mkdir(parents=True)
+    lines: list[dict[str, Any]] = []
+    for epoch in range(1, epochs + 1):
+        step, moment = 10 * epoch, 1.7e9 + 60 * epoch
+        figures = {"cpu_cores": [0.9, 0.8], "resident_gib": [0.5, 0.5]}
+        lines.append({"kind": "train", "step": step, "epoch": epoch, "time": moment, "loss": 2 / epoch, "lr": 0.1,
+                      "lrs": [0.1], "samples_per_second": 900.0, "figures": figures})  # fmt: skip
+        lines.append({"kind": "test", "step": step, "epoch": epoch, "time": moment, "loss": 1 / epoch,
+                      "accuracy": best - 0.1 * (epochs - epoch), "correct": 9, "samples": 10})  # fmt: skip
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "config.yaml").write_text(
+        "name: spiteful\ndevice: cpu\nlaunch: {nproc_per_node: 2}\nstrategy: {name: ddp}\n"
+    )
+    command = {"command": "python launch.py model=mlp", "started": "2023-11-14T22:13:20+00:00", "git_revision": "abc"}
+    (folder / "commands.jsonl").write_text(json.dumps(command) + "\n")
+    write_json(folder / "summary.json", {"status": "completed", "epochs": epochs, "seconds": 60.0,
+                                         "better": {"accuracy": "max", "loss": "min"}, **summary})  # fmt: skip
+    return folder
+
+
+# --- pure -------------------------------------------------------------------------------------------------------------
+
+
+def test_files_of_others_are_what_their_table_says() -> None:
+    folder = HERE / "third_party"
+    rows = re.findall(r"^\| (\S+) \| \S+ \| \S+ \| .* \| ([0-9a-f]{64}) \|$", (folder / "README.md").read_text(), re.M)
+    assert {name for name, _ in rows} | {"README.md"} == {path.name for path in folder.iterdir()}
+    assert all(hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest for name, digest in rows)
+
+
+def test_a_long_curve_keeps_its_ends_and_its_spikes() -> None:
+    values = [1.0] * 100_000
+    values[77_777], values[5] = 50.0, -3.0
+    kept = thinned(range(100_000), values)
+    assert len(kept) <= 602 and {0, 5, 77_777, 99_999} <= {*kept} and kept == sorted(kept)
+    assert curves([Curve("a", [1, 2], [None, float("nan")])], Axis("x"), Axis("y")) is None, "nothing to draw"
+
+
+def timed(*ranks: dict[str, float], **summary: Any) -> list[str]:
+    config = {"strategy": {"name": "ddp"}}
+    found = RunFiles(Path("r"), config, summary={"status": "completed"} | summary, timeline={"seconds": [*ranks]})
+    return findings(found)
+
+
+def test_what_held_a_run_back_is_said_only_where_the_figures_support_it() -> None:
+    even = {"data": 1.0, "forward": 20.0, "backward": 40.0, "optimizer step": 1.0}
+    assert timed(even | {"data": 0.1}, even | {"data": 0.1})[0].startswith("Not input-bound: 0.2%")
+    waits = timed(even | {"data": 40.0}, even | {"data": 40.0})
+    assert waits[0].startswith("Input-bound: 40%") and "tuning.num_workers" in waits[0]
+    busy = timed(even | {"data": 40.0}, figures={"gpu_utilisation": 95.0})
+    assert not any("nput-bound" in text for text in busy), "the host waits while the GPU computes"
+    late = timed(even, even | {"forward": 40.0, "backward": 20.0}, even)
+    assert any(text.startswith("Straggler: rank 1") for text in late)
+    assert not any("Straggler" in text for text in timed(even, even))
+    assert any("Slow checkpoints: 20%" in text for text in timed(even | {"checkpoint": 15.5}))
+    assert any(
+        "29%" in text and "train.evaluate_every_epochs" in text for text in timed(even | {"evaluation data": 25.0})
+    )
+    assert timed({"forward": 2.0}) == [], "too short to say"
+    assert any("GPUs computed 40 % of the time" in text for text in timed(figures={"gpu_utilisation": 40.0}))
+
+
+def test_the_timeline_goes_on_where_earlier_processes_ended(tmp_path: Path) -> None:
+    for _ in range(2):
+        timeline = Timeline(tmp_path)
+        timeline.last -= 3.0
+        timeline.look(["data", "start"])
+        timeline.happened("failure", "died (rank 1)", 7)
+        timeline.write()
+    found = read(tmp_path, "timeline.json")
+    assert found["seconds"][0]["data"] == pytest.approx(6.0, abs=0.5) and found["seconds"][1] == {}
+    assert [event["step"] for event in found["events"]] == [7, 7]
+
+
+def test_settings_that_are_not_the_default_are_told_apart() -> None:
+    config = Config(seed=3, device="cpu", model=MlpConfig(hidden=99))
+    assert not_default(config) == {"seed": 3, "model": "mlp", "model.hidden": 99}, "device: auto has chosen"
+
+
+def test_a_page_of_every_state_says_it(tmp_path: Path) -> None:
+    folder = leave_run(tmp_path / "r")
+    page = as_page(run_page(read_run(folder), {"model": "<mlp>"}, 10))
+    assert "&lt;mlp&gt;" in page and "mode=evaluate checkpoint.resume=" in page and 'http-equiv="refresh"' not in page
+    assert len(page.encode()) < BOUND
+    write_json(folder / "summary.json", {"status": "failed"})
+    write_json(folder / "failure.json", {"kind": "oom", "rank": 1, "step": 7, "phase": "forward", "detail": "no memory",
+                                         "remedy": "less", "log": "l"})  # fmt: skip
+    report = run_page(read_run(folder), {})
+    assert report.state.startswith("failed") and "oom; rank 1, step 7, forward" in report.findings[0]
+    (folder / "summary.json").write_text("{cut o")
+    (folder / "failure.json").unlink()
+    (folder / "metrics.jsonl").write_bytes(b'{"kind": "tra')
+    report = run_page(read_run(folder), {})
+    assert report.state == "ended" and "run_dir=" in report.findings[0]
+
+
+def test_a_living_page_comes_seldom_and_a_full_disk_is_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = leave_run(tmp_path / "r")
+    (folder / "summary.json").unlink()
+    page = LivePage(folder, {})
+    page.look(["data"])
+    assert not (folder / "report.html").exists(), "nothing has been measured since the start"
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write("\n")
+    page.look(["data"])
+    text = (folder / "report.html").read_text()
+    assert 'http-equiv="refresh" content="10"' in text and "running, step 40" in text
+    (folder / "report.html").unlink()
+    (folder / "metrics.jsonl").write_text("")
+    page.look(["data"])
+    assert not (folder / "report.html").exists() and page.due > time.monotonic() + 9
+    monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    page.write()
+    page.write()
+    assert capsys.readouterr().err.count("No space left on device; the run goes on") == 1
+
+
+# --- a real run -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_run_leaves_its_page(tmp_path: Path) -> None:
+    done = run(*SMALL, "train.epochs=3", "run_dir=r", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "r/report.html").read_text()
+    assert '<p class="state completed">' in page and '"kind":"curves"' in page
+    assert {"hardware", "versions", "host"} <= json.loads((tmp_path / "r/commands.jsonl").read_text()).keys()
+    assert len(read(tmp_path / "r", "timeline.json")["seconds"]) == 2
+    assert "launch.page" not in page.partition("Config, all of it")[0]
+
+
+# --- a real browser ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tab() -> Iterator[Page]:
+    if not installed():
+        pytest.skip(NO_BROWSER)
+    with browser() as page:
+        yield page
+
+
+OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+
+
+def looked_at(tab: Page, path: Path) -> None:
+    """At both widths, light and dark: nothing is wider than the screen, all plots are drawn, nothing is reported."""
+    tab.problems.clear()
+    backgrounds = set()
+    for width in (390, 1280):
+        for dark in (False, True):
+            tab.open(path, width, dark=dark)
+            assert tab.ask(OVERFLOW) == 0, f"{path} is wider than {width} px"
+            drawn = "[...document.querySelectorAll('.frame')].map(f => f.querySelectorAll('svg path').length)"
+            assert all(tab.ask(drawn)), "each plot has lines"
+            backgrounds.add(tab.ask("getComputedStyle(document.body).backgroundColor"))
+    assert len(backgrounds) == 2 and tab.problems == []
+
+
+@pytest.mark.slow
+def test_a_browser_shows_the_page_of_a_run(tab: Page, tmp_path: Path) -> None:
+    folder = leave_run(tmp_path / "r", epochs=12)
+    path = folder / "report.html"
+    path.write_text(as_page(run_page(read_run(folder), {"model": "mlp"})))
+    looked_at(tab, path)
+    first = "document.querySelector('tbody tr').cells[0].textContent"
+    assert tab.ask(first) == "1"
+    for expected in ("1", "12"):
+        tab.click("th button")
+        assert tab.ask(first) == expected
+    tab.ask("window.scrollTo(0, 0)")
+    middle = "const r = document.querySelector('.frame').getBoundingClientRect();"
+    x, y = tab.ask(f"(() => {{ {middle} return [r.x + r.width / 2, r.y + r.height / 2] }})()")
+    tab.move_to(x, y)
+    assert "training:" in tab.ask("document.querySelector('.frame').textContent"), "hovering names the values"
+    assert tab.problems == []
