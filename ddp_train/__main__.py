@@ -128,9 +128,9 @@ def with_flags(program: Program, world: World | None, argv: list[str], server: F
         return through_hydra(trials, argv, world)
     finally:
         if trials.rows:
-            from ddp_train.study.sweep_report import print_report
-
-            print_report(trials.sweep_dir, trials.rows, trials.objective, program.command(argv))
+            page = trials.page.write(trials.sweep_dir, trials.rows, trials.objective, trials.better)
+            if page:
+                print(f"report {page}")
 
 
 def under_torchrun(program: Program, world: World, argv: list[str], text: str | None) -> NoReturn:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import io
+import itertools
 import json
 import re
 import time
@@ -11,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
+from scipy import stats
 
 from ddp_train.config.freeze import not_default
 from ddp_train.config.options.model import MlpConfig
@@ -19,9 +23,13 @@ from ddp_train.resilience.failure_report import write_json
 from ddp_train.telemetry.pages.charts import Axis, Curve, curves, thinned
 from ddp_train.telemetry.pages.findings import findings
 from ddp_train.telemetry.pages.live import LivePage
+from ddp_train.telemetry.pages.noise import pooled_deviation, welch
 from ddp_train.telemetry.pages.page import HERE, as_page
+from ddp_train.telemetry.pages.report import Report
 from ddp_train.telemetry.pages.run_files import RunFiles, read_run
 from ddp_train.telemetry.pages.run_page import run_page
+from ddp_train.telemetry.pages.sweep_page import sweep_page
+from ddp_train.telemetry.pages.tables import Table, show
 from ddp_train.telemetry.pages.timeline import Timeline
 from tests.browser import Page, browser, installed
 from tests.commands import SMALL, read, run
@@ -152,6 +160,91 @@ def test_a_living_page_comes_seldom_and_a_full_disk_is_one_warning(
     assert capsys.readouterr().err.count("No space left on device; the run goes on") == 1
 
 
+# --- sweeps -----------------------------------------------------------------------------------------------------------
+
+
+def sweep_rows(folder: Path, **keys: list[Any]) -> list[dict[str, Any]]:
+    """Rows of a grid, with their runs: the accuracy depends on the first key alone, and a little on the last."""
+    rows = []
+    for number, values in enumerate(itertools.product(*keys.values())):
+        best = 0.5 + 0.1 * next(iter(keys.values())).index(values[0]) + 0.01 * list(keys.values())[-1].index(values[-1])
+        run_dir = leave_run(folder / str(number), best=best)
+        words = [f"{key.replace('__', '.')}={value}" for key, value in zip(keys, values, strict=True)]
+        rows.append({"trial": number, "overrides": words, "status": "completed", "exit_code": 0, "objective": best,
+                     "accuracy": best, "loss": 0.1, "seconds": 1.0, "run_dir": str(run_dir)})  # fmt: skip
+    return rows
+
+
+def page_of_sweep(folder: Path, rows: list[dict[str, Any]]) -> Report:
+    return sweep_page(folder, rows, "test.accuracy", "max", "python launch.py -m", {})
+
+
+def test_the_best_trial_is_first_with_the_command_that_evaluates_it(tmp_path: Path) -> None:
+    rows = sweep_rows(tmp_path, optimizer__lr=[0.1, 0.001, 0.01])
+    rows.append({"trial": 3, "overrides": ["optimizer.lr=9"], "status": "failed", "exit_code": 70, "kind": "oom"})
+    report = page_of_sweep(tmp_path, rows)
+    table = report.tables[0]
+    assert table.columns[:4] == ["trial", "test.accuracy %", "optimizer.lr", "status"] and table.best == 0
+    assert [row[0] for row in table.rows] == [2, 1, 0, 3] and table.rows[-1][1:4] == [None, "9", "failed (70): oom"]
+    assert report.sections[0].lines[0] == f"python launch.py mode=evaluate checkpoint.resume={tmp_path}/2"  # type: ignore
+    assert "cannot be told" in report.findings[0] and "seed=0,1,2" in report.findings[0]
+    kinds = [plot.chart["kind"] for plot in report.plots if plot.chart]
+    assert kinds == ["curves", "scatter"], "the parameter has a plot of its own"
+    assert report.plots[1].chart["x"]["log"], "0.001 to 0.1"  # type: ignore
+
+
+def test_seeds_are_grouped_and_noise_is_told_from_effect(tmp_path: Path) -> None:
+    rows = sweep_rows(tmp_path, optimizer__lr=[0.1, 0.2], model__hidden=[8, 16], seed=[0, 1, 2])
+    report = page_of_sweep(tmp_path, rows)
+    seeds = next(table for table in report.tables if "over seeds" in table.title)
+    assert [row[0] for row in seeds.rows[:2]] == ["optimizer.lr=0.2 model.hidden=8", "optimizer.lr=0.2 model.hidden=16"]
+    assert (
+        seeds.rows[0][1:6] == pytest.approx([61.0, 1.0, 60.0, 62.0, 3]) and seeds.rows[2][6] < 0.01 < seeds.rows[1][6]
+    )
+    assert "1.00%" in report.findings[0] and "12 runs" in report.findings[0]
+    assert "cannot be told from noise against 1 others: optimizer.lr=0.2 model.hidden=16" in report.findings[1]
+    assert [plot.chart["kind"] for plot in report.plots if plot.chart] == ["curves", "parallel"]
+    assert len(as_page(report).encode()) < BOUND
+
+
+def test_a_sweep_of_hundreds_of_long_trials_stays_small(tmp_path: Path) -> None:
+    leave_run(tmp_path / "0", epochs=300)
+    row = {
+        "overrides": ["seed=1"],
+        "status": "completed",
+        "exit_code": 0,
+        "objective": 0.5,
+        "run_dir": str(tmp_path / "0"),
+    }
+    rows = [{"trial": number, **row} for number in range(301)]
+    assert len(as_page(page_of_sweep(tmp_path, rows)).encode()) < BOUND
+
+
+@pytest.mark.parametrize(
+    "samples", [([1.0, 2.0, 4.0], [3.0, 5.0, 9.0, 11.0]), ([1.0, 1.1], [1.0, 9.0]), ([1, 2], [1, 2])]
+)
+def test_welch_is_that_of_scipy(samples: tuple[list[float], list[float]]) -> None:
+    expected = stats.ttest_ind(samples[1], samples[0], equal_var=False)
+    found = welch(*samples)
+    assert found and found.p == pytest.approx(expected.pvalue, rel=1e-9)
+    assert [found.low, found.high] == pytest.approx([*expected.confidence_interval(0.95)], rel=1e-6)
+    assert welch([1.0], [2.0, 3.0]) is None and pooled_deviation([[1.0], [2.0]]) is None
+
+
+@pytest.mark.parametrize("width", [30, 80, 10_000])
+def test_no_word_and_no_number_of_a_table_is_broken(width: int) -> None:
+    words = ["tuning.num_workers=2,4", "optimizer.lr=0.0005 model.hidden=16"]
+    table = Table("T", ["overrides", "accuracy %", "status"], [[word, 98.765, "completed"] for word in words])
+    for is_terminal in (True, False):
+        written = io.StringIO()
+        show(table, Console(width=width, file=written, force_terminal=is_terminal, color_system=None))
+        lines = written.getvalue().splitlines()
+        shown = {word for line in lines for word in line.split()}
+        assert {"tuning.num_workers=2,4", "optimizer.lr=0.0005", "model.hidden=16", "98.77"} <= shown
+        if not is_terminal:
+            assert any("optimizer.lr=0.0005 model.hidden=16" in line and "completed" in line for line in lines)
+
+
 # --- a real run -------------------------------------------------------------------------------------------------------
 
 
@@ -211,3 +304,15 @@ def test_a_browser_shows_the_page_of_a_run(tab: Page, tmp_path: Path) -> None:
     tab.move_to(x, y)
     assert "training:" in tab.ask("document.querySelector('.frame').textContent"), "hovering names the values"
     assert tab.problems == []
+
+
+@pytest.mark.slow
+def test_a_browser_shows_the_page_of_a_sweep(tab: Page, tmp_path: Path) -> None:
+    rows = sweep_rows(tmp_path, optimizer__lr=[0.1, 0.2, 0.3], model__hidden=[8, 16], seed=[0, 1])
+    path = tmp_path / "report.html"
+    path.write_text(as_page(page_of_sweep(tmp_path, rows)))
+    looked_at(tab, path)
+    tab.open(path, 390)
+    left, right = tab.ask("(() => { const r = document.querySelector('tbody tr').cells[1].getBoundingClientRect();"
+                          " return [r.left, r.right] })()")  # fmt: skip
+    assert 0 <= left < right <= 390, "the metric is in sight on a phone"

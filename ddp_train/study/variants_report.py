@@ -129,7 +129,17 @@ def _comparison(study: Study, outcomes: Outcomes, metric: Metric, part: str) -> 
     }
     if not figures:
         against[part] += " These runs recorded no utilisation or memory."
-    return Table(PARTS[part], columns, rows, against[part])
+    first = [
+        *columns[:2],
+        metric.label,
+        *effects[part],
+        "verdict",
+        "compared with",
+        "test accuracy %",
+        "s/epoch",
+        "runs",
+    ]
+    return Table(PARTS[part], columns, rows, against[part], first)
 
 
 _OTHERS: dict[str, Any] = {

@@ -30,7 +30,7 @@
       axisLabel: { color: quiet, formatter: tick(of), hideOverlap: true },
       axisLine: { lineStyle: { color: line } }, splitLine: { lineStyle: { color: line } }, ...extra,
     };
-    if (of.percent) found.max = (range) => Math.min(1, range.max + 0.05 * (range.max - range.min || range.max));
+    if (of.percent) found.max = (range) => (range.max > 0.9 ? 1 : null); // no tick beyond 100 %
     if (of.ticks.length) {
       found.axisLabel.customValues = of.ticks;
       found.axisTick = { customValues: of.ticks };
@@ -142,10 +142,14 @@
       const parallelAxis = chart.axes.map((of, dim) => {
         const column = chart.points.map((point) => point.values[dim]).filter((value) => value !== null);
         const style = { nameTextStyle: { color: css("--quiet"), fontSize: 11 }, axisLine: { lineStyle: { color: css("--quiet") } } };
-        if (column.every((value) => typeof value === "number")) {
+        const distinct = [...new Set(column)], isNumber = column.every((value) => typeof value === "number");
+        if (isNumber && dim < last && distinct.length <= 8) {
+          return { dim, name: of.label, type: "category", data: distinct.sort((a, b) => a - b).map(String), ...style, axisLabel: { color: css("--quiet") } };
+        }
+        if (isNumber) {
           return { dim, name: of.label, type: of.log ? "log" : "value", scale: true, min: Math.min(...column), max: Math.max(...column), ...style, axisLabel: { color: css("--quiet"), formatter: tick(of), showMinLabel: true, showMaxLabel: true, hideOverlap: true } };
         }
-        return { dim, name: of.label, type: "category", data: [...new Set(column.map(String))], ...style, axisLabel: { color: css("--quiet") } };
+        return { dim, name: of.label, type: "category", data: distinct.map(String), ...style, axisLabel: { color: css("--quiet") } };
       });
       const [low, high] = [Math.min(...values), Math.max(...values)];
       const shade = (value) => {

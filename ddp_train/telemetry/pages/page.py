@@ -33,6 +33,8 @@ from ddp_train.telemetry.pages.tables import Link, Table, cells, numeric_columns
 
 HERE = Path(__file__).parent
 LIBRARY, DRAWING, STYLE = HERE / "third_party/echarts.min.js", HERE / "page.js", HERE / "page.css"
+LONG = 14
+"""Letters of a text that may need more than a line on a phone."""
 NARROW_WORDS = 24
 """Letters up to which a cell of text is kept on one line."""
 
@@ -62,7 +64,10 @@ def as_page(report: Report) -> str:
     parts += [
         f"<p>{html.escape(paragraph)}</p>" for paragraph in re.split(r"\n\s*\n", report.intro.strip()) if paragraph
     ]
-    tiles = [f"<div><b>{html.escape(v)}</b><span>{html.escape(k)}</span></div>" for k, v in report.numbers.items()]
+    tiles = [
+        f"<div><b{' class=long' * (len(value) > LONG)}>{_broken(value)}</b><span>{html.escape(name)}</span></div>"
+        for name, value in report.numbers.items()
+    ]
     parts += [f'<div class="numbers">{"".join(tiles)}</div>'] if tiles else []
     parts += [f"<ul>{''.join(f'<li>{html.escape(text)}</li>' for text in report.findings)}</ul>"] * bool(
         report.findings
@@ -148,10 +153,15 @@ def _cell(text: str, value: object, kind: str) -> str:
     """The text, and the number by which it is sorted."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and value == value
     exact = f' data-v="{value}"' if is_number else ""
-    inner = html.escape(text)
+    inner = _broken(text)
     if isinstance(value, Link):
         inner = f'<a href="{html.escape(value.to)}">{inner}</a>'
     return f'<td class="{kind}"{exact}>{inner}</td>'
+
+
+def _broken(text: str) -> str:
+    """Long words may be broken behind `=` and `/`, before numbers and letters are."""
+    return re.sub(r"([=/])(?=\S)", r"\1<wbr>", html.escape(text)) if len(text) > LONG else html.escape(text)
 
 
 def _heading(name: str) -> str:
