@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ddp_train.config.schema import Config
     from ddp_train.launcher.started import Started
 
-STUDY, PROVE, RESIZE = "mode=study", "mode=prove", "resize"
+STUDY, PROVE, RESIZE, COMPARE = "mode=study", "mode=prove", "resize", "compare"
 
 
 def main(script: Path | None, argv: list[str]) -> int:
@@ -45,6 +45,10 @@ def main(script: Path | None, argv: list[str]) -> int:
             from ddp_train.launcher.resize import resize  # it reads YAML, which may not be installed
 
             return resize(argv[1:])
+        if argv[:1] == [COMPARE]:
+            from ddp_train.launcher.compare import compare
+
+            return compare(argv[1:])
         program, argv = started(script, argv)
         world = world_from_environment()
     except ConfigError as error:

@@ -19,8 +19,11 @@ from scipy import stats
 from ddp_train.config.freeze import not_default
 from ddp_train.config.options.model import MlpConfig
 from ddp_train.config.schema import Config
+from ddp_train.errors import ConfigError
+from ddp_train.launcher.compare import compare
 from ddp_train.resilience.failure_report import write_json
 from ddp_train.telemetry.pages.charts import Axis, Curve, curves, thinned
+from ddp_train.telemetry.pages.compare_page import compare_page
 from ddp_train.telemetry.pages.findings import findings
 from ddp_train.telemetry.pages.live import LivePage
 from ddp_train.telemetry.pages.noise import pooled_deviation, welch
@@ -51,9 +54,8 @@ def leave_run(folder: Path, epochs: int = 4, best: float = 0.9, **summary: Any) 
         lines.append({"kind": "test", "step": step, "epoch": epoch, "time": moment, "loss": 1 / epoch,
                       "accuracy": best - 0.1 * (epochs - epoch), "correct": 9, "samples": 10})  # fmt: skip
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "config.yaml").write_text(
-        "name: spiteful\ndevice: cpu\nlaunch: {nproc_per_node: 2}\nstrategy: {name: ddp}\n"
-    )
+    config = "name: a\ndevice: cpu\nlaunch: {nproc_per_node: 2}\nstrategy: {name: ddp}\noptimizer: {lr: 0.1}\n"
+    (folder / "config.yaml").write_text(config)
     command = {"command": "python launch.py model=mlp", "started": "2023-11-14T22:13:20+00:00", "git_revision": "abc"}
     (folder / "commands.jsonl").write_text(json.dumps(command) + "\n")
     write_json(folder / "summary.json", {"status": "completed", "epochs": epochs, "seconds": 60.0,
@@ -243,6 +245,55 @@ def test_no_word_and_no_number_of_a_table_is_broken(width: int) -> None:
         assert {"tuning.num_workers=2,4", "optimizer.lr=0.0005", "model.hidden=16", "98.77"} <= shown
         if not is_terminal:
             assert any("optimizer.lr=0.0005 model.hidden=16" in line and "completed" in line for line in lines)
+
+
+# --- comparisons ------------------------------------------------------------------------------------------------------
+
+
+def compared(folder: Path, *bests: float, repeats: int = 1) -> Report:
+    """Runs that differ in their learning rate, each repeated with other seeds."""
+    runs = []
+    for number, best in enumerate(bests):
+        for seed in range(repeats):
+            run_dir = leave_run(folder / f"{number}_{seed}", best=best + 0.01 * seed)
+            text = (run_dir / "config.yaml").read_text().replace("lr: 0.1", f"lr: 0.{number + 1}")
+            (run_dir / "config.yaml").write_text(f"seed: {seed}\nrun_dir: {run_dir}\n{text}")
+            runs.append(read_run(run_dir))
+    return compare_page(runs, "ddp-train compare")
+
+
+def test_what_differs_is_listed_and_one_run_of_each_tells_nothing_of_noise(tmp_path: Path) -> None:
+    report = compared(tmp_path, 0.9, 0.95)
+    assert report.tables[1].rows == [["optimizer.lr", "0.1", "0.2"]]
+    assert report.tables[0].columns[1] == "accuracy %, last"
+    assert [row[:3] for row in report.tables[0].rows] == [["0_0", 90.0, 90.0], ["1_0", 95.0, 95.0]]
+    found = report.findings[0]
+    assert found.startswith("1_0 against 0_0: accuracy +5.00 points") and "cannot be told from 1 run of each" in found
+    assert "11.73 points" in found and "less than twice" in found, "of ten samples"
+    assert all(name in as_page(report) for name in ("0_0 training", "1_0 test"))
+
+
+def test_repeated_runs_are_tested(tmp_path: Path) -> None:
+    apart = compared(tmp_path / "a", 0.7, 0.9, repeats=3).findings[0]
+    assert "more than noise" in apart and "Welch's t-test of 3 and 3 runs" in apart and "+20.00 points" in apart
+    assert "within the noise" in compared(tmp_path / "b", 0.9, 0.905, repeats=3).findings[0]
+    assert "differ in their seed at most" in compared(tmp_path / "c", 0.9, repeats=3).findings[0]
+
+
+def test_compare_takes_folders_and_says_in_one_error_what_is_no_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compared(tmp_path / "runs", 0.9, 0.95)
+    assert compare([str(tmp_path / "runs"), "--output", str(tmp_path / "p.html")]) == 0
+    out = capsys.readouterr().out
+    assert "1_0 against 0_0" in out and (tmp_path / "p.html").read_text().count("<table") == 2
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError) as error:
+        compare([str(tmp_path / "run"), str(tmp_path / "empty"), str(tmp_path / "runs")])
+    assert len(error.value.problems) == 2 and "no run is there" in str(error.value)
+    for words in ([], ["--what"], [str(tmp_path / "runs/0_0")]):
+        with pytest.raises(ConfigError, match="compare RUN RUN"):
+            compare(words)
 
 
 # --- a real run -------------------------------------------------------------------------------------------------------

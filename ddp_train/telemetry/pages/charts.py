@@ -40,6 +40,8 @@ class Curve:
     dashed: bool = False
     level: int = 0
     """1: drawn last and stronger. -1: one of many, in grey, without an entry in the legend."""
+    colour: int | None = None
+    """Curves of one thing have one colour; None: the next one."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ def curves(curves: Sequence[Curve], x: Axis, y: Axis, marks: Sequence[Mark] = ()
         if kept:
             points = [[short(curve.x[at], y=False), short(curve.y[at])] for at in kept]
             drawn.append({"name": curve.name, "points": points, "low": pick[0], "high": pick[1],
-                          "dashed": curve.dashed, "level": curve.level})  # fmt: skip
+                          "dashed": curve.dashed, "level": curve.level, "colour": curve.colour})  # fmt: skip
     if not drawn:
         return None
     return {"kind": "curves", "curves": drawn, "x": vars(x), "y": vars(y), "marks": [vars(mark) for mark in marks]}

@@ -52,7 +52,7 @@
       const order = [...chart.curves].sort((a, b) => a.level - b.level);
       const many = chart.curves.some((curve) => curve.level === -1); // then the tooltip is of the one under the pointer
       for (const curve of order) {
-        const own = curve.level === -1 ? css("--quiet") : COLOURS[colour++ % COLOURS.length];
+        const own = curve.level === -1 ? css("--quiet") : COLOURS[(curve.colour ?? colour++) % COLOURS.length];
         if (curve.level !== -1) named.push(curve.name);
         if (curve.low.length && curve.high.length) {
           const band = { type: "line", stack: `band ${curve.name}`, symbol: "none", lineStyle: { opacity: 0 }, silent: true, tooltip: { show: false }, z: 1, stackStrategy: "all" };

@@ -118,16 +118,14 @@ def duration(seconds: float) -> str:
     return str(datetime.timedelta(seconds=round(seconds)))
 
 
-def score_plots(runs: Sequence[tuple[str, RunFiles]], marks: Sequence[Mark] = (), strong: str = "") -> list[Plot]:
+def score_plots(runs: Sequence[tuple[str, RunFiles]], marks: Sequence[Mark] = ()) -> list[Plot]:
     """The loss of training and evaluation, and each other metric, of one run or of several by their names."""
     plots, alone = [], len(runs) == 1
     losses = []
-    for name, run in runs:
-        level = 1 if strong and name == strong else 0
-        lines = run.of(TRAIN)
-        losses.append(_curve(f"{name} training".strip(), lines, "loss", dashed=not alone, level=level))
-        if run.of(run.split):
-            losses.append(_curve(f"{name} {run.split}".strip(), run.of(run.split), "loss", level=level))
+    for number, (name, run) in enumerate(runs):
+        colour = None if alone else number
+        losses.append(_curve(f"{name} training".strip(), run.of(TRAIN), "loss", not alone, colour))
+        losses.append(_curve(f"{name} {run.split}".strip(), run.of(run.split), "loss", colour=colour))
     values = [value for curve in losses for value in curve.y if value is not None]
     is_log = bool(values) and min(values) > 0 and max(values) > 20 * min(values)
     plots.append(Plot("Loss", curves(losses, STEP, Axis("loss", log=is_log), marks)))
@@ -135,17 +133,20 @@ def score_plots(runs: Sequence[tuple[str, RunFiles]], marks: Sequence[Mark] = ()
     averages = {OF_AVERAGE + name for name in metrics}
     for metric in [name for name in metrics if name not in averages][:6]:
         drawn = []
-        for name, run in runs:
-            for of in (metric, OF_AVERAGE + metric):
-                words = f"{name} {run.split}{' (ema)' if of != metric else ''}".strip()
-                drawn.append(_curve(words, run.of(run.split), of, level=1 if strong and name == strong else 0))
+        for number, (name, run) in enumerate(runs):
+            for of, more in ((metric, ""), (OF_AVERAGE + metric, " (ema)")):
+                colour = None if alone else number
+                drawn.append(_curve(f"{name} {run.split}{more}".strip(), run.of(run.split), of, bool(more), colour))
         axis = Axis(metric, percent=metric in PERCENT)
         plots.append(Plot(metric.capitalize(), curves(drawn, STEP, axis, marks)))
     return [plot for plot in plots if plot.chart]
 
 
-def _curve(name: str, lines: Sequence[dict[str, Any]], key: str, dashed: bool = False, level: int = 0) -> Curve:
-    return Curve(name, [line["step"] for line in lines], [line.get(key) for line in lines], dashed=dashed, level=level)
+def _curve(
+    name: str, lines: Sequence[dict[str, Any]], key: str, dashed: bool = False, colour: int | None = None
+) -> Curve:
+    steps = [line["step"] for line in lines]
+    return Curve(name, steps, [line.get(key) for line in lines], dashed=dashed, colour=colour)
 
 
 def _rate_plots(run: RunFiles, marks: Sequence[Mark]) -> list[Plot]:
