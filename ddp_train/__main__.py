@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from ddp_train.config.schema import Config
     from ddp_train.launcher.started import Started
 
-STUDY, PROVE, RESIZE, COMPARE = "mode=study", "mode=prove", "resize", "compare"
+STUDY, PROVE = "mode=study", "mode=prove"
+RESIZE, COMPARE, CHECK = "resize", "compare", "check"
 
 
 def main(script: Path | None, argv: list[str]) -> int:
@@ -49,6 +50,10 @@ def main(script: Path | None, argv: list[str]) -> int:
             from ddp_train.launcher.compare import compare
 
             return compare(argv[1:])
+        if argv[:1] == [CHECK]:
+            from ddp_train.launcher.check import check
+
+            return check(*started(script, argv[1:]))
         program, argv = started(script, argv)
         world = world_from_environment()
     except ConfigError as error:

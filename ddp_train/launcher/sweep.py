@@ -280,7 +280,9 @@ class Trials:
         if before:
             row = before | {"trial": number}
         if row is None:
-            row = self._new_row(number, words, str(self.sweep_dir / str(number))) | sweep_rows.death(exit_code)
+            row = self._new_row(number, words, str((self.sweep_dir / str(number)).absolute())) | sweep_rows.death(
+                exit_code
+            )
             sweep_rows.append(self.sweep_dir, row)
         if isinstance(returned._return_value, Exception):
             returned.status, returned.return_value = JobStatus.COMPLETED, math.nan
