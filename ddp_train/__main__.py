@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ddp_train.launcher.started import Started
 
 STUDY, PROVE = "mode=study", "mode=prove"
-RESIZE, COMPARE, CHECK = "resize", "compare", "check"
+RESIZE, COMPARE, CHECK, WATCH = "resize", "compare", "check", "watch"
 
 
 def main(script: Path | None, argv: list[str]) -> int:
@@ -50,6 +50,10 @@ def main(script: Path | None, argv: list[str]) -> int:
             from ddp_train.launcher.compare import compare
 
             return compare(argv[1:])
+        if argv[:1] == [WATCH]:
+            from ddp_train.launcher.watch import watch
+
+            return watch(argv[1:])
         if argv[:1] == [CHECK]:
             from ddp_train.launcher.check import check
 

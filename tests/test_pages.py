@@ -21,6 +21,8 @@ from ddp_train.config.options.model import MlpConfig
 from ddp_train.config.schema import Config
 from ddp_train.errors import ConfigError
 from ddp_train.launcher.compare import compare
+from ddp_train.launcher.watch import watch
+from ddp_train.resilience import run_lock
 from ddp_train.resilience.failure_report import write_json
 from ddp_train.telemetry.pages.charts import Axis, Curve, curves, thinned
 from ddp_train.telemetry.pages.compare_page import compare_page
@@ -29,7 +31,7 @@ from ddp_train.telemetry.pages.live import LivePage
 from ddp_train.telemetry.pages.noise import pooled_deviation, welch
 from ddp_train.telemetry.pages.page import HERE, as_page
 from ddp_train.telemetry.pages.report import Report
-from ddp_train.telemetry.pages.run_files import RunFiles, read_run
+from ddp_train.telemetry.pages.run_files import RunFiles, is_locked, read_run
 from ddp_train.telemetry.pages.run_page import run_page
 from ddp_train.telemetry.pages.sweep_page import sweep_page
 from ddp_train.telemetry.pages.tables import Table, show
@@ -294,6 +296,36 @@ def test_compare_takes_folders_and_says_in_one_error_what_is_no_run(
     for words in ([], ["--what"], [str(tmp_path / "runs/0_0")]):
         with pytest.raises(ConfigError, match="compare RUN RUN"):
             compare(words)
+
+
+# --- many runs --------------------------------------------------------------------------------------------------------
+
+
+def test_watch_shows_what_runs_what_failed_and_what_was_killed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("done", "fails", "lives", "dead"):
+        leave_run(tmp_path / "runs/a" / name)
+    write_json(tmp_path / "runs/a/fails/summary.json", {"status": "failed"})
+    write_json(tmp_path / "runs/a/fails/failure.json", {"kind": "oom", "detail": "out of\nmemory " * 9})
+    for name in ("lives", "dead"):
+        (tmp_path / "runs/a" / name / "summary.json").unlink()
+    held = run_lock.acquire(tmp_path / "runs/a/lives/lock.json")
+    try:
+        assert watch([str(tmp_path / "runs")]) == 0
+        assert is_locked(tmp_path / "runs/a/lives/lock.json") and run_lock.is_held(tmp_path / "runs/a/lives/lock.json")
+    finally:
+        held.release()
+    assert not is_locked(tmp_path / "runs/a/lives/lock.json") and not is_locked(tmp_path / "nowhere")
+    shown = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.strip().startswith("a/")}
+    assert {name: line.split()[1:4] for name, line in shown.items()} == {
+        "a/done": ["completed", "40", "4"], "a/fails": ["failed", "40", "4"],
+        "a/lives": ["running", "40", "4"], "a/dead": ["ended", "40", "4"],
+    }  # fmt: skip
+    assert "90.00" in shown["a/done"] and "ago" in shown["a/lives"] and "oom: out of memory out of" in shown["a/fails"]
+    for words in ([], ["a", "b"], [str(tmp_path / "run")]):
+        with pytest.raises(ConfigError, match="watch"):
+            watch(words)
 
 
 # --- a real run -------------------------------------------------------------------------------------------------------

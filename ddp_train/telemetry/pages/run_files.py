@@ -21,6 +21,7 @@ from ddp_train.telemetry.pages.timeline import FILE as TIMELINE
 CONFIG, COMMANDS = "config.yaml", "commands.jsonl"
 TRAIN, SPLITS = "train", ("validation", "test")
 """The kinds of the lines of metrics.jsonl: an interval of training, and evaluations."""
+TAIL_BYTES = 2**16
 NO_SCORE = ("kind", "step", "epoch", "time", "correct", "samples")
 """Fields of the line of an evaluation that are no metric."""
 RUNNING, COMPLETED, FAILED, STOPPED, ENDED = "running", "completed", "failed", "stopped", "ended"
@@ -87,8 +88,31 @@ def read_run(run_dir: Path) -> RunFiles:
         _json(run_dir / FAILURE),
         read_lines(run_dir / COMMANDS, of_steps=False),
         _json(run_dir / TIMELINE),
-        run_lock.is_held(run_dir / run_lock.FILE) if (run_dir / run_lock.FILE).exists() else False,
+        is_locked(run_dir / run_lock.FILE),
     )
+
+
+def glance(run_dir: Path) -> RunFiles:
+    """The run without its config and its past: the last lines of metrics.jsonl, and how it ended. Raises OSError."""
+    return RunFiles(
+        run_dir,
+        metrics=read_lines(run_dir / METRICS, last_bytes=TAIL_BYTES),
+        summary=_json(run_dir / SUMMARY),
+        failure=_json(run_dir / FAILURE),
+        is_running=is_locked(run_dir / run_lock.FILE),
+    )
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process of this host holds the lock of a run. By the kernel's list: who asks by taking the lock, as
+    `run_lock.is_held` does, may refuse a run that starts at that moment."""
+    try:
+        found = path.stat()
+        locks = Path("/proc/locks").read_text()
+    except OSError:
+        return False
+    place = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
+    return any("FLOCK" in line and place in line.split() for line in locks.splitlines())
 
 
 def is_run(path: Path) -> bool:
@@ -107,10 +131,17 @@ def runs_in(folder: Path, depth: int = 4) -> list[Path]:
     return sorted(found, key=lambda path: path.stat().st_mtime)
 
 
-def read_lines(path: Path, of_steps: bool = True) -> list[dict[str, Any]]:
-    """Lines of JSON. One that is cut off or damaged is none. of_steps: each has its kind and its step."""
+def read_lines(path: Path, of_steps: bool = True, last_bytes: int | None = None) -> list[dict[str, Any]]:
+    """Lines of JSON. One that is cut off or damaged is none. of_steps: each has its kind and its step. last_bytes: only
+    those in them."""
+    if not path.is_file():
+        return []
+    with path.open("rb") as file:
+        if last_bytes is not None and path.stat().st_size > last_bytes:
+            file.seek(-last_bytes, os.SEEK_END)
+        lines = file.read().splitlines()
     found = []
-    for line in path.read_bytes().splitlines() if path.is_file() else ():
+    for line in lines:
         try:
             values = json.loads(line)
         except (ValueError, RecursionError):

@@ -52,16 +52,22 @@ def show(table: Table, console: Console | None = None) -> None:
     console = console or Console(highlight=False)
     if not console.is_terminal:
         console = Console(file=console.file, width=PIPE_COLUMNS, highlight=False, color_system=None)
+    drawn, left_out = fitted(table, console)
+    console.print(drawn, crop=False)
+    if table.note:
+        console.print(Text(table.note, "dim"))
+    if left_out:
+        console.print(Text(f"Columns not shown here (see the report): {', '.join(left_out)}.", "dim"))
+
+
+def fitted(table: Table, console: Console) -> tuple[RichTable, list[str]]:
+    """The table with the columns that fit, at least two, and the names of the others."""
     count = len(table.columns)
     drawn = _rich_table(table, count)
     while console.is_terminal and count > 2 and _width(drawn, console) > console.width:
         count -= 1
         drawn = _rich_table(table, count)
-    console.print(drawn, crop=False)
-    if table.note:
-        console.print(Text(table.note, "dim"))
-    if left_out := table.columns[count:]:
-        console.print(Text(f"Columns not shown here (see the report): {', '.join(left_out)}.", "dim"))
+    return drawn, table.columns[count:]
 
 
 def _width(drawn: RichTable, console: Console) -> int:
