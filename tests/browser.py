@@ -63,7 +63,7 @@ class Page:
         self.do("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=phone)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.do("Emulation.setEmulatedMedia", features=[scheme])
-        self.do("Page.navigate", url=path.absolute().as_uri())
+        assert "errorText" not in self.do("Page.navigate", url=path.absolute().as_uri()), path
         self._until(lambda message: message.get("method") == "Page.loadEventFired")
 
     def ask(self, expression: str) -> Any:

@@ -24,13 +24,13 @@ from ddp_train.launcher.compare import compare
 from ddp_train.launcher.watch import watch
 from ddp_train.resilience import run_lock
 from ddp_train.resilience.failure_report import write_json
-from ddp_train.telemetry.pages.charts import Axis, Curve, curves, thinned
+from ddp_train.telemetry.pages.charts import Axis, Bar, Curve, bars, curves, thinned
 from ddp_train.telemetry.pages.compare_page import compare_page
 from ddp_train.telemetry.pages.findings import findings
 from ddp_train.telemetry.pages.live import LivePage
 from ddp_train.telemetry.pages.noise import pooled_deviation, welch
 from ddp_train.telemetry.pages.page import HERE, as_page
-from ddp_train.telemetry.pages.report import Report
+from ddp_train.telemetry.pages.report import Plot, Report
 from ddp_train.telemetry.pages.run_files import RunFiles, is_locked, read_run
 from ddp_train.telemetry.pages.run_page import run_page
 from ddp_train.telemetry.pages.sweep_page import sweep_page
@@ -387,6 +387,28 @@ def test_a_browser_shows_the_page_of_a_run(tab: Page, tmp_path: Path) -> None:
     tab.move_to(x, y)
     assert "training:" in tab.ask("document.querySelector('.frame').textContent"), "hovering names the values"
     assert tab.problems == []
+
+
+@pytest.mark.slow
+def test_a_browser_shows_bars_bands_and_columns_on_demand(tab: Page, tmp_path: Path) -> None:
+    """As pages of studies have them."""
+    long = "a name that is far too long for the edge of a phone"
+    bars_of = [Bar("single", 2.0, 1.5, 2.5), Bar(long, 1.0), Bar("dp", None, text="no GPU")]
+    band = Curve("ddp", [1, 2, 4], [1.0, 2.0, 3.0], [0.5, 1.5, 2.5], [1.5, 2.5, 3.5])
+    names = [f"column {number}" for number in range(14)]
+    table = Table("Wide", names, [[0.5 + number for number in range(14)]], first=names[:4])
+    plots = [
+        Plot("time", bars(bars_of, Axis("s", whole=True), 2.0)), Plot("score", bars(bars_of, Axis("accuracy %"))),
+        Plot("growth", curves([band], Axis("n", log=True, ticks=[1, 2, 4]), Axis("y", log=True))),
+    ]  # fmt: skip
+    path = tmp_path / "report.html"
+    path.write_text(as_page(Report("Study", "", [table, *plots])))
+    looked_at(tab, path)
+    assert tab.ask("document.querySelector('.frame').textContent").count("no GPU") == 1
+    shown = "[...document.querySelectorAll('th')].filter(cell => cell.offsetWidth).length"
+    assert tab.ask(shown) == 4
+    tab.click(".show")
+    assert tab.ask(shown) == 14 and tab.ask(OVERFLOW) == 0
 
 
 @pytest.mark.slow

@@ -73,14 +73,20 @@ class Point:
     strong: bool = False
 
 
-def curves(curves: Sequence[Curve], x: Axis, y: Axis, marks: Sequence[Mark] = ()) -> Chart | None:
-    """A line plot with a legend; with few points they are marked. None without a point."""
+def curves(
+    curves: Sequence[Curve], x: Axis, y: Axis, marks: Sequence[Mark] = (), gaps: Sequence[float] = ()
+) -> Chart | None:
+    """A line plot with a legend; with few points they are marked. gaps: where lines without a band are interrupted.
+    None without a point."""
     drawn = []
     for curve in curves:
         kept = thinned(curve.x, curve.y)
         pick = [[short(values[at]) for at in kept] if values else [] for values in (curve.low, curve.high)]
         if kept:
             points = [[short(curve.x[at], y=False), short(curve.y[at])] for at in kept]
+            points = (
+                points if pick[0] else sorted([*points, *([gap, None] for gap in gaps)], key=lambda point: point[0])
+            )
             drawn.append({"name": curve.name, "points": points, "low": pick[0], "high": pick[1],
                           "dashed": curve.dashed, "level": curve.level, "colour": curve.colour})  # fmt: skip
     if not drawn:

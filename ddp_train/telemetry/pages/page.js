@@ -73,7 +73,9 @@
           data: chart.marks.map((mark) => ({ xAxis: mark.x, name: mark.text })),
         };
       }
-      const option = { ...base(), grid: grid({ bottom: named.length > 1 ? 56 : 30 }), xAxis: along(chart.x), yAxis: up(chart.y), series };
+      const ys = order.flatMap((curve) => curve.points.map((point) => point[1])).filter((value) => value !== null);
+      const isLog = chart.y.log && Math.max(...ys) > 8 * Math.min(...ys); // a logarithmic axis shows whole decades
+      const option = { ...base(), grid: grid({ bottom: named.length > 1 ? 56 : 30 }), xAxis: along(chart.x), yAxis: up({ ...chart.y, log: isLog }), series };
       const times = order.flatMap((curve) => curve.points.map((point) => point[0]));
       option.xAxis.min = Math.min(...times, ...chart.marks.map((mark) => mark.x));
       option.xAxis.max = Math.max(...times, ...chart.marks.map((mark) => mark.x));
@@ -94,10 +96,13 @@
       const label = (bar) => bar.text || (bar.value === null ? "" : shown(chart.x, bar.value));
       const width = isNarrow() ? 120 : 220;
       const line = css("--text");
+      const low = Math.min(...chart.bars.flatMap((bar) => [bar.value, bar.low]).filter((value) => value !== null));
       const series = [{
         type: chart.x.whole ? "bar" : "scatter", symbolSize: 9, barMaxWidth: 18, itemStyle: { color: own },
         data: chart.bars.map((bar, at) => (chart.x.whole ? bar.value : [bar.value, at])),
-        label: { show: chart.x.whole, position: "right", color: css("--quiet"), formatter: (given) => label(chart.bars[given.dataIndex]) },
+      }, { // behind the whisker, and for what has no value
+        type: "scatter", silent: true, symbolSize: 0.1, data: chart.bars.map((bar, at) => [Math.max(bar.high ?? 0, bar.value ?? (chart.x.whole ? 0 : low)), at]),
+        label: { show: true, position: "right", distance: 6, color: css("--quiet"), formatter: (given) => label(chart.bars[given.dataIndex]) },
       }, {
         type: "custom", silent: true, z: 5, encode: { x: [0, 1], y: 2 },
         data: chart.bars.map((bar, at) => [bar.low, bar.high, at]).filter((row) => row[0] !== null && row[1] !== null && row[0] < row[1]),
@@ -108,7 +113,7 @@
         },
       }];
       if (chart.baseline !== null) series[0].markLine = { symbol: "none", silent: true, label: { show: false }, lineStyle: { color: css("--text"), type: "dotted" }, data: [{ xAxis: chart.baseline }] };
-      const option = { ...base(), grid: grid({ top: 8, right: chart.x.whole ? 60 : 20 }), xAxis: along(chart.x), series };
+      const option = { ...base(), grid: grid({ top: 8, right: isNarrow() ? 70 : 90 }), xAxis: along(chart.x), series };
       option.yAxis = {
         type: "category", inverse: true, data: names, axisTick: { show: false }, axisLine: { lineStyle: { color: css("--line") } },
         axisLabel: { color: css("--text"), width, overflow: "truncate", interval: 0 }, splitLine: { show: !chart.x.whole, lineStyle: { color: css("--line") } },

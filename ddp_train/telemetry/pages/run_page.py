@@ -34,8 +34,8 @@ STEP = Axis("optimizer step")
 RATES = ("tokens_per_second", "pixels_per_second", "samples_per_second")
 """What is plotted of the throughput: the first that is known."""
 UNITS = ((3600, "hours"), (60, "minutes"), (1, "seconds"))
-START = "start"
-"""The first of all events."""
+START, RESUMED = "start", "resumed"
+"""The first of all events, and each later start."""
 
 
 def run_page(run: RunFiles, typed: dict[str, Any], refresh_seconds: int = 0) -> Report:
@@ -172,12 +172,13 @@ def _course(run: RunFiles, happened: Sequence[dict[str, Any]]) -> list[Plot]:
         return (moment - began) / unit
 
     by_time = [Mark(at(event["time"]), event["text"]) for event in happened if event["text"] != START]
+    gaps = [mark.x for mark in by_time if mark.text == RESUMED]
     speed = next((name for name in RATES if name in timed[-1]), RATES[-1])
     x = [at(line["time"]) for line in timed]
     label = speed.replace("_per_second", "/s")
     plots.append(
         Plot("Throughput", curves([Curve(label, x, [line.get(speed) for line in timed])],
-                                  clock, Axis(label, whole=True), by_time))
+                                  clock, Axis(label, whole=True), by_time, gaps))
     )  # fmt: skip
     for name, label in FIGURES.items():
         of = [(line.get("figures") or {}).get(name) for line in timed]
@@ -192,7 +193,7 @@ def _course(run: RunFiles, happened: Sequence[dict[str, Any]]) -> list[Plot]:
                 Curve(f"{who} {one}", x, [values[one] if values and one < len(values) else None for values in of])
                 for one in range(width)
             ]
-        plots.append(Plot(label.partition(",")[0], curves(drawn, clock, Axis(label, whole=True), by_time)))
+        plots.append(Plot(label.partition(",")[0], curves(drawn, clock, Axis(label, whole=True), by_time, gaps)))
     return [plot for plot in plots if plot.chart]
 
 
@@ -243,7 +244,7 @@ def events(run: RunFiles) -> list[dict[str, Any]]:
             moment = datetime.datetime.fromisoformat(str(line.get("started"))).timestamp()
         except ValueError:
             continue
-        step, text = (step_at(moment), "resumed") if number else (0, START)
+        step, text = (step_at(moment), RESUMED) if number else (0, START)
         found.append({"time": moment, "step": step, "text": text})
     for event in run.timeline.get("events", []):
         known = event.get("step")
