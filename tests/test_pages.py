@@ -56,7 +56,8 @@ def leave_run(folder: Path, epochs: int = 4, best: float = 0.9, **summary: Any) 
         lines.append({"kind": "test", "step": step, "epoch": epoch, "time": moment, "loss": 1 / epoch,
                       "accuracy": best - 0.1 * (epochs - epoch), "correct": 9, "samples": 10})  # fmt: skip
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    config = "name: a\ndevice: cpu\nlaunch: {nproc_per_node: 2}\nstrategy: {name: ddp}\noptimizer: {lr: 0.1}\n"
+    config = "name: a\ndevice: cpu\nlaunch: {nproc_per_node: 2}\nstrategy: {name: ddp}\n"
+    config += "train: {epochs: 4, max_steps: null}\noptimizer: {lr: 0.1}\n"
     (folder / "config.yaml").write_text(config)
     command = {"command": "python launch.py model=mlp", "started": "2023-11-14T22:13:20+00:00", "git_revision": "abc"}
     (folder / "commands.jsonl").write_text(json.dumps(command) + "\n")
@@ -127,6 +128,7 @@ def test_settings_that_are_not_the_default_are_told_apart() -> None:
 def test_a_page_of_every_state_says_it(tmp_path: Path) -> None:
     folder = leave_run(tmp_path / "r")
     page = as_page(run_page(read_run(folder), {"model": "<mlp>"}, 10))
+    assert "python launch.py run_dir=" in page and "train.epochs=8" in page
     assert "&lt;mlp&gt;" in page and "mode=evaluate checkpoint.resume=" in page and 'http-equiv="refresh"' not in page
     assert len(page.encode()) < BOUND
     write_json(folder / "summary.json", {"status": "failed"})

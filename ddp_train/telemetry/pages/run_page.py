@@ -45,7 +45,7 @@ def run_page(run: RunFiles, typed: dict[str, Any], refresh_seconds: int = 0) -> 
     by_step = [Mark(mark["step"], mark["text"]) for mark in later if mark["step"] is not None]
     plots = [*score_plots([("", run)], by_step), *_rate_plots(run, by_step), *_course(run, marks)]
     tables = [_evaluations(run)] if run.of(run.split) else []
-    happened = [[_clock(mark["time"]), mark["step"], mark["text"]] for mark in marks]
+    happened = [[clock(mark["time"]), mark["step"], mark["text"]] for mark in marks]
     config = flat(run.config)
     differs = [f"{key}={shown(value)}" for key, value in typed.items()]
     sections = [
@@ -75,16 +75,17 @@ def uses(run: RunFiles) -> list[str]:
     program = words[: next((at for at, word in enumerate(words) if "=" in word or word.startswith("-")), len(words))]
     if not program:
         return []
-    run_dir, epochs = run.run_dir, run.summary.get("epochs")
+    run_dir, trained = run.run_dir, run.config.get("train") or {}
+    length = next((name for name in ("max_steps", "epochs") if isinstance(trained.get(name), int)), None)
     asked = [["mode=evaluate", f"checkpoint.resume={run_dir}"], ["mode=predict", f"checkpoint.resume={run_dir}"]]
-    asked += [[f"run_dir={run_dir}", f"train.epochs={2 * epochs}"]] if isinstance(epochs, int) else []
+    asked += [[f"run_dir={run_dir}", f"train.{length}={2 * trained[length]}"]] if length else []
     return [shlex.join([*program, *words]) for words in asked]
 
 
 def _state(run: RunFiles) -> str:
     steps = run.metrics[-1]["step"] if run.metrics else run.summary.get("steps")
     at = f", step {steps:,}" if isinstance(steps, int) and run.state != COMPLETED else ""
-    return f"{run.state}{at}" + (f", as of {_clock(time.time())}" if run.state == RUNNING else "")
+    return f"{run.state}{at}" + (f", as of {clock(time.time())}" if run.state == RUNNING else "")
 
 
 def numbers(run: RunFiles) -> dict[str, str]:
@@ -256,7 +257,7 @@ def events(run: RunFiles) -> list[dict[str, Any]]:
     return sorted(found, key=lambda event: event["time"])
 
 
-def _clock(moment: float) -> str:
+def clock(moment: float) -> str:
     return datetime.datetime.fromtimestamp(moment, datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 

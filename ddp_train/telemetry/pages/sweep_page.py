@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from ddp_train.telemetry.pages.charts import Axis, Chart, Curve, Point, curves, 
 from ddp_train.telemetry.pages.noise import pooled_deviation, welch
 from ddp_train.telemetry.pages.report import Lines, Plot, Report
 from ddp_train.telemetry.pages.run_files import TRAIN, RunFiles, read_run
-from ddp_train.telemetry.pages.run_page import uses
+from ddp_train.telemetry.pages.run_page import clock, uses
 from ddp_train.telemetry.pages.tables import Table
 from ddp_train.telemetry.score_lines import PERCENT, shown_metric
 from ddp_train.text import counted
@@ -108,7 +109,8 @@ def sweep_page(
         reasons = [[row["trial"], " ".join(row["overrides"]), str(row.get("reason", ""))] for row in failed]
         sections.append(Table("Failed", ["trial", "overrides", "reason"], reasons))
     of = f" of {total}" if total else ""
-    state = f"running: {len(rows)}{of} trials so far" if refresh_seconds else "completed"
+    running = f"running: {len(rows)}{of} trials so far, as of {clock(time.time())}"
+    state = running if refresh_seconds else "completed"
     if failed and not refresh_seconds:
         state = f"failed: {len(failed)} of {counted(len(rows), 'trial')}"
     return Report(
