@@ -92,14 +92,14 @@ def sweep_page(
 ) -> Report:  # fmt: skip
     """rows: of results.jsonl, so far. total: of trials, if that is known. Reads the run directories of the trials."""
     order = ranked(rows, better)
-    runs = {row["trial"]: read_run(_run_dir(sweep_dir, row)) for row in order}
+    runs = {row["trial"]: read_run(_run_dir(sweep_dir, row), with_config=False) for row in order}
     scored = [row for row in order if row.get("objective") is not None]
     failed = [row for row in rows if row["status"] != "completed"]
     table = trials_table(order, objective, rows[0].get("at_once", 1) if rows else 1)
     table.title, table.best = table.title.capitalize(), 0 if scored else None
     sections: list[Table | Plot | Lines] = []
     if scored:
-        commands = uses(runs[scored[0]["trial"]])
+        commands = uses(read_run(_run_dir(sweep_dir, scored[0])))
         sections += [Lines(f"The best: trial {scored[0]['trial']}", commands)] if commands else []
     grouped = _groups(scored)
     sections += [_curves(order, runs, objective), *_against(scored, objective), table]
