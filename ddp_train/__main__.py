@@ -11,7 +11,7 @@ if __name__ == "__main__" and not sys.flags.safe_path:  # the working folder com
         sys.path.append(__file__.rpartition("/ddp_train/")[0])
 
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from ddp_train.config.program import Program, started
 from ddp_train.distributed.environment import restart_in_utf8, world_from_environment, write_torchrun_error_file
@@ -25,7 +25,12 @@ from ddp_train.linux import end_with_parent, keep_exit_codes
 from ddp_train.resilience import stdio
 from ddp_train.resilience.preemption import INTERRUPTED
 
-STUDY, PROVE, RESIZE = "mode=study", "mode=prove", "resize"
+if TYPE_CHECKING:
+    from ddp_train.config.schema import Config
+    from ddp_train.launcher.started import Started
+
+STUDY, PROVE = "mode=study", "mode=prove"
+RESIZE, COMPARE, CHECK, WATCH = "resize", "compare", "check", "watch"
 
 
 def main(script: Path | None, argv: list[str]) -> int:
@@ -41,6 +46,18 @@ def main(script: Path | None, argv: list[str]) -> int:
             from ddp_train.launcher.resize import resize  # it reads YAML, which may not be installed
 
             return resize(argv[1:])
+        if argv[:1] == [COMPARE]:
+            from ddp_train.launcher.compare import compare
+
+            return compare(argv[1:])
+        if argv[:1] == [WATCH]:
+            from ddp_train.launcher.watch import watch
+
+            return watch(argv[1:])
+        if argv[:1] == [CHECK]:
+            from ddp_train.launcher.check import check
+
+            return check(*started(script, argv[1:]))
         program, argv = started(script, argv)
         world = world_from_environment()
     except ConfigError as error:
@@ -99,7 +116,19 @@ def lead(program: Program, world: World | None, argv: list[str], server: ForkSer
 
         return check_this_host(prepared.config, program.import_path)
     stop = StopRequests(program_ends=True)
-    return local.launch(prepared.config, program.import_path, stop, server, prepared.at_another_number)
+    started = with_page(prepared.config)
+    return local.launch(prepared.config, program.import_path, stop, server, prepared.at_another_number, started)
+
+
+def with_page(config: Config) -> Started:
+    """Of a run that trains, unless it shall have none."""
+    from ddp_train.config.freeze import not_default
+    from ddp_train.launcher.started import Started
+    from ddp_train.telemetry.pages.live import LivePage
+
+    if config.mode != "train" or not config.launch.page:
+        return Started()
+    return Started(page=LivePage(Path(str(config.run_dir)), not_default(config)))
 
 
 def with_flags(program: Program, world: World | None, argv: list[str], server: ForkServer | None) -> int:
@@ -112,9 +141,9 @@ def with_flags(program: Program, world: World | None, argv: list[str], server: F
         return through_hydra(trials, argv, world)
     finally:
         if trials.rows:
-            from ddp_train.study.sweep_report import print_report
-
-            print_report(trials.sweep_dir, trials.rows, trials.objective, program.command(argv))
+            page = trials.page.write(trials.sweep_dir, trials.rows, trials.objective, trials.better)
+            if page:
+                print(f"report {page}")
 
 
 def under_torchrun(program: Program, world: World, argv: list[str], text: str | None) -> NoReturn:

@@ -46,7 +46,7 @@ from ddp_train.launcher.cli import _meant, usage, wrapped
 from ddp_train.launcher.sweep import Trials
 from ddp_train.launcher.sweep_rows import outcome
 from ddp_train.resilience.checkpoint_files import digest_of
-from ddp_train.study import sweep_report
+from ddp_train.telemetry.pages import page
 from ddp_train.text import shown
 from ddp_train.training.plan_report import _optimizer
 from ddp_train.training.setup import build_plan, warmup_steps
@@ -1373,11 +1373,11 @@ def test_a_report_that_fails_does_not_hide_the_results(
     def failing(*_: object) -> Path:
         raise OSError("no room for plots")
 
-    monkeypatch.setattr(sweep_report, "gather", failing)
+    monkeypatch.setattr(page, "write", failing)
     trials = Trials(PROGRAM, None)
     trials.sweep_dir = tmp_path
     trials.rows = [{"trial": 0, "overrides": [], "status": "failed", "exit_code": 3, "kind": "crash", "reason": "bad"}]
     assert trials.finish() == 3
-    sweep_report.print_report(tmp_path, trials.rows, "test.loss", [])
+    assert trials.page.write(tmp_path, trials.rows, "test.loss", "min") is None
     told = capsys.readouterr()
     assert f"results {tmp_path}/results.jsonl" in told.out and "note: no report: OSError: no room for plots" in told.err

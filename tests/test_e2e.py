@@ -64,7 +64,8 @@ def test_the_default_job_learns_the_digits_and_leaves_all_its_files(tmp_path: Pa
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
     run_dir = only_run(tmp_path, "default")
     assert {path.name for path in run_dir.iterdir()} == {
-        "checkpoints", "commands.jsonl", "config.yaml", "lock.json", "logs", "metrics.jsonl", "summary.json"
+        "checkpoints", "commands.jsonl", "config.yaml", "lock.json", "logs", "metrics.jsonl", "summary.json",
+        "report.html", "timeline.json",
     }  # fmt: skip
     assert {path.name for path in (run_dir / "logs").glob("*.log")} == {"rank_0.log", "rank_1.log"}
 
@@ -343,9 +344,14 @@ def test_a_sweep_goes_on_after_a_failed_trial_and_shows_both(tmp_path: Path) -> 
     assert re.search(r"^ +0 .*failed", done.stdout, re.M) and re.search(r"^ +1 .*completed", done.stdout, re.M)
     assert f"results {sweep}/results.jsonl" in done.stdout.replace("\n", "")
     assert f"report {sweep}/report.html" in done.stdout.replace("\n", "")
-    bad, good = json.loads((sweep / "report.json").read_text())["tables"][0]["rows"]
-    assert bad[1:4] == ["optimizer.lr=1e+30", failed["reason"], None] and good[3] == completed["objective"]
-    assert good[6] == read(sweep / "1", "summary.json")["epoch_seconds"][1], "the second of two epochs"
+    trials, reasons = json.loads((sweep / "report.json").read_text())["tables"]
+    assert trials["columns"][:4] == ["trial", "test.loss", "optimizer.lr", "status"]
+    good, bad = trials["rows"]
+    assert good[:4] == [1, completed["objective"], "0.01", "completed"], "the best first"
+    assert bad[:4] == [0, None, "1e+30", "failed (70): non_finite_loss"]
+    assert reasons["rows"] == [[0, "optimizer.lr=1e+30", failed["reason"]]]
+    assert f"mode=evaluate checkpoint.resume={sweep}/1" in done.stdout
+    assert (failed["run_dir"], completed["run_dir"]) == (f"{sweep}/0", f"{sweep}/1")
 
 
 @pytest.mark.slow

@@ -91,6 +91,7 @@ def test_the_wheel_trains_from_any_folder(bin_folder: Path, tmp_path: Path, monk
     start(*torchrun, "experiment=wide", *SMALL[:2])
     (run_dir,) = Path("runs/wide").iterdir()
     assert checkpoints(run_dir) == ["step_00000001"]
+    assert (run_dir / "report.html").stat().st_size > 1_000_000, "the wheel has the library that draws the plots"
 
     evaluate = (python, "-m", "ddp_train", "mode=evaluate", f"checkpoint.resume={run_dir}", ONE)
     assert "loads code from outside" in start(*evaluate, "run_dir=refused", code=2), "of the folder as of any other"

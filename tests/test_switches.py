@@ -31,6 +31,7 @@ import yaml
 from PIL import Image
 from torch import nn
 
+from ddp_train import __main__ as program
 from ddp_train.config.auto import resolve
 from ddp_train.config.bind import all_keys, bind, field_types, is_section
 from ddp_train.config.freeze import FILE, freeze
@@ -668,6 +669,11 @@ def asked_to_fork(case: Case) -> Any:
     return workers
 
 
+def page(case: Case) -> Any:
+    """Which class writes the page of the run."""
+    return type(program.with_page(case.config).page).__name__
+
+
 def proof(case: Case) -> Any:
     """What a proof makes of a job."""
     made = for_proof(case.config, Path("proof"))
@@ -767,6 +773,7 @@ ROWS: dict[str, Row] = {
     "launch.grace_seconds": Row("launch.grace_seconds=1", patience_at_the_end),
     "launch.threads_per_process": Row("launch.threads_per_process=1", worker_environments),
     "launch.fork_server": Row("launch.fork_server=false", asked_to_fork),
+    "launch.page": Row("launch.page=false", page),
     "strategy.sync_bn": Row("strategy.sync_bn=true", placed_modules, "model.norm=batch"),
     "strategy.bucket_cap_mb": Row("strategy.bucket_cap_mb=1", wrapped),
     "strategy.bucket_cap_mb_list": Row("strategy.bucket_cap_mb_list=[1,2]", wrapped),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -13,8 +14,9 @@ from typing import Any
 import yaml
 
 from ddp_train.config.external_checks import unwritable
+from ddp_train.config.hardware import Hardware, hardware_description, versions
 from ddp_train.config.migrate import bind_frozen
-from ddp_train.config.schema import Config
+from ddp_train.config.schema import Config, schema_of
 from ddp_train.errors import ConfigError
 from ddp_train.resilience.failure_report import FILE as FAILURE
 from ddp_train.resilience.failure_report import SUMMARY
@@ -48,11 +50,12 @@ def freeze(config: Config) -> str:
     return text
 
 
-def record_command(run_dir: Path, command: str) -> None:
-    """Adds a command to those of the run directory, with the time (UTC), and the revision of the code in the
-    working folder, null if that is no git repository. Raises OSError."""
+def record_command(run_dir: Path, command: str, hardware: Hardware) -> None:
+    """Adds a command to those of the run directory, with the time (UTC), the revision of the code in the working
+    folder, null if that is no git repository, host, hardware and versions. Raises OSError."""
     started = datetime.datetime.now(datetime.UTC).isoformat()
     line = {"command": command, "started": started, "git_revision": git_revision()}
+    line |= {"host": socket.gethostname(), "hardware": hardware_description(hardware), "versions": versions()}
     with (run_dir / COMMANDS).open("a") as file:
         file.write(json.dumps(line) + "\n")
 
@@ -72,7 +75,7 @@ def facts_of_start(run_dir: Path) -> dict[str, Any]:
         line = json.loads((run_dir / COMMANDS).read_text().splitlines()[-1])
     except (OSError, ValueError, IndexError):
         line = dict.fromkeys(("command", "started", "git_revision"))
-    started = line["started"]
+    started = line.get("started")
     wall = started and time.time() - datetime.datetime.fromisoformat(started).timestamp()
     return {**line, "wall_seconds": wall}
 
@@ -85,6 +88,37 @@ def to_text(config: Config) -> str:
 def to_values(config: Config) -> dict[str, Any]:
     """The config as plain nested values."""
     return dataclasses.asdict(config)
+
+
+def not_default(config: Config) -> dict[str, Any]:
+    """The keys of a resolved config, dotted, whose values are neither the default of their option nor what `auto` chose
+    for this hardware; the options that are not the default ones too, as `model: mlp`."""
+    whole, found = Config(), {}
+    for section in config.__dataclass_fields__:
+        value, default = getattr(config, section), getattr(whole, section)
+        if section in ("run_dir", "reasons", "process_range", "process_counts"):
+            continue
+        if not dataclasses.is_dataclass(value) or isinstance(value, type):
+            found |= {section: value} if value != default and default != "auto" else {}
+            continue
+        name = getattr(value, "name", None)
+        if name is not None and name != getattr(default, "name", None):
+            found[section] = name
+        schema = schema_of(section, str(name))
+        known = {} if name == "custom" or schema is None else dataclasses.asdict(schema())
+        found |= _differing(section, dataclasses.asdict(value), known)
+    return found
+
+
+def _differing(prefix: str, values: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        default = known.get(name)
+        if isinstance(value, dict) and isinstance(default, dict):
+            found |= _differing(f"{prefix}.{name}", value, default)
+        elif name != "name" and value != default and default != "auto":
+            found[f"{prefix}.{name}"] = value
+    return found
 
 
 def load_frozen(text: str) -> Config:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
+import platform
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pynvml
+
+PACKAGES = ("torch", "torchvision", "numpy", "ddp-train")
+"""Whose versions results depend on."""
 
 
 @dataclass(frozen=True)
@@ -108,4 +114,27 @@ def _visible(visible_devices: str, present: int) -> list[int | str]:
         if is_index and not 0 <= int(entry) < present:
             break
         found.append(int(entry) if is_index else entry)
+    return found
+
+
+def hardware_description(machine: Hardware) -> str:
+    """GPUs, if there are any; cores, processor and memory."""
+    info, model = Path("/proc/cpuinfo"), platform.processor() or platform.machine()
+    if info.exists():
+        found = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line]
+        model = found[0] if found else model
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    host = f"{machine.cpus} cores {model}, {memory:.0f} GiB"
+    gpus = f"{machine.gpus} x {machine.gpu_name}, {machine.gpu_bytes / 2**30:.0f} GiB; " if machine.gpus else ""
+    return gpus + host
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that results depend on."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:  # ddp_train itself, if it is not installed
+            continue
     return found

@@ -118,7 +118,7 @@ def _locked_and_frozen(
         notes += archive_previous_run(Path(str(resolved.run_dir)))
     text = freeze(resolved)
     try:
-        record_command(Path(str(resolved.run_dir)), command)
+        record_command(Path(str(resolved.run_dir)), command, hardware)
     except OSError as error:
         raise ConfigError([unwritable(resolved.run_dir, error.strerror or str(error))]) from None
     return Prepared(resolved, text, notes, held, partial(at_another_number, config, resolved, hardware))
@@ -137,7 +137,7 @@ def lock_run_dir(config: Config, world: World | None) -> run_lock.Lock:
         raise ConfigError([unwritable(config.run_dir, error.strerror or str(error))]) from None
 
 
-LEFT_BY_RUNS = ("checkpoints", "metrics.jsonl", COMMANDS, "trackers.json", "tensorboard")
+LEFT_BY_RUNS = ("checkpoints", "metrics.jsonl", COMMANDS, "trackers.json", "tensorboard", "timeline.json")
 
 
 def archive_previous_run(run_dir: Path) -> list[str]:

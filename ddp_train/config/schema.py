@@ -47,6 +47,7 @@ class LaunchConfig:
         "auto", "CPU threads of torch; auto: cores / processes, at most 4 with GPUs", at_least=1, **AUTO
     )
     fork_server: bool = key(True, "fork workers from a process that has imported torch: a faster start")
+    page: bool = key(True, "write report.html into the run directory, while the run lives and at its end")
 
 
 @dataclass

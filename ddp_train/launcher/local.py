@@ -63,11 +63,13 @@ def launch(
     for another number of processes, where it has a range. started: what runs in the processes; None: our worker.
     """
     stop, elastic, code = stop or StopRequests(), Elastic(config, at_another_number), UNSAVED
+    started = started or Started()
     try:
         with stop.listening(), adopting_orphans():
-            code = _attempts(config, import_path, stop, server, elastic, started or Started())
+            code = _attempts(config, import_path, stop, server, elastic, started)
     finally:
         elastic.close(completed=code == 0)
+        started.page.write()
     return code
 
 
@@ -84,6 +86,7 @@ def _attempts(
         attempt = Attempt(elastic.config, import_path, number, stop, server, lost, restarts, elastic, started)
         with contextlib.closing(attempt):
             code = attempt.run()
+        started.page.attempt_ended(saved=code == SAVED)
         lost = attempt.lost
         if code == SAVED and attempt.is_for_change and not stop.received:
             _go_on(elastic, restarts)
@@ -246,6 +249,7 @@ class Attempt:
                 return self._report_hang(detector)
             self.elastic.wait(POLL_SECONDS)
             self.elastic.see(self.board)
+            self.started.page.look([status.phase for status in self.board.ranks])
             if self.elastic.is_asked and all(status.heeds_stop for status in self.board.ranks):
                 self._stop_for_change()
 

@@ -11,6 +11,7 @@ from ddp_train.config.auto import described
 from ddp_train.config.schema import Config
 from ddp_train.launcher.fork_server import MODULE, WORKER
 from ddp_train.resilience.failure_report import Failure
+from ddp_train.telemetry.pages.live import NoPage
 
 
 def _run_dir_and_rank(run_dir: Path, rank: int) -> list[str]:
@@ -29,6 +30,8 @@ class Started:
     """The fields of summary.json that are known before the run starts."""
     words: Callable[[str], str] = str
     """A message, with the keys of the config as the user of this program knows them."""
+    page: NoPage = dataclasses.field(default_factory=NoPage)
+    """That the launcher writes of the run."""
 
     def worded(self, failure: Failure) -> Failure:
         return dataclasses.replace(failure, detail=self.words(failure.detail), remedy=self.words(failure.remedy))

@@ -16,7 +16,6 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import DictConfig
-from rich.console import Console
 
 from ddp_train.config.hardware import detect_hardware
 from ddp_train.config.metrics import BY_TEST, direction_of, has_validation, objective_name
@@ -30,8 +29,8 @@ from ddp_train.errors import ConfigError
 from ddp_train.launcher import local, sweep_rows, trial_pool
 from ddp_train.launcher.fork_server import ForkServer, preload
 from ddp_train.launcher.stop_requests import StopRequests
+from ddp_train.launcher.sweep_report import SweepPage, print_results
 from ddp_train.launcher.sweep_rows import RESULTS
-from ddp_train.launcher.sweep_table import table
 from ddp_train.launcher.trial_pool import TrialPool
 from ddp_train.resilience.preemption import SAVED, UNSAVED
 
@@ -80,6 +79,7 @@ class Trials:
         self.forks_workers = True
         self.preloaded: dict[str, str] | None = None
         """Of `fork_server.preload`: then each trial forks a fork server of its own from what is imported already."""
+        self.page = SweepPage("")
         self.rows_before: dict[int, int] = {}
         """The size of the results file when a trial of the pool began."""
 
@@ -89,6 +89,7 @@ class Trials:
         In a sweep, each swept value is checked together with the first values of the other swept keys. Raises
         ConfigError with all problems.
         """
+        self.page = SweepPage(self.program.command(argv))
         overrides = [word for word in argv if not word.startswith("-") and ("=" in word or sweep)]
         read = read_overrides(self.program, overrides, sweep)
         problems, config = list(read.problems), Config()
@@ -195,7 +196,7 @@ class Trials:
             self.rows.append(row | {"trial": number})
             return self._objective(row)
         stop = StopRequests()
-        row = self._new_row(number, overrides)
+        row = self._new_row(number, overrides, run_dir)
         server, at_once = self.server, self.pool.at_once if self.pool else 1
         if self.pool and self.preloaded is not None:
             server = ForkServer(self.program.import_path, self.preloaded)
@@ -223,6 +224,8 @@ class Trials:
             row |= {"kind": error.kind, "reason": str(error)}
         self.rows.append(row)
         sweep_rows.append(self.sweep_dir, row)
+        if not self.pool and not self.job_launcher:  # there, this process knows of its own trial only
+            self._write_page()
         if contradiction := self._learn(row):
             print(contradiction, file=sys.stderr)
             raise SystemExit(ConfigError.exit_code)
@@ -230,9 +233,10 @@ class Trials:
             raise SystemExit(row["exit_code"] or stop.exit_code(UNSAVED))
         return self._objective(row)
 
-    def _new_row(self, number: int, words: list[str]) -> dict[str, Any]:
+    def _new_row(self, number: int, words: list[str], run_dir: str) -> dict[str, Any]:
         """Of a trial that has failed so far. words: all that it was given, by which it is found again."""
         row = {"trial": number, "overrides": self._swept_among(words), "words": sorted(words), "status": "failed"}
+        row |= {"run_dir": run_dir}
         return row | {"exit_code": ConfigError.exit_code} | ({"at_once": self.pool.at_once} if self.pool else {})
 
     def _named(self, number: int, overrides: list[str]) -> str:
@@ -276,11 +280,8 @@ class Trials:
         if before:
             row = before | {"trial": number}
         if row is None:
-            row = {"trial": number, "overrides": self._swept_among(overrides), "words": sorted(words)}
-            row |= (
-                {"status": "failed"}
-                | sweep_rows.death(exit_code)
-                | ({"at_once": self.pool.at_once} if self.pool else {})
+            row = self._new_row(number, words, str((self.sweep_dir / str(number)).absolute())) | sweep_rows.death(
+                exit_code
             )
             sweep_rows.append(self.sweep_dir, row)
         if isinstance(returned._return_value, Exception):
@@ -289,6 +290,7 @@ class Trials:
         if contradiction := self._learn(row):
             returned.status, returned.return_value = JobStatus.FAILED, SystemExit(ConfigError.exit_code)
             print(contradiction, file=sys.stderr)
+        self._write_page()
         log = self.sweep_dir / str(number) / trial_pool.LOG
         print(f"trial {number}: {sweep_rows.ended(row, log)}  {'before' if before else f'{seconds:.1f} s'}", flush=True)
 
@@ -313,6 +315,9 @@ class Trials:
         rule = f"objective={self.objective} is better {HIGHER[better]} with this task"
         return ConfigError([f"{key}={words[str(told)]}: {rule}; use {key}={words[better]}"])
 
+    def _write_page(self) -> None:
+        self.page.trial_ended(self.sweep_dir, self.rows, self.objective, self.better, self.total)
+
     def finish(self) -> int:
         """Prints the results. Returns 0 if all trials were completed, else the exit code of the first failed one."""
         if self.job_launcher:
@@ -320,14 +325,7 @@ class Trials:
         if self.rows:
             for row in self.rows:  # those of jobs are read here first
                 self._learn(row)
-            Console(soft_wrap=False).print(table(self.rows, self.objective, self.pool.at_once if self.pool else 1))
-            scored = [row for row in self.rows if row.get("objective") is not None]
-            if scored:
-                pick = max if self.better == "max" else min
-                best = pick(scored, key=lambda row: row["objective"])
-                print(
-                    f"best trial {best['trial']}: {' '.join(best['overrides'])}  {self.objective} {best['objective']:g}"
-                )
+            print_results(self.rows, self.objective, self.better, self.pool.at_once if self.pool else 1)
             print(f"results {self.sweep_dir / RESULTS}")
         return next((row["exit_code"] for row in self.rows if row["exit_code"]), 0)
 

@@ -28,8 +28,10 @@ from ddp_train.prove.runs import Proof, StoppedError
 from ddp_train.resilience.failure_report import write_json
 from ddp_train.resilience.preemption import UNSAVED
 from ddp_train.study.provenance import provenance
-from ddp_train.study.report import Report, Table, write
 from ddp_train.study.request import key_of
+from ddp_train.telemetry.pages.page import write
+from ddp_train.telemetry.pages.report import Report
+from ddp_train.telemetry.pages.tables import Table
 
 FILE, FOLDER = "prove.json", "proof"
 HOLDS, BROKEN, INCOMPLETE = "holds", "does not hold", "incomplete"

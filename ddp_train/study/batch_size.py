@@ -13,12 +13,13 @@ from ddp_train.config.key import key
 from ddp_train.config.schema import Config
 from ddp_train.errors import ConfigError, LaunchError
 from ddp_train.resilience.preemption import UNSAVED
-from ddp_train.study.plots import Axis, Curve, curves
 from ddp_train.study.provenance import load_at_start, provenance
-from ddp_train.study.report import Plot, Report, Table
 from ddp_train.study.request import Request, bind_settings, resolve_run, this_hardware
 from ddp_train.study.results import interval_samples_per_second
 from ddp_train.study.trials import TRAIN_ONLY, Outcome, Trial, recorded_outcome, run, trial_session
+from ddp_train.telemetry.pages.charts import Axis, Curve, curves
+from ddp_train.telemetry.pages.report import Plot, Report
+from ddp_train.telemetry.pages.tables import Table
 
 OUT_OF_MEMORY = "oom:"
 """Prefix of `Outcome.reason` if memory ran out: the kind in failure.json."""
@@ -211,8 +212,8 @@ def _report(
     elif not found.limited:
         note += " The search ended before memory ran out: at study.most, or at the size of the data set."
     overrides = _trial(request, config, base, fastest or config.start).overrides
-    plot = curves([Curve("samples/s", list(speeds), list(speeds.values()))],
-                  Axis("micro-batch", log=True), Axis("samples/s")) if speeds else ""  # fmt: skip
+    line = Curve("samples/s", list(speeds), list(speeds.values()))
+    plot = curves([line], Axis("micro-batch", log=True), Axis("samples/s"))
     return Report(
         "Batch size",
         "The largest batch that fits, found by doubling and bisection, and the fastest of those tried.",

@@ -15,9 +15,10 @@ from ddp_train.config.schema import Config
 from ddp_train.errors import ConfigError, LaunchError
 from ddp_train.resilience.preemption import UNSAVED
 from ddp_train.study.provenance import provenance
-from ddp_train.study.report import Plot, Report, Table
 from ddp_train.study.request import Request, bind_settings, key_of, resolve_run, this_hardware
 from ddp_train.study.trials import Outcome, Trial, run_or_load, trial_session
+from ddp_train.telemetry.pages.report import Plot, Report
+from ddp_train.telemetry.pages.tables import Table
 from ddp_train.text import counted
 
 GRADIENT_PROBE = "ddp_train.study.gradient_probe.GradientProbe"

@@ -14,11 +14,12 @@ from ddp_train.errors import ConfigError, LaunchError
 from ddp_train.resilience.preemption import UNSAVED
 from ddp_train.study import variants_report
 from ddp_train.study.provenance import load_at_start
-from ddp_train.study.report import Report, show, write
 from ddp_train.study.request import Request, read_request
 from ddp_train.study.results import METRICS, median
 from ddp_train.study.trials import Trial, completed_outcome, run, trial_session
 from ddp_train.study.variants import Study, Variant, merged, plan, trials_folder
+from ddp_train.telemetry.pages.page import write
+from ddp_train.telemetry.pages.report import Report, show
 
 
 class Kind(Protocol):

@@ -5,17 +5,14 @@ from __future__ import annotations
 import datetime
 import functools
 import hashlib
-import importlib.metadata
 import os
 import platform
 import sys
-from pathlib import Path
 
-from ddp_train.config.hardware import detect_hardware
+from ddp_train.config.hardware import detect_hardware, hardware_description, versions
 from ddp_train.config.program import Program
 from ddp_train.distributed.environment import visible_devices
 
-PACKAGES = ("torch", "torchvision", "numpy", "ddp-train")
 RUN_INSIDE_TRIALS = ("study/step_times.py", "study/gradient_probe.py")
 """Modules of studies that run inside a trial, and so belong to its conditions."""
 
@@ -37,7 +34,7 @@ def load_at_start() -> float:
 
 def provenance(load_before: float | None = None) -> dict[str, str]:
     """Hardware, load, versions and date, for a report. load_before: the load average when the work began."""
-    known = {"Hardware": hardware_description()}
+    known = {"Hardware": hardware_description(detect_hardware(visible_devices()))}
     if load_before is not None:
         known["Other work"] = f"load average {load_before:.1f} at the start, {load_average():.1f} at the end"
     known["Versions"] = ", ".join(f"{name} {version}" for name, version in versions().items())
@@ -46,34 +43,14 @@ def provenance(load_before: float | None = None) -> dict[str, str]:
     return known
 
 
-def hardware_description() -> str:
-    """GPUs, if there are any; cores, processor and memory."""
-    machine, info = detect_hardware(visible_devices()), Path("/proc/cpuinfo")
-    model = platform.processor() or platform.machine()
-    if info.exists():
-        found = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line]
-        model = found[0] if found else model
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    host = f"{machine.cpus} cores {model}, {memory:.0f} GiB"
-    gpus = f"{machine.gpus} x {machine.gpu_name}, {machine.gpu_bytes / 2**30:.0f} GiB; " if machine.gpus else ""
-    return gpus + host
-
-
-def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that measurements depend on."""
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:  # ddp_train itself, if it is not installed
-            continue
-    return found
-
-
 @functools.cache
 def conditions(program: Program) -> dict[str, str]:
     """What results depend on besides the overrides: runs under different conditions cannot be compared."""
-    return {"hardware": hardware_description(), **versions(), "source": source_digest(program)}
+    return {
+        "hardware": hardware_description(detect_hardware(visible_devices())),
+        **versions(),
+        "source": source_digest(program),
+    }
 
 
 def source_digest(program: Program) -> str:

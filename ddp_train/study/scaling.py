@@ -15,12 +15,13 @@ from ddp_train.config.hardware import Hardware
 from ddp_train.config.key import AUTO, key
 from ddp_train.errors import ConfigError, LaunchError
 from ddp_train.resilience.preemption import UNSAVED
-from ddp_train.study.plots import Axis, Curve, curves
 from ddp_train.study.provenance import load_at_start, provenance
-from ddp_train.study.report import Plot, Report, Table
 from ddp_train.study.request import Request, bind_settings, key_of, resolve_run, this_hardware
 from ddp_train.study.results import interval_samples_per_second
 from ddp_train.study.trials import TRAIN_ONLY, Outcome, Trial, run_or_load, trial_session
+from ddp_train.telemetry.pages.charts import Axis, Curve, curves
+from ddp_train.telemetry.pages.report import Plot, Report
+from ddp_train.telemetry.pages.tables import Table
 from ddp_train.text import counted
 
 PARTS = ("data", "compute", "exposed", "host")
@@ -283,5 +284,4 @@ def _plot(cells: Sequence[Cell], speeds: dict[Cell, float]) -> Plot:
             values = [100 * speeds[cell] / speeds[known[0]] / cell.processes for cell in known]
             lines.append(Curve(way, [cell.processes for cell in known], values))
     counts = Axis("processes", ticks=sorted({cell.processes for cell in cells}))
-    svg = curves(lines, counts, Axis("efficiency, %")) if lines else ""
-    return Plot("Efficiency", svg)
+    return Plot("Efficiency", curves(lines, counts, Axis("efficiency, %")))

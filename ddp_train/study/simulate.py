@@ -20,11 +20,12 @@ from ddp_train.errors import ConfigError
 from ddp_train.linux import end_with_parent
 from ddp_train.study import mlperf
 from ddp_train.study.cost_model import BACKWARD_SHARE, Cluster, Link, Prediction, Step, predict
-from ddp_train.study.plots import Axis, Curve, curves
 from ddp_train.study.provenance import provenance
-from ddp_train.study.report import Plot, Report, Table
 from ddp_train.study.request import Request, bind_settings
 from ddp_train.study.trials import lock_run_dir
+from ddp_train.telemetry.pages.charts import Axis, Curve, curves
+from ddp_train.telemetry.pages.report import Plot, Report
+from ddp_train.telemetry.pages.tables import Table
 from ddp_train.text import shown
 
 DRY_PLAN = "ddp_train.study.dry_plan"

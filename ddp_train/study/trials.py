@@ -32,6 +32,8 @@ PATIENCE_SECONDS = 20.0
 """From SIGTERM to SIGKILL for the running trial when the study is stopped."""
 REASON_LETTERS = 200
 NEVER = 1_000_000_000
+NO_PAGE = "launch.page=false"
+"""A study has one page, and its times are those of training."""
 TRAIN_ONLY = (f"train.evaluate_every_epochs={NEVER}", f"checkpoint.every_steps={NEVER}", f"train.epochs={NEVER}")
 """Overrides of a run without evaluation and checkpoints; train.max_steps ends it."""
 
@@ -116,7 +118,7 @@ def run(trial: Trial, program: Program, stop: StopRequests) -> Outcome | None:
     shutil.rmtree(trial.run_dir, ignore_errors=True)  # of an interrupted trial: resuming it would falsify its times
     trial.record.unlink(missing_ok=True)  # its folder is gone, and this run may be interrupted too
     trial.run_dir.parent.mkdir(parents=True, exist_ok=True)
-    command = program.again([*trial.overrides, trial.run_dir_word])
+    command = program.again([*trial.overrides, NO_PAGE, trial.run_dir_word])
     began = time.monotonic()
     with adopting_orphans(), trial.output.open("w") as output:
         process = subprocess.Popen(

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from ddp_train.study import results
-from ddp_train.study.plots import Axis, Bar, Curve, bars, curves
 from ddp_train.study.provenance import provenance
-from ddp_train.study.report import Plot, Report, Table
 from ddp_train.study.request import Request
 from ddp_train.study.results import METRICS, Metric, median
 from ddp_train.study.trials import Outcome
 from ddp_train.study.variants import NEEDS_GPU, Study, Variant
+from ddp_train.telemetry.pages.charts import Axis, Bar, Curve, bars, curves
+from ddp_train.telemetry.pages.report import Plot, Report
+from ddp_train.telemetry.pages.tables import Table
 from ddp_train.text import counted
 
 Outcomes = dict[str, list[Outcome]]
@@ -128,7 +129,17 @@ def _comparison(study: Study, outcomes: Outcomes, metric: Metric, part: str) -> 
     }
     if not figures:
         against[part] += " These runs recorded no utilisation or memory."
-    return Table(PARTS[part], columns, rows, against[part])
+    first = [
+        *columns[:2],
+        metric.label,
+        *effects[part],
+        "verdict",
+        "compared with",
+        "test accuracy %",
+        "s/epoch",
+        "runs",
+    ]
+    return Table(PARTS[part], columns, rows, against[part], first)
 
 
 _OTHERS: dict[str, Any] = {
@@ -226,7 +237,7 @@ def _plots(study: Study, outcomes: Outcomes, metric: Metric) -> list[Plot]:
         shown.append(Bar(variant.name, median(values), min(values, default=None), max(values, default=None), text))
     base = median(metric.values(outcomes.get(study.baseline, [])))
     caption = f"Dotted line: {study.baseline}. Whiskers: lowest and highest run."
-    plots = [Plot(metric.label, bars(shown, Axis(metric.label), base), caption)]
+    plots = [Plot(metric.label, bars(shown, Axis(metric.label, whole=metric.is_time), base), caption)]
     if study.config.agreement:
         plots.append(_losses(study, outcomes))
     return plots
@@ -243,9 +254,7 @@ def _losses(study: Study, outcomes: Outcomes) -> Plot:
             low, high = [min(values) for values in of], [max(values) for values in of]
             lines.append(Curve(variant.name, steps, [median(values) or 0.0 for values in of], low, high))
     caption = "Curves that agree cover each other; the table above has their differences."
-    return Plot(
-        "Training loss", curves(lines, Axis("optimizer step"), Axis("loss", log=True)) if lines else "", caption
-    )
+    return Plot("Training loss", curves(lines, Axis("optimizer step"), Axis("loss", log=True)), caption)
 
 
 def _growth(study: Study, outcomes: Outcomes, metric: Metric) -> Plot:
@@ -264,4 +273,4 @@ def _growth(study: Study, outcomes: Outcomes, metric: Metric) -> Plot:
         drawn.append(Curve(name, x, [median(values) or 0.0 for values in of], low, high))
     ticks = sorted({at for points in lines.values() for at, _ in points})
     axis = Axis(along.rpartition(".")[2].replace("_", " "), log=True, ticks=ticks)
-    return Plot(metric.label, curves(drawn, axis, Axis(metric.label)) if drawn else "", "Bands: lowest to highest run.")
+    return Plot(metric.label, curves(drawn, axis, Axis(metric.label)), "Bands: lowest to highest run.")

@@ -15,7 +15,7 @@ from typing import NoReturn
 import torch
 
 from ddp_train.config.auto import described
-from ddp_train.config.freeze import FILE, load_frozen
+from ddp_train.config.freeze import FILE, load_frozen, not_default
 from ddp_train.config.program import import_from_working_folder
 from ddp_train.config.schema import Config
 from ddp_train.distributed import flight_record
@@ -31,6 +31,7 @@ from ddp_train.resilience.heartbeat import RankStatus, StatusBoard
 from ddp_train.resilience.preemption import SAVED
 from ddp_train.resilience.stdio import tolerate_closed_streams
 from ddp_train.telemetry.console import Display, start_logging
+from ddp_train.telemetry.pages.live import LivePage
 from ddp_train.training.failure_reporter import FailureReporter
 from ddp_train.training.run import Run
 
@@ -73,7 +74,10 @@ def run_under_torchrun(store: Store, world: World, argv: list[str], config: Conf
         agree(store, world, argv, Path(str(config.run_dir), FILE), text, config.launch.join_timeout_seconds)
         return store
 
-    leave(run(config, world, store_after_preflight))
+    code = run(config, world, store_after_preflight)
+    if world.is_leader and config.mode == "train" and config.launch.page:  # there is no launcher of ours to do it
+        LivePage(Path(str(config.run_dir)), not_default(config)).write()
+    leave(code)
 
 
 def run(config: Config, world: World, get_store: Callable[[], Store]) -> int:

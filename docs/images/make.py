@@ -3,7 +3,7 @@
     python docs/images/make.py [report] [terminal]
 
 Needs Chromium for the page and tmux for the terminal (Debian: apt-get install chromium tmux), and the extra `study` for
-the plots (pip install -e '.[study]'). The study lies in build/pictures/study and is measured once: to show the page of
+The study lies in build/pictures/study and is measured once: to show the page of
 another machine, put its report.html there. It takes seven minutes on one H100, the terminal 15 s on an idle machine.
 """
 

@@ -1,0 +1,69 @@
+"""The page of a sweep, while it runs and at its end. Torch-free."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from ddp_train.config.hardware import detect_hardware, hardware_description, versions
+from ddp_train.distributed.environment import visible_devices
+from ddp_train.telemetry.pages.live import EVERY_SECONDS, SHARE
+from ddp_train.text import first_line
+
+
+def print_results(rows: list[dict[str, Any]], objective: str, better: str | None, at_once: int) -> None:
+    """The table of the trials, the best of them, and the command that evaluates it."""
+    from ddp_train.telemetry.pages.run_files import read_run
+    from ddp_train.telemetry.pages.run_page import uses
+    from ddp_train.telemetry.pages.sweep_page import ranked, trials_table
+    from ddp_train.telemetry.pages.tables import show
+
+    show(trials_table(rows, objective, at_once))
+    best = ranked(rows, better)[0]
+    if best.get("objective") is None:
+        return
+    print(f"best trial {best['trial']}: {' '.join(best['overrides'])}  {objective} {best['objective']:g}")
+    for command in uses(read_run(Path(best["run_dir"])))[:1] if "run_dir" in best else ():
+        print(f"  {command}")
+
+
+class SweepPage:
+    """report.html, .md, .csv and .json in the sweep's directory."""
+
+    def __init__(self, command: str) -> None:
+        """command: that of the sweep."""
+        self.command = command
+        self.due = 0.0
+        self.warned = False
+
+    def trial_ended(
+        self, sweep_dir: Path, rows: list[dict[str, Any]], objective: str, better: str | None, total: int
+    ) -> None:
+        """The page of a sweep that goes on, if it is time for one."""
+        if time.monotonic() >= self.due:
+            self.write(sweep_dir, rows, objective, better, total, is_running=True)
+
+    def write(
+        self, sweep_dir: Path, rows: list[dict[str, Any]], objective: str, better: str | None, total: int = 0,
+        is_running: bool = False,
+    ) -> Path | None:  # fmt: skip
+        """Returns the page's path. A failure is only a note, since the trials' results stand: then None."""
+        from ddp_train.telemetry.pages.page import write  # at the first end of a trial: a start imports none of it
+        from ddp_train.telemetry.pages.sweep_page import sweep_page
+
+        began, path = time.monotonic(), None
+        try:
+            machine = hardware_description(detect_hardware(visible_devices()))
+            known = ", ".join(f"{name} {version}" for name, version in versions().items())
+            facts = {"Hardware": machine, "Versions": known}
+            seconds = int(EVERY_SECONDS) if is_running else 0
+            path = write(sweep_page(sweep_dir, rows, objective, better, self.command, facts, seconds, total), sweep_dir)
+        except Exception as error:  # noqa: BLE001  whatever it is
+            if not self.warned:
+                self.warned = True
+                print(f"note: no report: {type(error).__name__}: {first_line(error)}", file=sys.stderr)
+        now = time.monotonic()
+        self.due = now + max(EVERY_SECONDS, (now - began) / SHARE)
+        return path

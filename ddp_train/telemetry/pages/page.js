@@ -1,0 +1,226 @@
+// Draws the plots of a page with ECharts, and sorts its tables. All texts are set as text, never as markup.
+"use strict";
+(() => {
+  const COLOURS = ["#3b8ede", "#e08214", "#2fa36b", "#cf4f9b", "#8f7be0", "#b0713a", "#20a5b5", "#a3a026", "#d9534f", "#8a8f98"];
+  const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const plain = (text) => String(text).replace(/[&<>"']/g, (c) => `&#${c.charCodeAt(0)};`);
+
+  const number = (value) => {
+    if (value === null || value === undefined) return "-";
+    if (typeof value !== "number") return String(value);
+    const size = Math.abs(value);
+    if (size && (size < 1e-3 || size >= 1e7)) return value.toExponential(3).replace(/\.?0+e/, "e");
+    return value.toLocaleString("en", { maximumSignificantDigits: size >= 1e4 ? 7 : 5 });
+  };
+  const shown = (axis, value) => {
+    if (axis.percent && typeof value === "number") return `${number(+(100 * value).toFixed(4))} %`;
+    return number(value);
+  };
+  const tick = (axis) => (value) => {
+    if (axis.percent) return `${+(100 * value).toPrecision(4)} %`;
+    if (value && Math.abs(value) < 1e-3) return value.toExponential().replace("e+", "e");
+    return value.toLocaleString("en", { maximumSignificantDigits: 4 });
+  };
+  const isNarrow = () => window.innerWidth < 600;
+
+  function axis(of, extra = {}) {
+    const quiet = css("--quiet"), line = css("--line");
+    const found = {
+      type: of.log ? "log" : "value", scale: !of.whole, name: of.label, nameTextStyle: { color: quiet },
+      axisLabel: { color: quiet, formatter: tick(of), hideOverlap: true },
+      axisLine: { lineStyle: { color: line } }, splitLine: { lineStyle: { color: line } }, ...extra,
+    };
+    if (of.percent) found.max = (range) => (range.max > 0.9 ? 1 : null); // no tick beyond 100 %
+    if (of.ticks.length) {
+      found.axisLabel.customValues = of.ticks;
+      found.axisTick = { customValues: of.ticks };
+    }
+    return found;
+  }
+  const along = (of) => axis(of, { nameLocation: "middle", nameGap: 26, splitLine: { show: false } });
+  const up = (of) => axis(of, { nameLocation: "end", nameTextStyle: { color: css("--quiet"), align: "left" } });
+  const grid = (more) => ({ left: 6, right: 14, top: 34, bottom: 30, outerBoundsMode: "same", containLabel: true, ...more });
+  const base = () => ({
+    animation: false, textStyle: { color: css("--text"), fontFamily: "system-ui, sans-serif" }, color: COLOURS,
+    tooltip: { confine: true, backgroundColor: css("--page"), borderColor: css("--line"), textStyle: { color: css("--text"), fontSize: 12 } },
+  });
+
+  const kinds = {
+    curves(chart) {
+      const series = [], named = [];
+      let colour = 0;
+      const order = [...chart.curves].sort((a, b) => a.level - b.level);
+      const many = chart.curves.some((curve) => curve.level === -1); // then the tooltip is of the one under the pointer
+      for (const curve of order) {
+        const own = curve.level === -1 ? css("--quiet") : COLOURS[(curve.colour ?? colour++) % COLOURS.length];
+        if (curve.level !== -1) named.push(curve.name);
+        if (curve.low.length && curve.high.length) {
+          const band = { type: "line", stack: `band ${curve.name}`, symbol: "none", lineStyle: { opacity: 0 }, silent: true, tooltip: { show: false }, z: 1, stackStrategy: "all" };
+          series.push({ ...band, id: `band low ${curve.name}`, data: curve.points.map((point, at) => [point[0], curve.low[at]]) });
+          series.push({ ...band, id: `band high ${curve.name}`, data: curve.points.map((point, at) => [point[0], curve.high[at] - curve.low[at]]), areaStyle: { color: own, opacity: 0.2 } });
+        }
+        series.push({
+          type: "line", name: curve.name, data: curve.points, showSymbol: curve.points.length <= 12, symbolSize: 5,
+          itemStyle: { color: own }, z: 3 + curve.level, emphasis: { focus: many ? "series" : "none" },
+          lineStyle: { color: own, width: curve.level === 1 ? 3 : 1.6, type: curve.dashed ? "dashed" : "solid", opacity: curve.level === -1 ? 0.45 : 1 },
+          triggerLineEvent: many,
+        });
+      }
+      if (chart.marks.length) {
+        series[series.length - 1].markLine = {
+          symbol: "none", silent: false, lineStyle: { color: css("--bad"), type: "dotted" },
+          label: { color: css("--quiet"), fontSize: 11, formatter: (given) => given.name, position: "insideEndTop" },
+          data: chart.marks.map((mark) => ({ xAxis: mark.x, name: mark.text })),
+        };
+      }
+      const ys = order.flatMap((curve) => curve.points.map((point) => point[1])).filter((value) => value !== null);
+      const isLog = chart.y.log && Math.max(...ys) > 8 * Math.min(...ys); // a logarithmic axis shows whole decades
+      const option = { ...base(), grid: grid({ bottom: named.length > 1 ? 56 : 30 }), xAxis: along(chart.x), yAxis: up({ ...chart.y, log: isLog }), series };
+      const times = order.flatMap((curve) => curve.points.map((point) => point[0]));
+      option.xAxis.min = Math.min(...times, ...chart.marks.map((mark) => mark.x));
+      option.xAxis.max = Math.max(...times, ...chart.marks.map((mark) => mark.x));
+      option.xAxis.axisLabel.alignMaxLabel = "right";
+      if (named.length > 1) option.legend = { type: "scroll", bottom: 0, data: named, textStyle: { color: css("--quiet") }, pageTextStyle: { color: css("--quiet") } };
+      option.tooltip.trigger = many ? "item" : "axis";
+      option.tooltip.formatter = (given) => {
+        const points = (Array.isArray(given) ? given : [given]).filter((p) => !String(p.seriesId).startsWith("band ") && Array.isArray(p.value));
+        if (!points.length) return plain(given.name || "");
+        const head = `${plain(chart.x.label)} ${plain(shown(chart.x, points[0].value[0]))}`;
+        return [head, ...points.map((p) => `${plain(p.seriesName)}: <b>${plain(shown(chart.y, p.value[1]))}</b>`)].join("<br>");
+      };
+      return option;
+    },
+
+    bars(chart) {
+      const names = chart.bars.map((bar) => bar.name), own = COLOURS[0];
+      const label = (bar) => bar.text || (bar.value === null ? "" : shown(chart.x, bar.value));
+      const width = isNarrow() ? 120 : 220;
+      const line = css("--text");
+      const low = Math.min(...chart.bars.flatMap((bar) => [bar.value, bar.low]).filter((value) => value !== null));
+      const series = [{
+        type: chart.x.whole ? "bar" : "scatter", symbolSize: 9, barMaxWidth: 18, itemStyle: { color: own },
+        data: chart.bars.map((bar, at) => (chart.x.whole ? bar.value : [bar.value, at])),
+      }, { // behind the whisker, and for what has no value
+        type: "scatter", silent: true, symbolSize: 0.1, data: chart.bars.map((bar, at) => [Math.max(bar.high ?? 0, bar.value ?? (chart.x.whole ? 0 : low)), at]),
+        label: { show: true, position: "right", distance: 6, color: css("--quiet"), formatter: (given) => label(chart.bars[given.dataIndex]) },
+      }, {
+        type: "custom", silent: true, z: 5, encode: { x: [0, 1], y: 2 },
+        data: chart.bars.map((bar, at) => [bar.low, bar.high, at]).filter((row) => row[0] !== null && row[1] !== null && row[0] < row[1]),
+        renderItem: (_, api) => {
+          const [a, y] = api.coord([api.value(0), api.value(2)]), [b] = api.coord([api.value(1), api.value(2)]);
+          const stroke = (x1, y1, x2, y2) => ({ type: "line", shape: { x1, y1, x2, y2 }, style: { stroke: line, lineWidth: 1 } });
+          return { type: "group", children: [stroke(a, y, b, y), stroke(a, y - 3, a, y + 3), stroke(b, y - 3, b, y + 3)] };
+        },
+      }];
+      if (chart.baseline !== null) series[0].markLine = { symbol: "none", silent: true, label: { show: false }, lineStyle: { color: css("--text"), type: "dotted" }, data: [{ xAxis: chart.baseline }] };
+      const option = { ...base(), grid: grid({ top: 8, right: isNarrow() ? 70 : 90 }), xAxis: along(chart.x), series };
+      option.yAxis = {
+        type: "category", inverse: true, data: names, axisTick: { show: false }, axisLine: { lineStyle: { color: css("--line") } },
+        axisLabel: { color: css("--text"), width, overflow: "truncate", interval: 0 }, splitLine: { show: !chart.x.whole, lineStyle: { color: css("--line") } },
+      };
+      option.tooltip.formatter = (given) => {
+        const bar = chart.bars[given.dataIndex];
+        const spread = bar.low !== null && bar.high !== null ? `<br>${plain(shown(chart.x, bar.low))} to ${plain(shown(chart.x, bar.high))}` : "";
+        return `${plain(bar.name)}<br><b>${plain(label(bar))}</b>${spread}`;
+      };
+      option.height = 50 + 28 * names.length;
+      return option;
+    },
+
+    scatter(chart) {
+      const isNumber = chart.points.every((point) => typeof point.values[0] === "number");
+      const x = isNumber ? along(chart.x) : {
+        ...along(chart.x), type: "category", data: [...new Set(chart.points.map((point) => String(point.values[0])))],
+      };
+      if (!isNumber) x.axisLabel = { color: css("--quiet"), interval: 0, hideOverlap: false };
+      const data = chart.points.map((point) => ({
+        value: [isNumber ? point.values[0] : String(point.values[0]), point.values[1]], name: point.name,
+        symbolSize: point.strong ? 14 : 9, itemStyle: { color: point.strong ? COLOURS[1] : COLOURS[0], opacity: 0.85 },
+      }));
+      const option = { ...base(), grid: grid({ right: 20 }), xAxis: x, yAxis: up(chart.y), series: [{ type: "scatter", data }] };
+      option.tooltip.formatter = (given) => `${plain(given.name)}<br><b>${plain(shown(chart.y, given.value[1]))}</b>`;
+      return option;
+    },
+
+    parallel(chart) {
+      const last = chart.axes.length - 1, values = chart.points.map((point) => point.values[last]);
+      const parallelAxis = chart.axes.map((of, dim) => {
+        const column = chart.points.map((point) => point.values[dim]).filter((value) => value !== null);
+        const style = { nameTextStyle: { color: css("--quiet"), fontSize: 11 }, axisLine: { lineStyle: { color: css("--quiet") } } };
+        const distinct = [...new Set(column)], isNumber = column.every((value) => typeof value === "number");
+        if (isNumber && dim < last && distinct.length <= 8) {
+          return { dim, name: of.label, type: "category", data: distinct.sort((a, b) => a - b).map(String), ...style, axisLabel: { color: css("--quiet") } };
+        }
+        if (isNumber) {
+          return { dim, name: of.label, type: of.log ? "log" : "value", scale: true, min: Math.min(...column), max: Math.max(...column), ...style, axisLabel: { color: css("--quiet"), formatter: tick(of), showMinLabel: true, showMaxLabel: true, hideOverlap: true } };
+        }
+        return { dim, name: of.label, type: "category", data: distinct.map(String), ...style, axisLabel: { color: css("--quiet") } };
+      });
+      const [low, high] = [Math.min(...values), Math.max(...values)];
+      const shade = (value) => {
+        const at = high > low ? (value - low) / (high - low) : 1, mix = (a, b) => Math.round(a + (b - a) * at);
+        return `rgb(${mix(224, 32)},${mix(130, 120)},${mix(20, 220)})`;
+      };
+      const ordered = [...chart.points].sort((a, b) => a.strong - b.strong);
+      const data = ordered.map((point) => ({
+        value: point.values.map((value, dim) => (parallelAxis[dim].type === "category" && value !== null ? String(value) : value)), name: point.name,
+        lineStyle: { color: shade(point.values[last]), width: point.strong ? 4 : 1.5, opacity: point.strong ? 1 : 0.6 },
+      }));
+      const option = { ...base(), parallel: { left: 50, right: 60, top: 40, bottom: 20, parallelAxisDefault: { nameGap: 14 } }, parallelAxis, series: [{ type: "parallel", data, emphasis: { lineStyle: { width: 4, opacity: 1 } } }] };
+      option.tooltip.trigger = "item";
+      option.tooltip.formatter = (given) => `${plain(given.name)}<br><b>${plain(shown(chart.axes[last], given.value[last]))}</b>`;
+      option.width = 120 * chart.axes.length;
+      return option;
+    },
+  };
+
+  const drawn = [];
+  function draw() {
+    while (drawn.length) drawn.pop().dispose();
+    for (const holder of document.querySelectorAll(".chart")) {
+      const chart = JSON.parse(holder.querySelector("script").textContent);
+      const option = kinds[chart.kind](chart), frame = holder.querySelector(".frame");
+      frame.style.height = `${option.height || (isNarrow() ? 260 : 300)}px`;
+      frame.style.minWidth = option.width ? `${option.width}px` : "";
+      delete option.height;
+      delete option.width;
+      const instance = echarts.init(frame, null, { renderer: "svg" });
+      instance.setOption(option);
+      drawn.push(instance);
+    }
+  }
+
+  function sortTables() {
+    for (const button of document.querySelectorAll("th button")) {
+      button.addEventListener("click", () => {
+        const head = button.closest("th"), body = head.closest("table").tBodies[0];
+        const place = head.cellIndex, up = head.getAttribute("aria-sort") !== "ascending";
+        for (const other of head.parentNode.cells) other.removeAttribute("aria-sort");
+        head.setAttribute("aria-sort", up ? "ascending" : "descending");
+        const key = (row) => row.cells[place].dataset.v ?? row.cells[place].textContent;
+        const rows = [...body.rows].sort((one, other) => {
+          const [a, b] = [key(one), key(other)];
+          if (a === "-" || b === "-") return (a === "-") - (b === "-"); // what has no value comes last, in either order
+          const found = isNaN(a) || isNaN(b) ? a.localeCompare(b, "en", { numeric: true }) : a - b;
+          return up ? found : -found;
+        });
+        body.append(...rows);
+      });
+    }
+    for (const button of document.querySelectorAll(".show")) {
+      button.addEventListener("click", () => {
+        const few = button.closest("section").querySelector("table").classList.toggle("few");
+        button.textContent = few ? button.dataset.more : button.dataset.fewer;
+      });
+    }
+  }
+
+  sortTables();
+  if (document.querySelector(".chart")) {
+    draw();
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+    let width = window.innerWidth;
+    addEventListener("resize", () => { if (window.innerWidth !== width) { width = window.innerWidth; draw(); } });
+    addEventListener("beforeprint", draw);
+  }
+})();

@@ -1,0 +1,247 @@
+"""The page of a sweep: the best trial first, what each parameter did, and what of it is noise."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ddp_train.telemetry.pages.charts import Axis, Chart, Curve, Point, curves, parallel, scatter
+from ddp_train.telemetry.pages.noise import pooled_deviation, welch
+from ddp_train.telemetry.pages.report import Lines, Plot, Report
+from ddp_train.telemetry.pages.run_files import TRAIN, RunFiles, read_run
+from ddp_train.telemetry.pages.run_page import clock, uses
+from ddp_train.telemetry.pages.tables import Table
+from ddp_train.telemetry.score_lines import PERCENT, shown_metric
+from ddp_train.text import counted
+
+Row = dict[str, Any]
+"""A line of results.jsonl."""
+SEED = "seed"
+FEWEST_AXES = 3
+"""Parameters from which parallel axes show more than a plot for each."""
+LOG_RATIO = 30.0
+"""Of the largest to the smallest value of a parameter, from which its axis is logarithmic."""
+POINTS = 30_000
+"""Of all curves of a plot together: 0.6 MB."""
+MOST_CURVES = 300
+
+
+def parameters(rows: Sequence[Row]) -> list[str]:
+    """The keys that the sweep varies."""
+    return list(dict.fromkeys(word.partition("=")[0] for row in rows for word in row["overrides"]))
+
+
+def values_of(row: Row) -> dict[str, Any]:
+    """The value of each key that is varied, numbers as such."""
+    return {key: _number(value) for key, _, value in (word.partition("=") for word in row["overrides"])}
+
+
+def _number(text: str) -> Any:
+    for kind in (int, float):
+        try:
+            value = kind(text)
+        except ValueError:
+            continue
+        return value if math.isfinite(value) else text
+    return text
+
+
+def ranked(rows: Sequence[Row], better: str | None) -> list[Row]:
+    """The best first; those without the objective last."""
+    sign = -1 if better == "max" else 1
+    return sorted(
+        rows, key=lambda row: (row.get("objective") is None, sign * (row.get("objective") or 0.0), row["trial"])
+    )
+
+
+def trials_table(rows: Sequence[Row], objective: str, at_once: int = 1) -> Table:
+    """A row for each trial, a column for each parameter. The objective stands first: on a phone it is in sight."""
+    keys = parameters(rows)
+    typed = [dict(word.split("=", 1) for word in row["overrides"]) for row in rows]
+    others = {"accuracy": "accuracy %", "loss": "loss", "seconds": "seconds", "samples_per_second": "samples/s"}
+    split, _, metric = objective.rpartition(".")
+    if split in ("test", ""):
+        others.pop(metric, None)
+    percent = 100.0 if metric in PERCENT else 1.0
+    others = {name: label for name, label in others.items() if any(row.get(name) is not None for row in rows)}
+    table = []
+    for row, given in zip(rows, typed, strict=True):
+        value, scale = row.get("objective"), {"accuracy": 100.0}
+        table.append([
+            row["trial"], None if value is None else percent * value, *(given.get(key) for key in keys), _status(row),
+            *(None if row.get(name) is None else scale.get(name, 1.0) * row[name] for name in others),
+        ])  # fmt: skip
+    title = "trials" if at_once == 1 else f"trials, {at_once} at a time on one host"
+    name = objective + (" %" if percent > 1 else "")
+    return Table(title, ["trial", name, *keys, "status", *others.values()], table)
+
+
+def _status(row: Row) -> str:
+    if row["status"] == "completed":
+        return "completed"
+    return f"failed ({row['exit_code']}): {row.get('kind', row['status'])}"
+
+
+def sweep_page(
+    sweep_dir: Path, rows: Sequence[Row], objective: str, better: str | None, command: str, facts: dict[str, str],
+    refresh_seconds: int = 0, total: int = 0,
+) -> Report:  # fmt: skip
+    """rows: of results.jsonl, so far. total: of trials, if that is known. Reads the run directories of the trials."""
+    order = ranked(rows, better)
+    runs = {row["trial"]: read_run(_run_dir(sweep_dir, row), with_config=False) for row in order}
+    scored = [row for row in order if row.get("objective") is not None]
+    failed = [row for row in rows if row["status"] != "completed"]
+    table = trials_table(order, objective, rows[0].get("at_once", 1) if rows else 1)
+    table.title, table.best = table.title.capitalize(), 0 if scored else None
+    sections: list[Table | Plot | Lines] = []
+    if scored:
+        commands = uses(read_run(_run_dir(sweep_dir, scored[0])))
+        sections += [Lines(f"The best: trial {scored[0]['trial']}", commands)] if commands else []
+    grouped = _groups(scored)
+    sections += [_curves(order, runs, objective), *_against(scored, objective), table]
+    if any(len(group) > 1 for group in grouped.values()):
+        sections.append(_group_table(grouped, objective, better))
+    if failed:
+        reasons = [[row["trial"], " ".join(row["overrides"]), str(row.get("reason", ""))] for row in failed]
+        sections.append(Table("Failed", ["trial", "overrides", "reason"], reasons))
+    of = f" of {total}" if total else ""
+    running = f"running: {len(rows)}{of} trials so far, as of {clock(time.time())}"
+    state = running if refresh_seconds else "completed"
+    if failed and not refresh_seconds:
+        state = f"failed: {len(failed)} of {counted(len(rows), 'trial')}"
+    return Report(
+        "Sweep",
+        f"One run for each combination, each in new processes; the sweep optimizes {objective}"
+        + (f", {'higher' if better == 'max' else 'lower'} is better." if better else "."),
+        sections,
+        facts,
+        [command],
+        state=state,
+        numbers=_numbers(rows, scored, objective),
+        findings=_noise(grouped, objective, better),
+        refresh_seconds=refresh_seconds,
+    )
+
+
+def _run_dir(sweep_dir: Path, row: Row) -> Path:
+    return Path(row["run_dir"]) if row.get("run_dir") else sweep_dir / str(row["trial"])
+
+
+def _numbers(rows: Sequence[Row], scored: Sequence[Row], objective: str) -> dict[str, str]:
+    found = {}
+    if scored:
+        metric = objective.rpartition(".")[2]
+        found[f"{objective}, the best"] = shown_metric(metric, scored[0]["objective"])
+        found["with"] = " ".join(scored[0]["overrides"]) or "-"
+    return found | {"trials": str(len(rows)), "failed": str(sum(row["status"] != "completed" for row in rows))}
+
+
+def _curves(order: Sequence[Row], runs: dict[int, RunFiles], objective: str) -> Plot:
+    """The objective of all trials while they train, or their training loss if it is known at the end only. The best is
+    drawn on top of the others."""
+    split, _, metric = objective.rpartition(".")
+    kind = split if any(len(run.of(split)) > 1 for run in runs.values()) else TRAIN
+    key = metric if kind == split else "loss"
+    drawn = []
+    for place, row in enumerate(order[:MOST_CURVES]):
+        lines = runs[row["trial"]].of(kind)
+        name = " ".join(row["overrides"]) or f"trial {row['trial']}"
+        every = max(1, len(lines) * min(len(order), MOST_CURVES) // POINTS)
+        lines = [*lines[::every], *lines[-1:]]
+        level = -1 if len(order) > 6 and place else int(not place)
+        drawn.append(Curve(name, [line["step"] for line in lines], [line.get(key) for line in lines], level=level))
+    values = [value for curve in drawn for value in curve.y if value is not None]
+    is_log = key == "loss" and bool(values) and min(values) > 0 and max(values) > 20 * min(values)
+    caption = f"{f'{split} {key}' if kind == split else 'Training loss'} of all trials; the best one is thick."
+    axis = Axis(key, log=is_log, percent=key in PERCENT)
+    return Plot("Curves", curves(drawn, Axis("optimizer step"), axis), caption, full=True)
+
+
+def _axis(key: str, values: Sequence[Any]) -> Axis:
+    numbers = [value for value in values if isinstance(value, int | float)]
+    is_log = len(numbers) == len(values) > 0 and min(numbers) > 0 and max(numbers) > LOG_RATIO * min(numbers)
+    return Axis(key, log=is_log)
+
+
+def _against(scored: Sequence[Row], objective: str) -> list[Plot]:
+    """The objective against each parameter."""
+    keys = [key for key in parameters(scored) if len({str(values_of(row).get(key)) for row in scored}) > 1]
+    y = Axis(objective, percent=objective.rpartition(".")[2] in PERCENT)
+    names = [" ".join(row["overrides"]) for row in scored]
+    if len(keys) < FEWEST_AXES:
+        return [Plot(f"{objective} by {key}", _dots(scored, key, names, y)) for key in keys]
+    columns = {key: [values_of(row).get(key) for row in scored] for key in keys}
+    points = [
+        Point(name, [*(columns[key][at] for key in keys), row["objective"]], strong=not at)
+        for at, (name, row) in enumerate(zip(names, scored, strict=True))
+    ]
+    axes = [*(_axis(key, columns[key]) for key in keys), y]
+    return [Plot("Parameters", parallel(points, axes), "A line is a trial; the best one is thick.", full=True)]
+
+
+def _dots(scored: Sequence[Row], key: str, names: Sequence[str], y: Axis) -> Chart | None:
+    points = [
+        Point(name, [values_of(row).get(key), row["objective"]], strong=not at)
+        for at, (name, row) in enumerate(zip(names, scored, strict=True))
+    ]
+    return scatter(points, _axis(key, [point.values[0] for point in points]), y)
+
+
+# --- seeds ------------------------------------------------------------------------------------------------------------
+
+
+def _groups(scored: Sequence[Row]) -> dict[str, list[float]]:
+    """The objective of all runs that differ in their seed alone, by the words that they share."""
+    found: dict[str, list[float]] = {}
+    for row in scored:
+        words = [word for word in row["overrides"] if word.partition("=")[0] != SEED]
+        found.setdefault(" ".join(words) or "all", []).append(row["objective"])
+    return found
+
+
+def _group_table(groups: dict[str, list[float]], objective: str, better: str | None) -> Table:
+    scale, unit = (100.0, " %") if objective.rpartition(".")[2] in PERCENT else (1.0, "")
+    sign = -1 if better == "max" else 1
+    order = sorted(groups, key=lambda words: sign * statistics.fmean(groups[words]))
+    best, rows = groups[order[0]], []
+    for words in order:
+        values = [scale * value for value in groups[words]]
+        deviation = statistics.stdev(values) if len(values) > 1 else None
+        compared = welch(best, groups[words]) if groups[words] is not best else None
+        rows.append([
+            words, statistics.fmean(values), deviation, min(values), max(values), len(values), compared and compared.p
+        ])  # fmt: skip
+    columns = ["settings", f"mean{unit}", "deviation", "lowest", "highest", "runs", "p against the best"]
+    note = "Welch's t-test against the settings with the best mean; below 0.05 it is more than noise."
+    return Table(f"{objective} over seeds", columns, rows, note, best=0)
+
+
+def _noise(groups: dict[str, list[float]], objective: str, better: str | None) -> list[str]:
+    """What is noise and what is not; that it cannot be told where no setting was repeated."""
+    known = pooled_deviation([*groups.values()])
+    metric = objective.rpartition(".")[2]
+    if not groups:
+        return []
+    if known is None:
+        how = "add seed=0,1,2 to the sweep"
+        return [f"One run of each: what of the differences is noise cannot be told from them; {how}."]
+    deviation, freedom = known
+    sign = -1 if better == "max" else 1
+    order = sorted(groups, key=lambda words: sign * statistics.fmean(groups[words]))
+    best, rest = order[0], [words for words in order[1:] if len(groups[words]) > 1]
+    found = [
+        f"Runs that differ in their seed alone differ by {shown_metric(metric, deviation)} (standard deviation of one "
+        f"run, from {freedom + sum(len(group) > 1 for group in groups.values())} runs of the same settings)."
+    ]
+    tests = {words: welch(groups[best], groups[words]) for words in rest}
+    if len(groups[best]) < 2 or not rest:
+        return [*found, "The settings with the best mean were not repeated often enough to compare them."]
+    alike = [words for words, test in tests.items() if test and not test.is_more_than_noise]
+    if not alike:
+        return [*found, f"{best} is better than all others by more than noise (Welch's t-test, p < 0.05 for each)."]
+    names = "; ".join(alike[:5]) + ("; ..." if len(alike) > 5 else "")
+    return [*found, f"{best} has the best mean, but cannot be told from noise against {len(alike)} others: {names}."]

@@ -1,0 +1,425 @@
+"""Pages: what they say of a run, that a browser shows them right, and that they cost a run nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import itertools
+import json
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from scipy import stats
+
+from ddp_train.config.freeze import not_default
+from ddp_train.config.options.model import MlpConfig
+from ddp_train.config.schema import Config
+from ddp_train.errors import ConfigError
+from ddp_train.launcher.compare import compare
+from ddp_train.launcher.watch import watch
+from ddp_train.resilience import run_lock
+from ddp_train.resilience.failure_report import write_json
+from ddp_train.telemetry.pages.charts import Axis, Bar, Curve, bars, curves, thinned
+from ddp_train.telemetry.pages.compare_page import compare_page
+from ddp_train.telemetry.pages.findings import findings
+from ddp_train.telemetry.pages.live import LivePage
+from ddp_train.telemetry.pages.noise import pooled_deviation, welch
+from ddp_train.telemetry.pages.page import HERE, as_page
+from ddp_train.telemetry.pages.report import Plot, Report
+from ddp_train.telemetry.pages.run_files import RunFiles, is_locked, read_run
+from ddp_train.telemetry.pages.run_page import run_page
+from ddp_train.telemetry.pages.sweep_page import sweep_page
+from ddp_train.telemetry.pages.tables import Table, show
+from ddp_train.telemetry.pages.timeline import Timeline
+from tests.browser import Page, browser, installed
+from tests.commands import SMALL, read, run
+
+NO_BROWSER = "no browser is installed (Debian: apt-get install chromium)"
+BOUND = 2_000_000
+"""Bytes of a page."""
+
+
+def leave_run(folder: Path, epochs: int = 4, best: float = 0.9, **summary: Any) -> Path:
+    """The files of a run of some epochs, of 10 steps each."""
+    folder.mkdir(parents=True)
+    lines: list[dict[str, Any]] = []
+    for epoch in range(1, epochs + 1):
+        step, moment = 10 * epoch, 1.7e9 + 60 * epoch
+        figures = {"cpu_cores": [0.9, 0.8], "resident_gib": [0.5, 0.5]}
+        lines.append({"kind": "train", "step": step, "epoch": epoch, "time": moment, "loss": 2 / epoch, "lr": 0.1,
+                      "lrs": [0.1], "samples_per_second": 900.0, "figures": figures})  # fmt: skip
+        lines.append({"kind": "test", "step": step, "epoch": epoch, "time": moment, "loss": 1 / epoch,
+                      "accuracy": best - 0.1 * (epochs - epoch), "correct": 9, "samples": 10})  # fmt: skip
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = "name: a\ndevice: cpu\nlaunch: {nproc_per_node: 2}\nstrategy: {name: ddp}\n"
+    config += "train: {epochs: 4, max_steps: null}\noptimizer: {lr: 0.1}\n"
+    (folder / "config.yaml").write_text(config)
+    command = {"command": "python launch.py model=mlp", "started": "2023-11-14T22:13:20+00:00", "git_revision": "abc"}
+    (folder / "commands.jsonl").write_text(json.dumps(command) + "\n")
+    write_json(folder / "summary.json", {"status": "completed", "epochs": epochs, "seconds": 60.0,
+                                         "better": {"accuracy": "max", "loss": "min"}, **summary})  # fmt: skip
+    return folder
+
+
+# --- pure -------------------------------------------------------------------------------------------------------------
+
+
+def test_files_of_others_are_what_their_table_says() -> None:
+    folder = HERE / "third_party"
+    rows = re.findall(r"^\| (\S+) \| \S+ \| \S+ \| .* \| ([0-9a-f]{64}) \|$", (folder / "README.md").read_text(), re.M)
+    assert {name for name, _ in rows} | {"README.md"} == {path.name for path in folder.iterdir()}
+    assert all(hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest for name, digest in rows)
+
+
+def test_a_long_curve_keeps_its_ends_and_its_spikes() -> None:
+    values = [1.0] * 100_000
+    values[77_777], values[5] = 50.0, -3.0
+    kept = thinned(range(100_000), values)
+    assert len(kept) <= 602 and {0, 5, 77_777, 99_999} <= {*kept} and kept == sorted(kept)
+    assert curves([Curve("a", [1, 2], [None, float("nan")])], Axis("x"), Axis("y")) is None, "nothing to draw"
+
+
+def timed(*ranks: dict[str, float], **summary: Any) -> list[str]:
+    config = {"strategy": {"name": "ddp"}}
+    found = RunFiles(Path("r"), config, summary={"status": "completed"} | summary, timeline={"seconds": [*ranks]})
+    return findings(found)
+
+
+def test_what_held_a_run_back_is_said_only_where_the_figures_support_it() -> None:
+    even = {"data": 1.0, "forward": 20.0, "backward": 40.0, "optimizer step": 1.0}
+    assert timed(even | {"data": 0.1}, even | {"data": 0.1})[0].startswith("Not input-bound: 0.2%")
+    waits = timed(even | {"data": 40.0}, even | {"data": 40.0})
+    assert waits[0].startswith("Input-bound: 40%") and "tuning.num_workers" in waits[0]
+    busy = timed(even | {"data": 40.0}, figures={"gpu_utilisation": 95.0})
+    assert not any("nput-bound" in text for text in busy), "the host waits while the GPU computes"
+    late = timed(even, even | {"forward": 40.0, "backward": 20.0}, even)
+    assert any(text.startswith("Straggler: rank 1") for text in late)
+    assert not any("Straggler" in text for text in timed(even, even))
+    assert any("Slow checkpoints: 20%" in text for text in timed(even | {"checkpoint": 15.5}))
+    assert any(
+        "29%" in text and "train.evaluate_every_epochs" in text for text in timed(even | {"evaluation data": 25.0})
+    )
+    assert timed({"forward": 2.0}) == [], "too short to say"
+    assert any("GPUs computed 40 % of the time" in text for text in timed(figures={"gpu_utilisation": 40.0}))
+
+
+def test_the_timeline_goes_on_where_earlier_processes_ended(tmp_path: Path) -> None:
+    for _ in range(2):
+        timeline = Timeline(tmp_path)
+        timeline.last -= 3.0
+        timeline.look(["data", "start"])
+        timeline.happened("failure", "died (rank 1)", 7)
+        timeline.write()
+    found = read(tmp_path, "timeline.json")
+    assert found["seconds"][0]["data"] == pytest.approx(6.0, abs=0.5) and found["seconds"][1] == {}
+    assert [event["step"] for event in found["events"]] == [7, 7]
+
+
+def test_settings_that_are_not_the_default_are_told_apart() -> None:
+    config = Config(seed=3, device="cpu", model=MlpConfig(hidden=99))
+    assert not_default(config) == {"seed": 3, "model": "mlp", "model.hidden": 99}, "device: auto has chosen"
+
+
+def test_a_page_of_every_state_says_it(tmp_path: Path) -> None:
+    folder = leave_run(tmp_path / "r")
+    page = as_page(run_page(read_run(folder), {"model": "<mlp>"}, 10))
+    assert "python launch.py run_dir=" in page and "train.epochs=8" in page
+    assert "&lt;mlp&gt;" in page and "mode=evaluate checkpoint.resume=" in page and 'http-equiv="refresh"' not in page
+    assert len(page.encode()) < BOUND
+    write_json(folder / "summary.json", {"status": "failed"})
+    write_json(folder / "failure.json", {"kind": "oom", "rank": 1, "step": 7, "phase": "forward", "detail": "no memory",
+                                         "remedy": "less", "log": "l"})  # fmt: skip
+    report = run_page(read_run(folder), {})
+    assert report.state.startswith("failed") and "oom; rank 1, step 7, forward" in report.findings[0]
+    (folder / "summary.json").write_text("{cut o")
+    (folder / "failure.json").unlink()
+    (folder / "metrics.jsonl").write_bytes(b'{"kind": "tra')
+    report = run_page(read_run(folder), {})
+    assert report.state == "ended" and "run_dir=" in report.findings[0]
+
+
+def test_a_living_page_comes_seldom_and_a_full_disk_is_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = leave_run(tmp_path / "r")
+    (folder / "summary.json").unlink()
+    page = LivePage(folder, {})
+    page.look(["data"])
+    assert not (folder / "report.html").exists(), "nothing has been measured since the start"
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write("\n")
+    page.look(["data"])
+    text = (folder / "report.html").read_text()
+    assert 'http-equiv="refresh" content="10"' in text and "running, step 40" in text
+    (folder / "report.html").unlink()
+    (folder / "metrics.jsonl").write_text("")
+    page.look(["data"])
+    assert not (folder / "report.html").exists() and page.due > time.monotonic() + 9
+    monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    page.write()
+    page.write()
+    assert capsys.readouterr().err.count("No space left on device; the run goes on") == 1
+
+
+# --- sweeps -----------------------------------------------------------------------------------------------------------
+
+
+def sweep_rows(folder: Path, **keys: list[Any]) -> list[dict[str, Any]]:
+    """Rows of a grid, with their runs: the accuracy depends on the first key alone, and a little on the last."""
+    rows = []
+    for number, values in enumerate(itertools.product(*keys.values())):
+        best = 0.5 + 0.1 * next(iter(keys.values())).index(values[0]) + 0.01 * list(keys.values())[-1].index(values[-1])
+        run_dir = leave_run(folder / str(number), best=best)
+        words = [f"{key.replace('__', '.')}={value}" for key, value in zip(keys, values, strict=True)]
+        rows.append({"trial": number, "overrides": words, "status": "completed", "exit_code": 0, "objective": best,
+                     "accuracy": best, "loss": 0.1, "seconds": 1.0, "run_dir": str(run_dir)})  # fmt: skip
+    return rows
+
+
+def page_of_sweep(folder: Path, rows: list[dict[str, Any]]) -> Report:
+    return sweep_page(folder, rows, "test.accuracy", "max", "python launch.py -m", {})
+
+
+def test_the_best_trial_is_first_with_the_command_that_evaluates_it(tmp_path: Path) -> None:
+    rows = sweep_rows(tmp_path, optimizer__lr=[0.1, 0.001, 0.01])
+    rows.append({"trial": 3, "overrides": ["optimizer.lr=9"], "status": "failed", "exit_code": 70, "kind": "oom"})
+    report = page_of_sweep(tmp_path, rows)
+    table = report.tables[0]
+    assert table.columns[:4] == ["trial", "test.accuracy %", "optimizer.lr", "status"] and table.best == 0
+    assert [row[0] for row in table.rows] == [2, 1, 0, 3] and table.rows[-1][1:4] == [None, "9", "failed (70): oom"]
+    assert report.sections[0].lines[0] == f"python launch.py mode=evaluate checkpoint.resume={tmp_path}/2"  # type: ignore
+    assert "cannot be told" in report.findings[0] and "seed=0,1,2" in report.findings[0]
+    kinds = [plot.chart["kind"] for plot in report.plots if plot.chart]
+    assert kinds == ["curves", "scatter"], "the parameter has a plot of its own"
+    assert report.plots[1].chart["x"]["log"], "0.001 to 0.1"  # type: ignore
+
+
+def test_seeds_are_grouped_and_noise_is_told_from_effect(tmp_path: Path) -> None:
+    rows = sweep_rows(tmp_path, optimizer__lr=[0.1, 0.2], model__hidden=[8, 16], seed=[0, 1, 2])
+    report = page_of_sweep(tmp_path, rows)
+    seeds = next(table for table in report.tables if "over seeds" in table.title)
+    assert [row[0] for row in seeds.rows[:2]] == ["optimizer.lr=0.2 model.hidden=8", "optimizer.lr=0.2 model.hidden=16"]
+    assert (
+        seeds.rows[0][1:6] == pytest.approx([61.0, 1.0, 60.0, 62.0, 3]) and seeds.rows[2][6] < 0.01 < seeds.rows[1][6]
+    )
+    assert "1.00%" in report.findings[0] and "12 runs" in report.findings[0]
+    assert "cannot be told from noise against 1 others: optimizer.lr=0.2 model.hidden=16" in report.findings[1]
+    assert [plot.chart["kind"] for plot in report.plots if plot.chart] == ["curves", "parallel"]
+    assert len(as_page(report).encode()) < BOUND
+
+
+def test_a_sweep_of_hundreds_of_long_trials_stays_small(tmp_path: Path) -> None:
+    leave_run(tmp_path / "0", epochs=300)
+    row = {
+        "overrides": ["seed=1"],
+        "status": "completed",
+        "exit_code": 0,
+        "objective": 0.5,
+        "run_dir": str(tmp_path / "0"),
+    }
+    rows = [{"trial": number, **row} for number in range(301)]
+    assert len(as_page(page_of_sweep(tmp_path, rows)).encode()) < BOUND
+
+
+@pytest.mark.parametrize(
+    "samples", [([1.0, 2.0, 4.0], [3.0, 5.0, 9.0, 11.0]), ([1.0, 1.1], [1.0, 9.0]), ([1, 2], [1, 2])]
+)
+def test_welch_is_that_of_scipy(samples: tuple[list[float], list[float]]) -> None:
+    expected = stats.ttest_ind(samples[1], samples[0], equal_var=False)
+    found = welch(*samples)
+    assert found and found.p == pytest.approx(expected.pvalue, rel=1e-9)
+    assert [found.low, found.high] == pytest.approx([*expected.confidence_interval(0.95)], rel=1e-6)
+    assert welch([1.0], [2.0, 3.0]) is None and pooled_deviation([[1.0], [2.0]]) is None
+
+
+@pytest.mark.parametrize("width", [30, 80, 10_000])
+def test_no_word_and_no_number_of_a_table_is_broken(width: int) -> None:
+    words = ["tuning.num_workers=2,4", "optimizer.lr=0.0005 model.hidden=16"]
+    table = Table("T", ["overrides", "accuracy %", "status"], [[word, 98.765, "completed"] for word in words])
+    for is_terminal in (True, False):
+        written = io.StringIO()
+        show(table, Console(width=width, file=written, force_terminal=is_terminal, color_system=None))
+        lines = written.getvalue().splitlines()
+        shown = {word for line in lines for word in line.split()}
+        assert {"tuning.num_workers=2,4", "optimizer.lr=0.0005", "model.hidden=16", "98.77"} <= shown
+        if not is_terminal:
+            assert any("optimizer.lr=0.0005 model.hidden=16" in line and "completed" in line for line in lines)
+
+
+# --- comparisons ------------------------------------------------------------------------------------------------------
+
+
+def compared(folder: Path, *bests: float, repeats: int = 1) -> Report:
+    """Runs that differ in their learning rate, each repeated with other seeds."""
+    runs = []
+    for number, best in enumerate(bests):
+        for seed in range(repeats):
+            run_dir = leave_run(folder / f"{number}_{seed}", best=best + 0.01 * seed)
+            text = (run_dir / "config.yaml").read_text().replace("lr: 0.1", f"lr: 0.{number + 1}")
+            (run_dir / "config.yaml").write_text(f"seed: {seed}\nrun_dir: {run_dir}\n{text}")
+            runs.append(read_run(run_dir))
+    return compare_page(runs, "ddp-train compare")
+
+
+def test_what_differs_is_listed_and_one_run_of_each_tells_nothing_of_noise(tmp_path: Path) -> None:
+    report = compared(tmp_path, 0.9, 0.95)
+    assert report.tables[1].rows == [["optimizer.lr", "0.1", "0.2"]]
+    assert report.tables[0].columns[1] == "accuracy %, last"
+    assert [row[:3] for row in report.tables[0].rows] == [["0_0", 90.0, 90.0], ["1_0", 95.0, 95.0]]
+    found = report.findings[0]
+    assert found.startswith("1_0 against 0_0: accuracy +5.00 points") and "cannot be told from 1 run of each" in found
+    assert "11.73 points" in found and "less than twice" in found, "of ten samples"
+    assert all(name in as_page(report) for name in ("0_0 training", "1_0 test"))
+
+
+def test_repeated_runs_are_tested(tmp_path: Path) -> None:
+    apart = compared(tmp_path / "a", 0.7, 0.9, repeats=3).findings[0]
+    assert "more than noise" in apart and "Welch's t-test of 3 and 3 runs" in apart and "+20.00 points" in apart
+    assert "within the noise" in compared(tmp_path / "b", 0.9, 0.905, repeats=3).findings[0]
+    assert "differ in their seed at most" in compared(tmp_path / "c", 0.9, repeats=3).findings[0]
+
+
+def test_compare_takes_folders_and_says_in_one_error_what_is_no_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compared(tmp_path / "runs", 0.9, 0.95)
+    assert compare([str(tmp_path / "runs"), "--output", str(tmp_path / "p.html")]) == 0
+    out = capsys.readouterr().out
+    assert "1_0 against 0_0" in out and (tmp_path / "p.html").read_text().count("<table") == 2
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError) as error:
+        compare([str(tmp_path / "run"), str(tmp_path / "empty"), str(tmp_path / "runs")])
+    assert len(error.value.problems) == 2 and "no run is there" in str(error.value)
+    for words in ([], ["--what"], [str(tmp_path / "runs/0_0")]):
+        with pytest.raises(ConfigError, match="compare RUN RUN"):
+            compare(words)
+
+
+# --- many runs --------------------------------------------------------------------------------------------------------
+
+
+def test_watch_shows_what_runs_what_failed_and_what_was_killed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("done", "fails", "lives", "dead"):
+        leave_run(tmp_path / "runs/a" / name)
+    write_json(tmp_path / "runs/a/fails/summary.json", {"status": "failed"})
+    write_json(tmp_path / "runs/a/fails/failure.json", {"kind": "oom", "detail": "out of\nmemory " * 9})
+    for name in ("lives", "dead"):
+        (tmp_path / "runs/a" / name / "summary.json").unlink()
+    held = run_lock.acquire(tmp_path / "runs/a/lives/lock.json")
+    try:
+        assert watch([str(tmp_path / "runs")]) == 0
+        assert is_locked(tmp_path / "runs/a/lives/lock.json") and run_lock.is_held(tmp_path / "runs/a/lives/lock.json")
+    finally:
+        held.release()
+    assert not is_locked(tmp_path / "runs/a/lives/lock.json") and not is_locked(tmp_path / "nowhere")
+    shown = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.strip().startswith("a/")}
+    assert {name: line.split()[1:4] for name, line in shown.items()} == {
+        "a/done": ["completed", "40", "4"], "a/fails": ["failed", "40", "4"],
+        "a/lives": ["running", "40", "4"], "a/dead": ["ended", "40", "4"],
+    }  # fmt: skip
+    assert "90.00" in shown["a/done"] and "ago" in shown["a/lives"] and "oom: out of memory out of" in shown["a/fails"]
+    for words in ([], ["a", "b"], [str(tmp_path / "run")]):
+        with pytest.raises(ConfigError, match="watch"):
+            watch(words)
+
+
+# --- a real run -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_run_leaves_its_page(tmp_path: Path) -> None:
+    done = run(*SMALL, "train.epochs=3", "run_dir=r", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "r/report.html").read_text()
+    assert '<p class="state completed">' in page and '"kind":"curves"' in page
+    assert {"hardware", "versions", "host"} <= json.loads((tmp_path / "r/commands.jsonl").read_text()).keys()
+    assert len(read(tmp_path / "r", "timeline.json")["seconds"]) == 2
+    assert "launch.page" not in page.partition("Config, all of it")[0]
+
+
+# --- a real browser ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tab() -> Iterator[Page]:
+    if not installed():
+        pytest.skip(NO_BROWSER)
+    with browser() as page:
+        yield page
+
+
+OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+
+
+def looked_at(tab: Page, path: Path) -> None:
+    """At both widths, light and dark: nothing is wider than the screen, all plots are drawn, nothing is reported."""
+    tab.problems.clear()
+    backgrounds = set()
+    for width in (390, 1280):
+        for dark in (False, True):
+            tab.open(path, width, dark=dark)
+            assert tab.ask(OVERFLOW) == 0, f"{path} is wider than {width} px"
+            drawn = "[...document.querySelectorAll('.frame')].map(f => f.querySelectorAll('svg path').length)"
+            assert all(tab.ask(drawn)), "each plot has lines"
+            backgrounds.add(tab.ask("getComputedStyle(document.body).backgroundColor"))
+    assert len(backgrounds) == 2 and tab.problems == []
+
+
+@pytest.mark.slow
+def test_a_browser_shows_the_page_of_a_run(tab: Page, tmp_path: Path) -> None:
+    folder = leave_run(tmp_path / "r", epochs=12)
+    path = folder / "report.html"
+    path.write_text(as_page(run_page(read_run(folder), {"model": "mlp"})))
+    looked_at(tab, path)
+    first = "document.querySelector('tbody tr').cells[0].textContent"
+    assert tab.ask(first) == "1"
+    for expected in ("1", "12"):
+        tab.click("th button")
+        assert tab.ask(first) == expected
+    tab.ask("window.scrollTo(0, 0)")
+    middle = "const r = document.querySelector('.frame').getBoundingClientRect();"
+    x, y = tab.ask(f"(() => {{ {middle} return [r.x + r.width / 2, r.y + r.height / 2] }})()")
+    tab.move_to(x, y)
+    assert "training:" in tab.ask("document.querySelector('.frame').textContent"), "hovering names the values"
+    assert tab.problems == []
+
+
+@pytest.mark.slow
+def test_a_browser_shows_bars_bands_and_columns_on_demand(tab: Page, tmp_path: Path) -> None:
+    """As pages of studies have them."""
+    long = "a name that is far too long for the edge of a phone"
+    bars_of = [Bar("single", 2.0, 1.5, 2.5), Bar(long, 1.0), Bar("dp", None, text="no GPU")]
+    band = Curve("ddp", [1, 2, 4], [1.0, 2.0, 3.0], [0.5, 1.5, 2.5], [1.5, 2.5, 3.5])
+    names = [f"column {number}" for number in range(14)]
+    table = Table("Wide", names, [[0.5 + number for number in range(14)]], first=names[:4])
+    plots = [
+        Plot("time", bars(bars_of, Axis("s", whole=True), 2.0)), Plot("score", bars(bars_of, Axis("accuracy %"))),
+        Plot("growth", curves([band], Axis("n", log=True, ticks=[1, 2, 4]), Axis("y", log=True))),
+    ]  # fmt: skip
+    path = tmp_path / "report.html"
+    path.write_text(as_page(Report("Study", "", [table, *plots])))
+    looked_at(tab, path)
+    assert tab.ask("document.querySelector('.frame').textContent").count("no GPU") == 1
+    shown = "[...document.querySelectorAll('th')].filter(cell => cell.offsetWidth).length"
+    assert tab.ask(shown) == 4
+    tab.click(".show")
+    assert tab.ask(shown) == 14 and tab.ask(OVERFLOW) == 0
+
+
+@pytest.mark.slow
+def test_a_browser_shows_the_page_of_a_sweep(tab: Page, tmp_path: Path) -> None:
+    rows = sweep_rows(tmp_path, optimizer__lr=[0.1, 0.2, 0.3], model__hidden=[8, 16], seed=[0, 1])
+    path = tmp_path / "report.html"
+    path.write_text(as_page(page_of_sweep(tmp_path, rows)))
+    looked_at(tab, path)
+    tab.open(path, 390)
+    left, right = tab.ask("(() => { const r = document.querySelector('tbody tr').cells[1].getBoundingClientRect();"
+                          " return [r.left, r.right] })()")  # fmt: skip
+    assert 0 <= left < right <= 390, "the metric is in sight on a phone"
