@@ -14,7 +14,12 @@ from pathlib import Path
 from typing import NoReturn
 
 from ddp_train.config.program import Program, started
-from ddp_train.distributed.environment import restart_in_utf8, world_from_environment, write_torchrun_error_file
+from ddp_train.distributed.environment import (
+    restart_in_utf8,
+    world_from_environment,
+    write_begun,
+    write_torchrun_error_file,
+)
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
 from ddp_train.launcher.fork_server import ForkServer
@@ -47,6 +52,7 @@ def main(script: Path | None, argv: list[str]) -> int:
         return refuse(None, error)
     if world:  # before torch is imported, which takes seconds: an agent that is killed meanwhile leaves nobody behind
         end_with_parent()
+        write_begun()
     if world and not world.is_leader:  # rank 0 composes, prints and refuses for all
         return 0 if any(word.startswith("-") for word in argv) else under_torchrun(program, world, argv, None)
     server = None if world or not starts_workers(argv) else ForkServer(program.import_path)
@@ -90,7 +96,7 @@ def lead(program: Program, world: World | None, argv: list[str], server: ForkSer
         print(f"note: {notice}", file=sys.stderr)
     if world:
         return under_torchrun(program, world, argv, prepared.text)
-    if prepared.config.launch.nnodes > 1:
+    if int(prepared.config.launch.nnodes) > 1:
         if server:
             server.close()  # torchrun starts the workers
         return multihost.join_hosts(prepared.config, program, argv)

@@ -24,9 +24,9 @@ ROOMS = """
 
 LINES = {
     "errors": 75, "text": 40, "linux": 95, "tensor_tree": 25,
-    "distributed": 745, "resilience": 1010, "config": 3320, "launcher": 1810, "data": 2090, "models": 370,
-    "telemetry": 760, "tasks": 920, "optim": 740, "parallel": 320, "performance": 330, "training": 3510,
-    "own_loop": 1005, "study": 2460, "doctor": 1600, "prove": 1580, "testing": 25, "__main__": 125,
+    "distributed": 760, "resilience": 1065, "config": 3360, "launcher": 1815, "data": 2090, "models": 370,
+    "telemetry": 760, "tasks": 920, "optim": 740, "parallel": 320, "performance": 330, "training": 3730,
+    "own_loop": 1005, "study": 2460, "doctor": 1600, "prove": 1580, "testing": 25, "__main__": 130,
 }  # fmt: skip
 """The most lines of code that each room may hold: not blank, no comment, no docstring. No file is left out."""
 

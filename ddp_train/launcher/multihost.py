@@ -27,7 +27,7 @@ from pathlib import Path
 from ddp_train.config.auto import described
 from ddp_train.config.program import Program
 from ddp_train.config.schema import Config
-from ddp_train.distributed.environment import REPORTED, agent_environment
+from ddp_train.distributed.environment import BEGUN, REPORTED, agent_environment, stopping_file
 from ddp_train.errors import LaunchError, PeerError
 from ddp_train.launcher.local import FINAL
 from ddp_train.launcher.stop_requests import StopRequests
@@ -39,6 +39,14 @@ AGENT = "torch.distributed.run"
 POLL_SECONDS = 0.2
 AGENT_PATIENCE_SECONDS = 5.0
 """Limit from the end of the last worker to the end of the agent, which itself waits 300 s for hosts that are gone."""
+
+
+OF_A_RANGE = ("keep_alive_interval=1", "keep_alive_max_attempt=5", "last_call_timeout=3")
+"""How fast hosts go on without a lost one. torchrun's defaults, 5 s x 3 and 30 s, would make it 45 s in place of 8. A
+heartbeat is compared with other hosts' clocks, so that it must not be believed dead sooner than clocks may differ
+(distributed/preflight.py)."""
+STOPPED = (SAVED, UNSAVED)
+"""Exit codes of workers that were asked to stop; in a range of hosts, perhaps since another host joins."""
 
 
 @dataclass(frozen=True)
@@ -87,12 +95,14 @@ def command(config: Config, location: NetworkLocation, program: Program, argv: l
     rendezvous = [f"join_timeout={launch.join_timeout_seconds}", f"read_timeout={launch.join_timeout_seconds}"]
     if location.is_head is not None:
         rendezvous.append(f"is_host={int(location.is_head)}")
+    if config.host_range:
+        rendezvous += OF_A_RANGE
     return [
         sys.executable,
         "-P",  # the agent itself imports nothing from the working folder
         "-m",
         AGENT,
-        f"--nnodes={launch.nnodes}",
+        f"--nnodes={config.host_range or launch.nnodes}",
         f"--nproc-per-node={launch.nproc_per_node}",
         f"--max-restarts={launch.max_restarts}",
         "--rdzv-backend=c10d",
@@ -212,13 +222,14 @@ def _watch(
         while agent.poll() is None and not stop.repeated:
             now = time.monotonic()
             if stop.received and stop_by == math.inf:
+                stopping_file(exit_code_file).touch()
                 agent.send_signal(signal.SIGTERM)  # which forwards it to its workers
                 stop_by = now + launch.grace_seconds
             if _has_workers(agent.pid, script):
                 hosts_at_start = hosts_at_start or present_hosts(run_dir)
                 last_seen = now
             attempt, codes, reported = _read_exit_codes(exit_code_file)
-            is_last = attempt >= launch.max_restarts or any(code in (0, SAVED, *FINAL) for code in codes)
+            is_last = _is_last(config, attempt, codes, stop)
             patience = AGENT_PATIENCE_SECONDS + (0 if hosts_at_start and is_last else launch.join_timeout_seconds)
             if now > min(stop_by, last_seen + patience):
                 break
@@ -237,9 +248,9 @@ def _watch(
         print(f"stopped by {name} before it could save; the same command resumes the run", file=sys.stderr)
         return stop.exit_code(UNSAVED)
     if not hosts_at_start and not codes:
+        asked = config.host_range or launch.nnodes
         raise PeerError(
-            f"{len(present)} of {launch.nnodes} hosts joined within {time.monotonic() - began:.0f} s: "
-            + ", ".join(present),
+            f"{len(present)} of {asked} hosts joined within {time.monotonic() - began:.0f} s: " + ", ".join(present),
             f"start the same command on all of them, within launch.join_timeout_seconds={launch.join_timeout_seconds}; "
             f"each must reach {launch.rdzv_endpoint}",
         )
@@ -250,6 +261,15 @@ def _watch(
             PeerError(f"{gone} is gone; {ended}", "look at that host") if gone else LaunchError(ended, "see its output")
         )
     return next((code for code in codes if code not in (0, LaunchError.exit_code)), LaunchError.exit_code)
+
+
+def _is_last(config: Config, attempt: int, codes: list[int], stop: StopRequests) -> bool:
+    """Whether no workers follow those that have ended with these exit codes."""
+    if any(code in (0, *FINAL) for code in codes):
+        return True
+    if config.host_range and not stop.received:
+        return attempt >= config.launch.max_restarts and not {*codes} & {*STOPPED}
+    return attempt >= config.launch.max_restarts or SAVED in codes
 
 
 def _print_report_of_other_host(run_dir: Path) -> bool:
@@ -272,9 +292,15 @@ def _has_workers(agent: int, script: Path) -> bool:
 
 
 def _read_exit_codes(exit_code_file: Path) -> tuple[int, list[int], bool]:
-    """The latest attempt with an entry by a worker of this host, the exit codes of its workers, and whether one of them
-    has reported a failure."""
-    lines = [line.split() for line in exit_code_file.read_text().splitlines()]
-    latest = max((int(attempt) for attempt, _ in lines), default=0)
-    entries = [entry for attempt, entry in lines if int(attempt) == latest]
-    return latest, [int(entry) for entry in entries if entry != REPORTED], REPORTED in entries
+    """The restarts of torchrun's agent here, the exit codes of the workers that it started last, and whether one of
+    them has reported a failure. It starts workers anew without counting when hosts join."""
+    attempts, entries = [0], dict[str, list[str]]()
+    for line in exit_code_file.read_text().splitlines():
+        attempt, local_rank, entry = line.split()
+        attempts.append(int(attempt))
+        if entry == BEGUN:
+            entries[local_rank] = []
+        else:
+            entries.setdefault(local_rank, []).append(entry)
+    last = [entry for of_one in entries.values() for entry in of_one]
+    return max(attempts), [int(entry) for entry in last if entry != REPORTED], REPORTED in last
