@@ -352,3 +352,23 @@ def test_all_hosts_stop_and_resume_with_another_number(hosts: Elastic, tmp_path:
     assert changes_in(hosts.run_dir) == [(3, 2, "a host left")]
     ours, theirs = load(weights(hosts.run_dir)), load(weights(calm(tmp_path, *WORDS, "+model.delay=0")))
     assert all(torch.allclose(ours[name], theirs[name], rtol=0, atol=1e-10) for name in theirs)
+
+
+@on_hosts
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_without_the_host_of_the_endpoint_the_next_command_goes_on(hosts: Elastic, tmp_path: Path) -> None:
+    """The rendezvous is gone with it, the last step is not."""
+    hosts.begin(*NET)
+    reached = hosts.wait_for(9)
+    hosts.lab.hosts[0].power_off(silent=False)
+    assert {*hosts.ends("node1", "node2")} <= {69, 70, 71}, hosts.all_said()
+    (saved,) = checkpoints(hosts.run_dir)
+    assert int(saved.removeprefix("step_")) >= reached
+    hosts.processes.clear()
+    for host in hosts.lab.hosts[1:]:
+        hosts.start(host, *HOSTS[:1], *HOSTS[2:], "launch.rdzv_endpoint=node2:29400", *NET)
+    assert hosts.ends("node1", "node2") == [0, 0], hosts.all_said()
+    summary = read(hosts.run_dir, "summary.json")
+    assert [one["rank"] for one in summary["recoveries"]] == [0] and summary["steps_redone"] == 0
+    assert_close(hosts.run_dir, calm(tmp_path, *WORDS, "+model.delay=0"))
