@@ -1,6 +1,6 @@
 """How long it takes until hosts go on: with `launch.nnodes=2:3`, over network namespaces. Needs root.
 
-    python -m tests.host_losses [--trials 5] [--timeout 6]
+    python -m tests.host_losses [--trials 5] [--timeout 6] [--what "a host joins"]
 
 Each trial is a run of three hosts with one process each (two where one joins), in which one thing happens. Times are
 from that moment, by the clock, to the time of the first step in metrics.jsonl that the processes of the next start have
@@ -22,7 +22,8 @@ from tests.netlab import NetLab
 from tests.test_lost_hosts import NET, Elastic
 
 WORDS = (*NET, "train.log_every_steps=1", "train.epochs=25", "train.evaluate_every_epochs=1000")
-WHAT = ("a host crashes", "a worker is killed", "a host is asked to leave", "a host loses power", "a host joins")
+WHAT = ("a host crashes", "a worker is killed", "a host is asked to leave", "a host loses power", "a host joins",
+        "the host of the endpoint crashes")  # fmt: skip
 
 
 def trial(what: str, timeout: float) -> tuple[float, int]:
@@ -39,6 +40,9 @@ def trial(what: str, timeout: float) -> tuple[float, int]:
             hosts.processes["node2"].send_signal(signal.SIGTERM)
         elif what == WHAT[4]:
             hosts.join(2, *words)
+        elif what == WHAT[5]:
+            lab.hosts[0].power_off(silent=False)
+            stay = {"node1", "node2"}
         else:
             lab.hosts[2].power_off(silent=what == WHAT[3])
         assert hosts.ends(*stay) == [0, 0], hosts.all_said()
@@ -53,11 +57,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--trials", type=int, default=5)
     parser.add_argument("--timeout", type=float, default=6.0)
+    parser.add_argument("--what", nargs="+", default=WHAT)
     arguments = parser.parse_args()
     print(f"load average {os.getloadavg()[0]:.1f}, launch.timeout_seconds={arguments.timeout:g}", flush=True)
     print("| what | trials | median s | best | worst | steps done twice |")
     print("|---|---:|---:|---:|---:|---:|")
-    for what in WHAT:
+    for what in arguments.what:
         found = [trial(what, arguments.timeout) for _ in range(arguments.trials)]
         seconds = [one[0] for one in found]
         spread = f"{statistics.median(seconds):.1f} | {min(seconds):.1f} | {max(seconds):.1f}"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +25,7 @@ from ddp_train.config.options.strategy import OrderedConfig, SingleConfig
 from ddp_train.config.schema import Config, LaunchConfig, TrainConfig
 from ddp_train.config.validate import check, check_rules
 from ddp_train.distributed.world import World
+from ddp_train.launcher import meeting_point
 from ddp_train.launcher.multihost import OF_A_RANGE, NetworkLocation, _read_exit_codes, command
 from ddp_train.resilience import lost_hosts, run_lock
 from ddp_train.tasks.mean_loss import Mean
@@ -357,18 +360,62 @@ def test_all_hosts_stop_and_resume_with_another_number(hosts: Elastic, tmp_path:
 @on_hosts
 @pytest.mark.slow
 @pytest.mark.nightly
-def test_without_the_host_of_the_endpoint_the_next_command_goes_on(hosts: Elastic, tmp_path: Path) -> None:
-    """The rendezvous is gone with it, the last step is not."""
-    hosts.begin(*NET)
+@pytest.mark.parametrize("hosts", [4], indirect=True)
+@pytest.mark.parametrize("silent", [False, True])
+def test_the_others_meet_elsewhere_when_the_host_of_the_endpoint_is_lost(
+    silent: bool, hosts: Elastic, tmp_path: Path
+) -> None:
+    """It has the rendezvous, rank 0, the lock of the run directory and the store of the workers. Whoever comes with the
+    old words finds the others all the same."""
+    words = (*NET, "train.epochs=80", "launch.timeout_seconds=6")
+    hosts.begin(*words)
+    hosts.wait_for(9)
+    hosts.lab.hosts[0].power_off(silent)
+    wait_until(lambda: any(line["kind"] == "resize" for line in metrics(hosts.run_dir)), "change")
+    hosts.join(3, *words)
+    assert hosts.ends("node1", "node2", "node3") == [0, 0, 0], hosts.all_said()
+    summary = read(hosts.run_dir, "summary.json")
+    assert changes_in(hosts.run_dir) == [LOST, (2, 3, "a host joined")]
+    assert [one["rank"] for one in summary["recoveries"]] == [0] and summary["steps_redone"] == 0
+    said = hosts.said("node1"), hosts.said("node2")
+    assert all(len(re.findall(r"the hosts meet at 10\.77\.0\.1[12]:29400 from now on", one)) == 1 for one in said)
+    assert_close(hosts.run_dir, calm(tmp_path, *WORDS, "+model.delay=0", "train.epochs=80"))
+
+
+@on_hosts
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_a_run_without_restarts_left_is_resumed_elsewhere(hosts: Elastic, tmp_path: Path) -> None:
+    """The next command names another endpoint; the last step is not lost."""
+    words = (*NET, "launch.max_restarts=1")
+    hosts.begin(*words)
     reached = hosts.wait_for(9)
+    os.kill(hosts.worker_of(1), signal.SIGKILL)
+    wait_until(lambda: any(line["step"] > reached + 8 for line in metrics(hosts.run_dir)), "step after the first loss")
     hosts.lab.hosts[0].power_off(silent=False)
     assert {*hosts.ends("node1", "node2")} <= {69, 70, 71}, hosts.all_said()
-    (saved,) = checkpoints(hosts.run_dir)
-    assert int(saved.removeprefix("step_")) >= reached
     hosts.processes.clear()
     for host in hosts.lab.hosts[1:]:
-        hosts.start(host, *HOSTS[:1], *HOSTS[2:], "launch.rdzv_endpoint=node2:29400", *NET)
+        hosts.start(host, HOSTS[0], *HOSTS[2:], "launch.rdzv_endpoint=node2:29400", *NET)
     assert hosts.ends("node1", "node2") == [0, 0], hosts.all_said()
     summary = read(hosts.run_dir, "summary.json")
-    assert [one["rank"] for one in summary["recoveries"]] == [0] and summary["steps_redone"] == 0
+    assert [one["rank"] for one in summary["recoveries"]] == [1, 0] and summary["steps_redone"] == 0
     assert_close(hosts.run_dir, calm(tmp_path, *WORDS, "+model.delay=0"))
+
+
+def test_the_first_launcher_chooses_where_to_meet(tmp_path: Path) -> None:
+    assert meeting_point.chosen(tmp_path) is None
+    mine = run_lock.acquire(tmp_path / "hosts" / os.uname().nodename)
+    assert meeting_point.choose(tmp_path, "a:1", "b:1") == "b:1"
+    assert meeting_point.choose(tmp_path, "a:1", "c:1") == "b:1", "another launcher was faster"
+    assert meeting_point.chosen(tmp_path) == "b:1"
+    assert meeting_point.choose(tmp_path, "b:1", "c:1") == "c:1", "that one is lost too"
+    mine.release()
+    assert meeting_point.chosen(tmp_path) is None, "its host is gone"
+    again = run_lock.acquire(tmp_path / "hosts" / os.uname().nodename)
+    assert meeting_point.chosen(tmp_path) is None, "a later run on the same host"
+    again.release()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        endpoint = f"127.0.0.1:{listener.getsockname()[1]}"
+        assert meeting_point.is_reachable(endpoint)
+    assert not meeting_point.is_reachable(endpoint)
