@@ -10,11 +10,17 @@ if __name__ == "__main__" and not sys.flags.safe_path:  # the working folder com
     if not __package__:  # started by its path: the package need not be installed
         sys.path.append(__file__.rpartition("/ddp_train/")[0])
 
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from ddp_train.config.program import Program, started
-from ddp_train.distributed.environment import restart_in_utf8, world_from_environment, write_torchrun_error_file
+from ddp_train.distributed.environment import (
+    restart_in_utf8,
+    world_from_environment,
+    write_begun,
+    write_torchrun_error_file,
+)
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
 from ddp_train.launcher.fork_server import ForkServer
@@ -25,12 +31,9 @@ from ddp_train.linux import end_with_parent, keep_exit_codes
 from ddp_train.resilience import stdio
 from ddp_train.resilience.preemption import INTERRUPTED
 
-if TYPE_CHECKING:
-    from ddp_train.config.schema import Config
-    from ddp_train.launcher.started import Started
-
-STUDY, PROVE = "mode=study", "mode=prove"
-RESIZE, COMPARE, CHECK, WATCH = "resize", "compare", "check", "watch"
+STUDY, PROVE, CHECK = "mode=study", "mode=prove", "check"
+OF_RUNS = "resize", "compare", "watch"
+"""First words of commands for runs that there are: each is a function of a module of that name."""
 
 
 def main(script: Path | None, argv: list[str]) -> int:
@@ -42,18 +45,8 @@ def main(script: Path | None, argv: list[str]) -> int:
     try:
         if argv[:1] == [INIT]:
             return create(argv[1:])
-        if argv[:1] == [RESIZE]:
-            from ddp_train.launcher.resize import resize  # it reads YAML, which may not be installed
-
-            return resize(argv[1:])
-        if argv[:1] == [COMPARE]:
-            from ddp_train.launcher.compare import compare
-
-            return compare(argv[1:])
-        if argv[:1] == [WATCH]:
-            from ddp_train.launcher.watch import watch
-
-            return watch(argv[1:])
+        if argv and argv[0] in OF_RUNS:  # imported here: they read YAML, which may not be installed
+            return getattr(import_module(f"ddp_train.launcher.{argv[0]}"), argv[0])(argv[1:])
         if argv[:1] == [CHECK]:
             from ddp_train.launcher.check import check
 
@@ -64,6 +57,7 @@ def main(script: Path | None, argv: list[str]) -> int:
         return refuse(None, error)
     if world:  # before torch is imported, which takes seconds: an agent that is killed meanwhile leaves nobody behind
         end_with_parent()
+        write_begun()
     if world and not world.is_leader:  # rank 0 composes, prints and refuses for all
         return 0 if any(word.startswith("-") for word in argv) else under_torchrun(program, world, argv, None)
     server = None if world or not starts_workers(argv) else ForkServer(program.import_path)
@@ -88,6 +82,7 @@ def lead(program: Program, world: World | None, argv: list[str], server: ForkSer
     torch."""
     from ddp_train.config.prepare import prepare
     from ddp_train.launcher import local, multihost
+    from ddp_train.launcher.started import with_page
 
     try:
         if STUDY in argv:
@@ -107,7 +102,7 @@ def lead(program: Program, world: World | None, argv: list[str], server: ForkSer
         print(f"note: {notice}", file=sys.stderr)
     if world:
         return under_torchrun(program, world, argv, prepared.text)
-    if prepared.config.launch.nnodes > 1:
+    if int(prepared.config.launch.nnodes) > 1:
         if server:
             server.close()  # torchrun starts the workers
         return multihost.join_hosts(prepared.config, program, argv)
@@ -120,17 +115,6 @@ def lead(program: Program, world: World | None, argv: list[str], server: ForkSer
     return local.launch(prepared.config, program.import_path, stop, server, prepared.at_another_number, started)
 
 
-def with_page(config: Config) -> Started:
-    """Of a run that trains, unless it shall have none."""
-    from ddp_train.config.freeze import not_default
-    from ddp_train.launcher.started import Started
-    from ddp_train.telemetry.pages.live import LivePage
-
-    if config.mode != "train" or not config.launch.page:
-        return Started()
-    return Started(page=LivePage(Path(str(config.run_dir)), not_default(config)))
-
-
 def with_flags(program: Program, world: World | None, argv: list[str], server: ForkServer | None) -> int:
     """Help, --cfg and the like, or a sweep, of which a page is written. Returns the exit code."""
     from ddp_train.launcher.cli import through_hydra
@@ -141,9 +125,7 @@ def with_flags(program: Program, world: World | None, argv: list[str], server: F
         return through_hydra(trials, argv, world)
     finally:
         if trials.rows:
-            page = trials.page.write(trials.sweep_dir, trials.rows, trials.objective, trials.better)
-            if page:
-                print(f"report {page}")
+            trials.write_page()
 
 
 def under_torchrun(program: Program, world: World, argv: list[str], text: str | None) -> NoReturn:

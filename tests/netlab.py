@@ -72,13 +72,17 @@ class Host:
             process.wait()
         self.holder.wait()
 
+    def has(self, pid: int) -> bool:
+        """Whether a process runs on this host, its first one left out."""
+        namespace = _link(f"/proc/{self.init}/ns/pid")
+        return bool(namespace) and _link(f"/proc/{pid}/ns/pid") == namespace and pid != self.init
+
     def commands(self) -> list[str]:
         """The command lines of all processes on this host but its first. Empty if it is off."""
-        namespace = _link(f"/proc/{self.init}/ns/pid")
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):  # it ended in between
-                if namespace and _link(f"{folder}/ns/pid") == namespace and int(folder.name) != self.init:
+                if self.has(int(folder.name)):
                     found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode())
         return [line for line in found if line]
 

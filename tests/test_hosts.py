@@ -200,12 +200,13 @@ class Cluster:
     def __init__(self, lab: NetLab, folder: Path) -> None:
         self.lab, self.folder, self.run_dir = lab, folder, folder / "run"
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.env: dict[str, str] = {}
 
     def start(self, host: Host, *words: str) -> None:
         words = ("launch.nproc_per_node=1", f"run_dir={self.run_dir}", *words)
         with (self.folder / host.name).open("w") as output:
             self.processes[host.name] = host.popen(
-                [*LAUNCH, *words], ROOT, env=environment(), stdout=output, stderr=subprocess.STDOUT
+                [*LAUNCH, *words], ROOT, env=environment(self.env), stdout=output, stderr=subprocess.STDOUT
             )
 
     def start_all(self, *words: str) -> None:

@@ -52,11 +52,13 @@ from torch import nn
 class Net(nn.Module):
     """Takes its time. One rank is killed whenever it is built and `gone` is there: its device does not come back."""
 
-    def __init__(self, delay=0.02, rank=-1, gone=""):
+    def __init__(self, delay=0.02, rank=-1, gone="", norm=False):
         super().__init__()
         if int(os.environ["RANK"]) == rank and Path(gone).exists():
             os.kill(os.getpid(), signal.SIGKILL)
         self.layers = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10))
+        if norm:
+            self.layers.insert(2, nn.BatchNorm1d(16))
         self.delay = delay
 
     def forward(self, images):
@@ -393,14 +395,14 @@ def test_a_change_that_another_followed_at_once_is_noted_too(tmp_path: Path) -> 
                Change(2, 4, "three", time.monotonic(), 3.0)]  # fmt: skip
     log = MetricsFile(tmp_path, True, 5)
     record: Any = SimpleNamespace(metrics=log, resizes=[{"time": 1.0}])
-    hook = ResizeHook(record, [change.as_dict() for change in changes], 5)
+    hook = ResizeHook(record, [change.as_dict() for change in changes], 5, "cpu")
     job: Any = SimpleNamespace(step=5)
     assert hook.due(job) == 6
     for job.step in (5, 6, 7):
         hook.act(job)
     found = [(line["step"], line["from"], line["to"], line["seconds"] is None) for line in metrics(tmp_path)]
     assert found == [(5, 3, 2, True), (5, 2, 4, False)] and hook.due(job) > 10**9
-    assert ResizeHook(record, [change.as_dict() for change in changes], 5).due(job) > 10**9
+    assert ResizeHook(record, [change.as_dict() for change in changes], 5, "cpu").due(job) > 10**9
 
 
 @pytest.mark.slow

@@ -10,9 +10,9 @@ from ddp_train.config.hardware import Hardware
 from ddp_train.config.key import range_of
 from ddp_train.config.options.custom import CustomConfig
 from ddp_train.config.options.strategy import OrderedConfig
-from ddp_train.config.processes import counts_of, first_count
+from ddp_train.config.processes import counts_of, first_count, hosts_at_start
 from ddp_train.config.schema import OPTIONS, Config, TuningConfig
-from ddp_train.distributed.environment import new_run_id
+from ddp_train.distributed.environment import new_run_id, range_of_hosts
 from ddp_train.distributed.world import World
 
 RESIDENT_SHARE = 0.25
@@ -39,6 +39,8 @@ def resolve(config: Config, hardware: Hardware, world: World | None) -> Config:
     device = config.device if config.device != "auto" else "cuda" if hardware.gpus else "cpu"
     launch = dataclasses.replace(config.launch)
     asked, gpus, counts = range_of(launch.nproc_per_node), hardware.gpus if device == "cuda" else None, []
+    hosts = str(launch.nnodes) if range_of(launch.nnodes) else range_of_hosts() if world else None
+    launch.nnodes = hosts_at_start(launch.nnodes)
     if world:
         launch.nproc_per_node, launch.nnodes = world.local_size, world.hosts
     elif asked:
@@ -62,6 +64,7 @@ def resolve(config: Config, hardware: Hardware, world: World | None) -> Config:
         launch=launch,
         process_range=str(config.launch.nproc_per_node) if counts else None,
         process_counts=counts,
+        host_range=hosts if config.mode == "train" else None,
         data=_data(config, device, cores, hardware),
         task=_task(config),
         run_dir=config.run_dir or f"runs/{config.name}/{new_run_id(world)}",
@@ -266,4 +269,4 @@ def described(config: Config) -> dict[str, Any]:
 
 def process_count(config: Config) -> int:
     """Processes of a resolved config, over all hosts."""
-    return int(config.launch.nproc_per_node) * config.launch.nnodes
+    return int(config.launch.nproc_per_node) * int(config.launch.nnodes)

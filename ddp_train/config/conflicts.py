@@ -32,8 +32,8 @@ def _batch(asked: Config, config: Config, hardware: Hardware, world: World | Non
         return []  # samples are dealt out, and a process may go without
     if isinstance(config.strategy, OrderedConfig):
         unit, over = config.strategy.virtual_shards, counted(config.strategy.virtual_shards, "virtual shard")
-    elif range_of(asked.launch.nproc_per_node):
-        return []  # some have a sample less than others with some numbers; `processes.problems` looks at them
+    elif range_of(asked.launch.nproc_per_node) or config.host_range:
+        return []  # some have a sample less than others with some numbers; `config.processes` looks at them
     else:
         unit = processes * accumulation
         over = f"{counted(processes, 'process')} x {counted(accumulation, 'accumulation step')}"
@@ -96,7 +96,7 @@ def _ordered(asked: Config, config: Config, hardware: Hardware, world: World | N
     lower = 1 << shards.bit_length() - 1
     if shards != lower:
         problems.append(f"strategy.virtual_shards={shards}: must be a power of two; use {lower} or {2 * lower}")
-    elif shards % processes and not range_of(asked.launch.nproc_per_node):
+    elif shards % processes and not range_of(asked.launch.nproc_per_node) and not range_of(asked.launch.nnodes):
         more = processes > shards and not processes & processes - 1
         use = f"strategy.virtual_shards={processes}" if more else f"a power of two up to {shards}"
         problems.append(
@@ -303,6 +303,8 @@ def notices(asked: Config, config: Config) -> list[str]:
             which != "auto" and (Path(resume) / "manifest.json").is_file(),
         "tracker.details=true has no effect without tracker=tensorboard":
             config.tracker.details and not config.tracker.tensorboard,
+        f"launch.nnodes={asked.launch.nnodes}: on GPUs a lost host costs the steps since the last checkpoint":
+            config.host_range and not on_cpu,
         "launch.backend=gloo copies the gradients of GPUs through host memory; launch.backend=nccl is faster":
             launch.backend == "gloo" and config.device == "cuda",
         f"hooks={shown(config.hooks)} has no effect: mode={config.mode} does not train":

@@ -40,8 +40,8 @@ def broken_rule(value: Any, rules: Any) -> str:
         allowed = rules.get("choices", ())
         if allowed and value not in allowed:
             return f"must be one of {', '.join(allowed)}{did_you_mean(value, list(allowed))}"
-        if rules.get("may_be_range") and ":" in value:
-            return _broken_range(value)
+        if rules.get("may_be_range") and (":" in value or "literals" not in rules):
+            return _broken_range(value, auto="literals" in rules)
         if rules.get("is_span") and (not (span := range_of(value)) or not 2 <= span.low <= (span.high or 0)):
             return "must be FIRST:LAST, two numbers from 2 on, as 100:105 (in a YAML file in quotes)"
         if "literals" in rules and value not in rules["literals"]:
@@ -81,10 +81,12 @@ def range_of(value: Any) -> Range | None:
     return Range(int(match[1]), None if match[2] == "auto" else int(match[2])) if match else None
 
 
-def _broken_range(value: str) -> str:
+def _broken_range(value: str, auto: bool) -> str:
+    """auto: whether the key takes that, for itself and as the end of a range."""
     found = range_of(value)
-    if found is None:
-        return "must be a whole number, auto, or a range LOW:HIGH, as 2:8 or 2:auto"
+    if found is None or not (found.high or auto):
+        also, ends = (", auto,", "2:8 or 2:auto") if auto else (",", "2:3")
+        return f"must be a whole number{also} or a range LOW:HIGH, as {ends}"
     if not found.low or (found.high is not None and found.high < found.low):
         low, high = max(1, min(found.low, found.high or 1)), max(found.low, found.high or 1)
         return f"must be a range LOW:HIGH with LOW at least 1, and at most HIGH; use {low}:{high}"

@@ -41,7 +41,12 @@ def bind_frozen(values: dict[str, Any]) -> tuple[Config, list[str]]:
     values = migrated(values)
     reasons = values.pop("reasons", {})
     process_range, counts = values.pop("process_range", None), values.pop("process_counts", [])
+    hosts = values.pop("host_range", None)
     config, problems = bind(values)
+    if hosts is None or range_of(hosts):
+        config.host_range = hosts
+    else:
+        problems.append("host_range: must be a range, as 2:3")
     if range_of(process_range) and isinstance(counts, list) and all(type(count) is int for count in counts):
         config.process_range, config.process_counts = process_range, counts
     elif process_range or counts:

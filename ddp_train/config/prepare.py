@@ -23,6 +23,7 @@ from ddp_train.distributed.environment import visible_devices
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
 from ddp_train.resilience import run_lock
+from ddp_train.resilience.lost_hosts import FILE as LOST_HOSTS
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def _locked_and_frozen(
     if problems or more:
         raise ConfigError(list(dict.fromkeys(problems + more)))
     notes = notices(config, resolved)
-    if world is None and resolved.launch.nnodes > 1:
+    if world is None and int(resolved.launch.nnodes) > 1:
         return Prepared(resolved, "", notes)
     if resolved.mode == "doctor":  # it may examine while a run is in that directory, and leaves that run's files alone
         return Prepared(resolved, to_text(resolved), notes)
@@ -127,7 +128,9 @@ def _locked_and_frozen(
 def lock_run_dir(config: Config, world: World | None) -> run_lock.Lock:
     """Raises ConfigError, naming the holder, if another run works in the run directory."""
     # A new rank 0 may start while torchrun still ends the old one, on another host: SIGKILL comes 30 s after SIGTERM.
+    # A file server frees the lock of a host that is gone when its lease ends (NFSv4: 90 s).
     patience_seconds = 35.0 if world and (world.attempt or world.hosts > 1) else 0.0
+    patience_seconds = 120.0 if world and config.host_range else patience_seconds
     try:
         return run_lock.acquire(Path(str(config.run_dir)) / run_lock.FILE, patience_seconds)
     except run_lock.LockHeldError as error:
@@ -137,7 +140,7 @@ def lock_run_dir(config: Config, world: World | None) -> run_lock.Lock:
         raise ConfigError([unwritable(config.run_dir, error.strerror or str(error))]) from None
 
 
-LEFT_BY_RUNS = ("checkpoints", "metrics.jsonl", COMMANDS, "trackers.json", "tensorboard", "timeline.json")
+LEFT_BY_RUNS = ("checkpoints", "metrics.jsonl", COMMANDS, "trackers.json", "tensorboard", "timeline.json", LOST_HOSTS)
 
 
 def archive_previous_run(run_dir: Path) -> list[str]:

@@ -1,4 +1,5 @@
-"""A range in place of a number of processes, `launch.nproc_per_node=2:8`: with which numbers may a run continue?"""
+"""A range in place of a number of processes, `launch.nproc_per_node=2:8`, or of hosts, `launch.nnodes=2:3`: with which
+numbers may a run continue?"""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from ddp_train.config.options.strategy import OrderedConfig
 from ddp_train.config.schema import Config
 from ddp_train.distributed.world import World
 
-KEY = "launch.nproc_per_node"
+KEY, HOSTS = "launch.nproc_per_node", "launch.nnodes"
 
 
 def counts_of(asked: Range, config: Config, gpus: int | None, cpus: int) -> list[int]:
@@ -36,8 +37,8 @@ def problems(asked: Config, config: Config, hardware: Hardware, world: World | N
     named, use = f"{KEY}={value}", f"use one number, {KEY}={config.launch.nproc_per_node}"
     if world:
         return [f"{named}: torchrun decides how many there are, {world.local_size} here; leave it out"]
-    if config.launch.nnodes > 1:
-        return [f"{named}: the number changes on one host only, and launch.nnodes={config.launch.nnodes}; {use}"]
+    if int(config.launch.nnodes) > 1:
+        return [f"{named}: the number changes on one host only, and {HOSTS}={asked.launch.nnodes}; {use}"]
     if not config.strategy.has_process_group:
         name = config.strategy.name
         return [f"{named}: strategy={name} runs in one process; use strategy=ddp, or leave it out"]
@@ -60,3 +61,36 @@ def problems(asked: Config, config: Config, hardware: Hardware, world: World | N
         f"{named}: train.global_batch_size={batch} has no sample for each of {wrong}{each}; use {better}"
         f"train.global_batch_size={most * accumulation} or more"
     ]
+
+
+def hosts_at_start(asked: int | str) -> int:
+    """The most of a range: with fewer the run begins if the others do not come."""
+    found = range_of(asked)
+    return found.high or found.low if found else int(asked)
+
+
+def problems_of_hosts(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
+    """What is wrong with a range of hosts that obeys its rule. Any number of them must be able to train the global
+    batch. Under torchrun these were looked at before its agent was started, or it is the agent's own range."""
+    found, launch = range_of(asked.launch.nnodes), config.launch
+    if found is None or world:
+        return []
+    named, each, high = f"{HOSTS}={asked.launch.nnodes}", int(launch.nproc_per_node), found.high or found.low
+    if not config.strategy.has_process_group:
+        return [f"{named}: strategy={config.strategy.name} runs in one process; use strategy=ddp, or leave it out"]
+    if high == 1:
+        return [f"{named}: is one host; use {HOSTS}=1"]
+    found_wrong = []
+    if not launch.max_restarts:
+        why = "that a host was lost costs each of the others a restart"
+        found_wrong.append(f"{named}: {why}; add launch.max_restarts=10")
+    if isinstance(config.strategy, OrderedConfig):
+        shards = config.strategy.virtual_shards
+        wrong = [str(hosts * each) for hosts in range(found.low, high + 1) if shards % (hosts * each)]
+        what = f"strategy=ordered cannot divide {shards} virtual shards evenly among {' or '.join(wrong)} processes"
+        return [*found_wrong, f"{named}: {what}; use numbers of hosts that can, as 1:2"] if wrong else found_wrong
+    batch, most = config.train.global_batch_size, high * each * config.train.accumulation_steps
+    if most > batch and config.data.batch_by != "tokens":
+        what = f"train.global_batch_size={batch} has no sample for each process of {high} hosts"
+        found_wrong.append(f"{named}: {what}; use train.global_batch_size={most} or more")
+    return found_wrong

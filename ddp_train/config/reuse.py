@@ -57,6 +57,8 @@ def _ground(frozen: dict[str, Any], run_dir: Path) -> dict[str, Any]:
     values.pop("process_counts", None)
     if (asked := values.pop("process_range", None)) and isinstance(values.get("launch"), dict):
         values["launch"]["nproc_per_node"] = asked
+    if (hosts := values.pop("host_range", None)) and isinstance(values.get("launch"), dict):
+        values["launch"]["nnodes"] = hosts
     typed = _typed_keys(run_dir)
     for key in OF_THE_HOST:
         section, _, name = key.rpartition(".")

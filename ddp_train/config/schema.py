@@ -30,7 +30,7 @@ class LaunchConfig:
         may_be_range=True,
         **AUTO,
     )
-    nnodes: int = key(1, "number of hosts", at_least=1)
+    nnodes: Union[int, str] = key(1, "hosts; LOW:HIGH, as 2:3: they may leave and join", at_least=1, may_be_range=True)
     rdzv_endpoint: str | None = key(None, "HOST:PORT of one of the hosts, where all hosts of a run meet")
     max_restarts: int = key(0, "restarts after a failure; the count begins anew with each checkpoint", at_least=0)
     backend: str = key("auto", "for collectives; auto: nccl on GPUs, gloo on CPU", choices=("auto", "nccl", "gloo"))
@@ -242,6 +242,8 @@ class Config:
     """What launch.nproc_per_node was if that was a range. Not a key: filled in when `auto` is resolved."""
     process_counts: list[int] = field(default_factory=list)
     """The numbers in that range with which the run may continue. Likewise."""
+    host_range: str | None = None
+    """What launch.nnodes was, or torchrun's --nnodes, if that was a range. Likewise."""
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     strategy: Any = field(default_factory=DdpConfig)
     train: TrainConfig = field(default_factory=TrainConfig)

@@ -10,6 +10,7 @@ from ddp_train.config import conflicts, external_checks, fine_tuning
 from ddp_train.config.auto import process_count
 from ddp_train.config.hardware import Hardware
 from ddp_train.config.key import broken_rule, range_of
+from ddp_train.config.processes import hosts_at_start, problems_of_hosts
 from ddp_train.config.processes import problems as range_problems
 from ddp_train.config.schema import Config
 from ddp_train.distributed.environment import hosts_requested, srun_tasks
@@ -23,7 +24,8 @@ MOST_BESIDE = 256
 def check(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
     """The problems of a config whose values obey `check_rules`. asked: what the user wrote; config: after `resolve`."""
     checks = (
-        *(_mode, _devices, _too_many, _backend, _under_torchrun, _under_srun, _hosts, _process_count, range_problems),
+        *(_mode, _devices, _too_many, _backend, _under_torchrun, _under_srun, _hosts, _process_count),
+        *(range_problems, problems_of_hosts),
         *conflicts.CHECKS,
         *external_checks.CHECKS,
         fine_tuning.check,
@@ -132,7 +134,7 @@ def _under_torchrun(asked: Config, config: Config, hardware: Hardware, world: Wo
 
 def _under_srun(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
     nnodes, tasks = asked.launch.nnodes, srun_tasks()
-    if world or tasks in (1, nnodes):
+    if world or _may_be_of(tasks, nnodes):
         return []
     return [
         f"launch.nnodes={nnodes}: srun started {tasks} launchers, and each starts all processes of "
@@ -140,18 +142,24 @@ def _under_srun(asked: Config, config: Config, hardware: Hardware, world: World 
     ]
 
 
+def _may_be_of(tasks: int, nnodes: int | str) -> bool:
+    """Whether srun has started one launcher per host, or none is of srun's."""
+    found = range_of(nnodes)
+    return tasks in (1, nnodes) or (found is not None and found.low <= tasks <= hosts_at_start(nnodes))
+
+
 def _hosts(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
     nnodes, endpoint = asked.launch.nnodes, asked.launch.rdzv_endpoint
-    problems = []
-    if world or srun_tasks() not in (1, nnodes):  # reported by the two above
+    several, problems = nnodes != 1, []
+    if world or not _may_be_of(srun_tasks(), nnodes):  # reported by the two above
         pass
-    elif nnodes > 1 and not endpoint:
+    elif several and not endpoint:
         problems.append(f"launch.nnodes={nnodes}: the hosts need a meeting point; add launch.rdzv_endpoint=HOST:PORT")
-    elif nnodes > 1 and not asked.run_dir:
+    elif several and not asked.run_dir:
         problems.append(
             f"launch.nnodes={nnodes}: the hosts need the same run directory; add run_dir=PATH on a shared file system"
         )
-    elif nnodes == 1 and endpoint:
+    elif not several and endpoint:
         problems.append(
             f"launch.rdzv_endpoint={endpoint}: has an effect only with several hosts; add launch.nnodes=2, or leave "
             "it out"
@@ -163,7 +171,8 @@ def _hosts(asked: Config, config: Config, hardware: Hardware, world: World | Non
 
 def _process_count(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
     count = process_count(config)
-    if config.strategy.has_process_group or count == 1 or range_of(asked.launch.nproc_per_node):
+    ranges = range_of(asked.launch.nproc_per_node) or range_of(asked.launch.nnodes)  # `config.processes` looks at them
+    if config.strategy.has_process_group or count == 1 or ranges:
         return []
     return [
         f"strategy={config.strategy.name}: runs in one process, and {count} were asked for; "

@@ -27,6 +27,8 @@ LAUNCHER_PID = "DDP_TRAIN_LAUNCHER_PID"
 EXIT_CODE_FILE = "DDP_TRAIN_EXIT_CODE_FILE"
 """File to which workers append their exit codes; set only if our launcher started the torchrun agent."""
 _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
+BEGUN = "begun"
+"""Line of that file for a worker that has been started; those that its predecessor wrote count no more."""
 REPORTED = "reported"
 """Line of that file for a worker that has reported its failure to the user."""
 STATUS_FD = "DDP_TRAIN_STATUS_FD"
@@ -199,6 +201,27 @@ def agent_environment(interface: str | None, exit_code_file: Path) -> dict[str, 
     return env
 
 
+def restarts_left() -> bool:
+    """Whether torchrun's agent starts the workers of this host again if this one fails."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) < int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
+
+
+def stopping_file(exit_code_file: Path) -> Path:
+    """Is there once our launcher of this host has been asked to stop, and before it tells torchrun's agent."""
+    return exit_code_file.with_name("stopping")
+
+
+def hosts_follow() -> bool:
+    """Whether torchrun's agent stops the workers of this host only to start them again with other hosts."""
+    path = os.environ.get(EXIT_CODE_FILE)
+    return path is not None and not stopping_file(Path(path)).exists()
+
+
+def write_begun() -> None:
+    """Appends to the exit-code file that this worker has been started."""
+    _append_to_exit_code_file(BEGUN)
+
+
 def write_exit_code(code: int) -> None:
     """Appends this worker's exit code to the exit-code file, if our launcher set one: torchrun's agent exits with 1
     whatever its workers' codes are."""
@@ -214,7 +237,7 @@ def _append_to_exit_code_file(entry: str) -> None:
     path = os.environ.get(EXIT_CODE_FILE)
     if path:
         with Path(path).open("a") as file:  # one short line is one write
-            file.write(f"{os.environ['TORCHELASTIC_RESTART_COUNT']} {entry}\n")
+            file.write(f"{os.environ['TORCHELASTIC_RESTART_COUNT']} {os.environ['LOCAL_RANK']} {entry}\n")
 
 
 def write_torchrun_error_file(failure: str) -> None:
@@ -247,6 +270,16 @@ def hosts_requested() -> tuple[int, int] | None:
     torchrun does not pass it to its workers, and leaves out a host whose clock is behind: two hosts then train two
     models.
     """
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", _nnodes())
+    return (int(match[1]), int(match[2] or match[1])) if match else None
+
+
+def range_of_hosts() -> str | None:
+    """The same if it is a range, LOW:HIGH."""
+    return requested if re.fullmatch(r"\d+:\d+", requested := _nnodes()) else None
+
+
+def _nnodes() -> str:
     requested = os.environ.get("PET_NNODES", "")
     try:
         argv = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")
@@ -256,8 +289,7 @@ def hosts_requested() -> tuple[int, int] | None:
         name, _, value = argument.partition("=")
         if name in ("--nnodes", "--nnode"):
             requested = value or following
-    match = re.fullmatch(r"(\d+)(?::(\d+))?", requested)
-    return (int(match[1]), int(match[2] or match[1])) if match else None
+    return requested
 
 
 def srun_tasks() -> int:

@@ -23,7 +23,7 @@ from ddp_train.text import first_line
 
 CONFIG_KEY = "ddp_train/config"
 _of_session: dict[str, Any] = {}
-"""What belongs to the session that is open: its timeout, and its `side_group` if there is one."""
+"""What belongs to the session that is open: its timeout, and its `side_group`s if there are any."""
 
 
 def open_store(world: World, timeout_seconds: float) -> Store:
@@ -113,13 +113,13 @@ def backend() -> str:
     return dist.get_backend() if ranks() > 1 else ""
 
 
-def side_group() -> Any:
-    """A second process group of all ranks, for collectives whose place among those of DDP may differ between ranks. It
+def side_group(name: str = "side_group") -> Any:
+    """A further process group of all ranks, for collectives whose place among those of DDP may differ between ranks. It
     is made when it is first asked for, by all ranks alike."""
-    if "side_group" not in _of_session:
+    if name not in _of_session:
         with noting_sockets():
-            _of_session["side_group"] = dist.new_group(timeout=_of_session.get("timeout"))
-    return _of_session["side_group"]
+            _of_session[name] = dist.new_group(timeout=_of_session.get("timeout"))
+    return _of_session[name]
 
 
 def total(tensor: torch.Tensor) -> torch.Tensor:
@@ -171,6 +171,20 @@ def mean_later(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         assert work is not None
         work.wait()
         return tensor.div_(dist.get_world_size())
+
+    return finish
+
+
+def gather_later(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Begins an all-gather of [n] in a group of its own, while other work goes on. Returns a function that waits for it
+    and returns [ranks, n]."""
+    gathered = tensor.new_empty(ranks() * tensor.numel())
+    work = dist.all_gather_into_tensor(gathered, tensor, group=side_group("gather_later"), async_op=True)
+
+    def finish() -> torch.Tensor:
+        assert work is not None
+        work.wait()
+        return gathered.view(-1, tensor.numel())
 
     return finish
 

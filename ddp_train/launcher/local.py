@@ -53,17 +53,16 @@ def launch(
     stop: StopRequests | None = None,
     server: ForkServer | None = None,
     at_another_number: Callable[[int], Config] | None = None,
-    started: Started | None = None,
+    started: Started = Started(),  # noqa: B008  it is frozen
 ) -> int:
     """Runs a frozen config in new processes, and again after a failure if restarts are left. Returns the exit code.
 
     import_path: the folder of a checkout, from which workers import first. stop: records the stop
     requests for the caller, even if the run was completed all the same. server: forks the workers, if it can and
     `launch.fork_server` is true; otherwise each worker is started as a new interpreter. at_another_number: the config
-    for another number of processes, where it has a range. started: what runs in the processes; None: our worker.
+    for another number of processes, where it has a range. started: what runs in the processes.
     """
     stop, elastic, code = stop or StopRequests(), Elastic(config, at_another_number), UNSAVED
-    started = started or Started()
     try:
         with stop.listening(), adopting_orphans():
             code = _attempts(config, import_path, stop, server, elastic, started)

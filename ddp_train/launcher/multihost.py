@@ -21,14 +21,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ddp_train.config.auto import described
 from ddp_train.config.program import Program
 from ddp_train.config.schema import Config
-from ddp_train.distributed.environment import REPORTED, agent_environment
+from ddp_train.distributed.environment import BEGUN, REPORTED, agent_environment, stopping_file
 from ddp_train.errors import LaunchError, PeerError
+from ddp_train.launcher import meeting_point
 from ddp_train.launcher.local import FINAL
 from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.linux import children_of, end_with_parent
@@ -39,6 +40,14 @@ AGENT = "torch.distributed.run"
 POLL_SECONDS = 0.2
 AGENT_PATIENCE_SECONDS = 5.0
 """Limit from the end of the last worker to the end of the agent, which itself waits 300 s for hosts that are gone."""
+
+
+OF_A_RANGE = ("keep_alive_interval=1", "keep_alive_max_attempt=5", "last_call_timeout=3")
+"""How fast hosts go on without a lost one. torchrun's defaults, 5 s x 3 and 30 s, would make it 45 s in place of 8. A
+heartbeat is compared with other hosts' clocks, so that it must not be believed dead sooner than clocks may differ
+(distributed/preflight.py)."""
+STOPPED = (SAVED, UNSAVED)
+"""Exit codes of workers that were asked to stop; in a range of hosts, perhaps since another host joins."""
 
 
 @dataclass(frozen=True)
@@ -62,14 +71,24 @@ def join_hosts(config: Config, program: Program, argv: list[str]) -> int:
         with stop.listening(), registered(run_dir), tempfile.TemporaryDirectory() as folder:
             if present_hosts(run_dir) == [socket.gethostname()]:  # the first host: the file is of an earlier run
                 (run_dir / failure_report.FILE).unlink(missing_ok=True)
-            exit_code_file = Path(folder, "exit_codes")
-            exit_code_file.touch()
-            location = find_location(str(config.launch.rdzv_endpoint))
-            env = agent_environment(location.interface, exit_code_file)
-            agent = subprocess.Popen(  # if this launcher is killed, so is the agent, and with it its workers
-                command(config, location, program, argv), env=env, preexec_fn=end_with_parent, start_new_session=True
-            )
-            return _watch(config, agent, program.script, exit_code_file, stop)
+            if config.host_range and (endpoint := meeting_point.chosen(run_dir)):
+                config = _meeting_at(config, endpoint)
+            while True:
+                exit_code_file = Path(tempfile.mkdtemp(dir=folder), "exit_codes")
+                exit_code_file.touch()
+                location = find_location(str(config.launch.rdzv_endpoint))
+                env = agent_environment(location.interface, exit_code_file)
+                agent = subprocess.Popen(  # if this launcher is killed, so is the agent, and with it its workers
+                    command(config, location, program, argv),
+                    env=env,
+                    preexec_fn=end_with_parent,
+                    start_new_session=True,
+                )
+                seen = _watch(config, agent, program.script, exit_code_file, stop)
+                if (elsewhere := _elsewhere(config, location, exit_code_file, stop, seen)) is None:
+                    return _exit_code(config, seen, exit_code_file, stop)
+                print(f"the hosts meet at {elsewhere.launch.rdzv_endpoint} from now on", file=sys.stderr)
+                config = elsewhere
     except LaunchError as error:
         failure = failure_report.Failure(
             error.kind, None, socket.gethostname(), None, "hosts", str(error), error.remedy, "", error.exit_code
@@ -87,12 +106,14 @@ def command(config: Config, location: NetworkLocation, program: Program, argv: l
     rendezvous = [f"join_timeout={launch.join_timeout_seconds}", f"read_timeout={launch.join_timeout_seconds}"]
     if location.is_head is not None:
         rendezvous.append(f"is_host={int(location.is_head)}")
+    if config.host_range:
+        rendezvous += OF_A_RANGE
     return [
         sys.executable,
         "-P",  # the agent itself imports nothing from the working folder
         "-m",
         AGENT,
-        f"--nnodes={launch.nnodes}",
+        f"--nnodes={config.host_range or launch.nnodes}",
         f"--nproc-per-node={launch.nproc_per_node}",
         f"--max-restarts={launch.max_restarts}",
         "--rdzv-backend=c10d",
@@ -199,35 +220,79 @@ def present_hosts(run_dir: Path) -> list[str]:
     return sorted(path.name for path in (run_dir / "hosts").iterdir() if run_lock.is_held(path))
 
 
+@dataclass(frozen=True)
+class _Seen:
+    """Of an agent, from its start to its end."""
+
+    seconds: float
+    hosts_at_start: list[str]
+    """When the workers started; none if they did not."""
+    present: list[str]
+    """At the end."""
+    returncode: int
+
+
+def _meeting_at(config: Config, endpoint: str, fewer_restarts: int = 0) -> Config:
+    left = config.launch.max_restarts - fewer_restarts
+    return replace(config, launch=replace(config.launch, rdzv_endpoint=endpoint, max_restarts=left))
+
+
+def _elsewhere(
+    config: Config, location: NetworkLocation, exit_code_file: Path, stop: StopRequests, seen: _Seen
+) -> Config | None:
+    """The config with which the run goes on although the host of the endpoint is lost; None if it does not: that host
+    is there, the workers ended in another way, or no restart is left. A host that is cut off and not dead cannot train
+    on beside the others: it has the lock of the run directory, or they have."""
+    launch, (attempt, codes, _) = config.launch, _read_exit_codes(exit_code_file)
+    may = config.host_range and seen.hosts_at_start and not stop.received and attempt < launch.max_restarts
+    if not may or location.is_head or any(code in (0, *FINAL) for code in codes):
+        return None
+    endpoint = str(launch.rdzv_endpoint)
+    if meeting_point.is_reachable(endpoint):
+        return None
+    here = f"{location.address}:{endpoint.rpartition(':')[2]}"
+    return _meeting_at(config, meeting_point.choose(Path(str(config.run_dir)), endpoint, here), attempt + 1)
+
+
 def _watch(
     config: Config, agent: subprocess.Popen[bytes], script: Path, exit_code_file: Path, stop: StopRequests
-) -> int:
-    """Waits for the agent, with limits, and kills it. Returns this host's exit code, from those of its workers."""
+) -> _Seen:
+    """Waits for the agent, with limits, and kills it."""
     launch, run_dir = config.launch, Path(str(config.run_dir))
     began = last_seen = time.monotonic()
     hosts_at_start: list[str] = []  # when the workers started
     stop_by = math.inf
-    attempt, codes, reported = 0, [], False
     try:
         while agent.poll() is None and not stop.repeated:
             now = time.monotonic()
             if stop.received and stop_by == math.inf:
+                stopping_file(exit_code_file).touch()
                 agent.send_signal(signal.SIGTERM)  # which forwards it to its workers
                 stop_by = now + launch.grace_seconds
             if _has_workers(agent.pid, script):
                 hosts_at_start = hosts_at_start or present_hosts(run_dir)
                 last_seen = now
-            attempt, codes, reported = _read_exit_codes(exit_code_file)
-            is_last = attempt >= launch.max_restarts or any(code in (0, SAVED, *FINAL) for code in codes)
+            attempt, codes, _ = _read_exit_codes(exit_code_file)
+            is_last = _is_last(config, attempt, codes, stop)
             patience = AGENT_PATIENCE_SECONDS + (0 if hosts_at_start and is_last else launch.join_timeout_seconds)
             if now > min(stop_by, last_seen + patience):
+                break
+            # An agent whose head is cut off can wait for it without an end.
+            is_alone = bool(config.host_range and hosts_at_start) and now > last_seen + AGENT_PATIENCE_SECONDS
+            if is_alone and not meeting_point.is_reachable(str(launch.rdzv_endpoint)):
                 break
             time.sleep(POLL_SECONDS)
         present = present_hosts(run_dir)
     finally:
         agent.kill()  # its workers die with it
         agent.wait()
-    attempt, codes, reported = _read_exit_codes(exit_code_file)
+    return _Seen(time.monotonic() - began, hosts_at_start, present, agent.returncode)
+
+
+def _exit_code(config: Config, seen: _Seen, exit_code_file: Path, stop: StopRequests) -> int:
+    """This host's exit code, from those of its workers. Raises LaunchError if they tell nothing."""
+    launch, run_dir, present = config.launch, Path(str(config.run_dir)), seen.present
+    _, codes, reported = _read_exit_codes(exit_code_file)
     if codes == [0] * int(launch.nproc_per_node):  # the agent may have failed to end its rendezvous all the same
         return 0
     if codes and set(codes) <= {0, SAVED}:
@@ -236,20 +301,29 @@ def _watch(
         name = signal.Signals(stop.received[0]).name
         print(f"stopped by {name} before it could save; the same command resumes the run", file=sys.stderr)
         return stop.exit_code(UNSAVED)
-    if not hosts_at_start and not codes:
+    if not seen.hosts_at_start and not codes:
+        asked = config.host_range or launch.nnodes
         raise PeerError(
-            f"{len(present)} of {launch.nnodes} hosts joined within {time.monotonic() - began:.0f} s: "
-            + ", ".join(present),
+            f"{len(present)} of {asked} hosts joined within {seen.seconds:.0f} s: " + ", ".join(present),
             f"start the same command on all of them, within launch.join_timeout_seconds={launch.join_timeout_seconds}; "
             f"each must reach {launch.rdzv_endpoint}",
         )
     if not reported and not _print_report_of_other_host(run_dir):
-        ended = f"torchrun's agent exited with {agent.returncode}, and no worker reported a failure"
-        gone = ", ".join(sorted(set(hosts_at_start) - set(present)))
+        ended = f"torchrun's agent exited with {seen.returncode}, and no worker reported a failure"
+        gone = ", ".join(sorted(set(seen.hosts_at_start) - set(present)))
         raise (
             PeerError(f"{gone} is gone; {ended}", "look at that host") if gone else LaunchError(ended, "see its output")
         )
     return next((code for code in codes if code not in (0, LaunchError.exit_code)), LaunchError.exit_code)
+
+
+def _is_last(config: Config, attempt: int, codes: list[int], stop: StopRequests) -> bool:
+    """Whether no workers follow those that have ended with these exit codes."""
+    if any(code in (0, *FINAL) for code in codes):
+        return True
+    if config.host_range and not stop.received:
+        return attempt >= config.launch.max_restarts and not {*codes} & {*STOPPED}
+    return attempt >= config.launch.max_restarts or SAVED in codes
 
 
 def _print_report_of_other_host(run_dir: Path) -> bool:
@@ -272,9 +346,15 @@ def _has_workers(agent: int, script: Path) -> bool:
 
 
 def _read_exit_codes(exit_code_file: Path) -> tuple[int, list[int], bool]:
-    """The latest attempt with an entry by a worker of this host, the exit codes of its workers, and whether one of them
-    has reported a failure."""
-    lines = [line.split() for line in exit_code_file.read_text().splitlines()]
-    latest = max((int(attempt) for attempt, _ in lines), default=0)
-    entries = [entry for attempt, entry in lines if int(attempt) == latest]
-    return latest, [int(entry) for entry in entries if entry != REPORTED], REPORTED in entries
+    """The restarts of torchrun's agent here, the exit codes of the workers that it started last, and whether one of
+    them has reported a failure. It starts workers anew without counting when hosts join."""
+    attempts, entries = [0], dict[str, list[str]]()
+    for line in exit_code_file.read_text().splitlines():
+        attempt, local_rank, entry = line.split()
+        attempts.append(int(attempt))
+        if entry == BEGUN:
+            entries[local_rank] = []
+        else:
+            entries.setdefault(local_rank, []).append(entry)
+    last = [entry for of_one in entries.values() for entry in of_one]
+    return max(attempts), [int(entry) for entry in last if entry != REPORTED], REPORTED in last

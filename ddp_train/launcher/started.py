@@ -35,3 +35,13 @@ class Started:
 
     def worded(self, failure: Failure) -> Failure:
         return dataclasses.replace(failure, detail=self.words(failure.detail), remedy=self.words(failure.remedy))
+
+
+def with_page(config: Config) -> Started:
+    """Our worker, and the page of a run that trains, unless it shall have none."""
+    from ddp_train.config.freeze import not_default
+    from ddp_train.telemetry.pages.live import LivePage
+
+    if config.mode != "train" or not config.launch.page:
+        return Started()
+    return Started(page=LivePage(Path(str(config.run_dir)), not_default(config)))

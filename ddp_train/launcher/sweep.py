@@ -315,6 +315,11 @@ class Trials:
         rule = f"objective={self.objective} is better {HIGHER[better]} with this task"
         return ConfigError([f"{key}={words[str(told)]}: {rule}; use {key}={words[better]}"])
 
+    def write_page(self) -> None:
+        """At the end; the terminal is told where it is."""
+        if page := self.page.write(self.sweep_dir, self.rows, self.objective, self.better):
+            print(f"report {page}")
+
     def _write_page(self) -> None:
         self.page.trial_ended(self.sweep_dir, self.rows, self.objective, self.better, self.total)
 

@@ -85,7 +85,7 @@ def pool_of(asked: Config, trials: Sequence[Config], total: int, hardware: Hardw
 
 def refused(config: Config) -> list[str]:
     """Why this cannot be a trial, wherever it runs."""
-    if config.launch.nnodes > 1:
+    if config.launch.nnodes != 1:
         return [
             f"launch.nnodes={config.launch.nnodes}: a sweep runs on one host; leave it out, or start each run alone"
         ]

@@ -41,6 +41,7 @@ def for_proof(config: Config, run_dir: Path) -> Config:
         launch=replace(config.launch, max_restarts=0),
         process_range=None,
         process_counts=[],
+        host_range=None,
         train=replace(
             train,
             accumulation_steps=1,

@@ -23,6 +23,11 @@ def places(run_dir: Path) -> list[Path]:
     return sorted((run_dir / "checkpoints").glob("step_" + "[0-9]" * 8), reverse=True)
 
 
+def step_of(place: Path) -> int:
+    """That a checkpoint is of."""
+    return int(place.name.removeprefix("step_"))
+
+
 def check_writable(folder: Path) -> None:
     """Raises WriteError if a folder that is there takes no file: better before the first step than after the last."""
     probe = folder / f"best.part-{os.getpid()}"

@@ -53,10 +53,14 @@ class StopController:
         """Agreed last step. Valid once `allows()` has returned for it."""
         self.goes_on = False
         """Whether other processes take over there at once, in another number. Valid as `last_step` is."""
+        self.others_follow: Callable[[], bool] = bool
+        """Says whether it stops only because hosts join or leave, where no launcher tells that through `status`."""
         self.requested = threading.Event()
         self.is_agreed = threading.Event()
         self.deciding = threading.Lock()
         self.is_over = threading.Event()
+        self.is_leaving = False
+        """Whether this process ends by itself, and has a failure to report before."""
         self.is_closed = False
         self.agreeing: threading.Thread | None = None
         self.signal_number = 0
@@ -107,7 +111,7 @@ class StopController:
             self.is_over.set()
             status.heeds_stop = 0
             # A late request has nothing to stop if the run is done, or has failed and only completes a checkpoint.
-            handler = signal.SIG_IGN if completed or status.saving else signal.SIG_DFL
+            handler = signal.SIG_IGN if completed or status.saving or self.is_leaving else signal.SIG_DFL
             for number in handled:
                 signal.signal(number, handler)
             signal.set_wakeup_fd(-1)
@@ -175,6 +179,8 @@ class StopController:
             if self.is_closed:
                 return
             step = self.propose_step(status)
+            if self.others_follow():
+                status.goes_on = 1
             goes_on = bool(status.goes_on)
             if store:
                 step, goes_on = agreed_step(step, self.signal_number, world, store, goes_on)

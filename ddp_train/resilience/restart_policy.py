@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from ddp_train.resilience.checkpoint_files import places
+from ddp_train.resilience.checkpoint_files import places, step_of
 from ddp_train.resilience.failure_report import FILE
 
 SAME_FAILURES = 3
@@ -52,7 +52,7 @@ class RestartPolicy:
 
     def step_of_newest(self) -> int:
         """Checkpoint; -1 if there is none."""
-        return max((int(path.name.removeprefix("step_")) for path in places(self.run_dir)), default=-1)
+        return max(map(step_of, places(self.run_dir)), default=-1)
 
     def _failure(self) -> tuple[str, ...]:
         """Kind, rank, step and detail of the reported failure, with all numbers in the detail replaced by `#`: seconds,

@@ -16,7 +16,7 @@ from ddp_train.config.schema import Config
 from ddp_train.errors import ConfigError
 from ddp_train.study.request import Request, bind_settings, key_of, resolve_run, this_hardware
 from ddp_train.study.results import METRICS
-from ddp_train.text import counted, did_you_mean
+from ddp_train.text import did_you_mean
 
 LAYOUTS = ("comparison", "runs", "growth")
 NEEDS_GPU = "needs a GPU"
@@ -228,8 +228,7 @@ def _single_host_only(config: Config) -> list[str]:
     """Problems of a config that only a study has: it runs on one host."""
     if config.launch.nnodes == 1:
         return []
-    hosts = counted(config.launch.nnodes, "host")
-    return [f"launch.nnodes={config.launch.nnodes}: a study runs on one host, not on {hosts}; leave it out"]
+    return [f"launch.nnodes={config.launch.nnodes}: a study runs on one host, and not on several; leave it out"]
 
 
 def trials_folder(run_dir: Path, variant: Variant) -> Path:

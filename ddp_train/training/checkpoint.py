@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import shutil
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -157,7 +158,7 @@ def write(run_dir: Path, snapshot: Snapshot, owner: dict[str, str] | None = None
     """
     step = snapshot.step
     final = place_of(run_dir, step)
-    part = final.with_name(f"{final.name}.part-{os.getpid()}")
+    part = final.with_name(f"{final.name}.part-{os.getpid()}-{socket.gethostname()}")  # hosts may have the same ids
     try:
         part.mkdir(parents=True)
         torch.save(map_tensors(Tensor.cpu, snapshot.training), part / TRAINING)

@@ -9,17 +9,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ddp_train.distributed.environment import write_reported, write_torchrun_error_file
+from ddp_train.distributed.environment import restarts_left, write_reported, write_torchrun_error_file
 from ddp_train.distributed.process_group import Store
 from ddp_train.distributed.world import World
 from ddp_train.errors import LaunchError
 from ddp_train.performance.memory_snapshot import VIEWER, snapshot_file
-from ddp_train.resilience import failure_report, peer_check
-from ddp_train.resilience.heartbeat import RankStatus, StatusBoard
+from ddp_train.resilience import failure_report, lost_hosts, peer_check
+from ddp_train.resilience.checkpoint_files import places, step_of
+from ddp_train.resilience.heartbeat import SAVED, RankStatus, StatusBoard
 from ddp_train.resilience.stdio import TolerantStream
 
 PEER_ERROR_GRACE_SECONDS = 3.0
 """Grace period in which a worker with a peer error lets the failing rank report first."""
+
+
+HOST_GRACE_SECONDS = 1.0
+"""The same where others go on once this one has ended."""
 
 
 class FailureReporter:
@@ -43,6 +48,8 @@ class FailureReporter:
         self.words = words
         self.log_file = self.run_dir / "logs" / f"rank_{world.rank}.log"
         self.run_facts = run_facts
+        self.hosts_may_leave = False
+        """Whether torchrun's agents go on without a lost host, which the processes that fail with it delay."""
         self.terminal = TolerantStream(os.fdopen(os.dup(2), "w"))  # standard error may become this rank's log file
 
     def report(self, error: BaseException, store: Store | None) -> int:
@@ -50,7 +57,7 @@ class FailureReporter:
         code."""
         rank, board, status = self.world.rank, self.board, self.status
         peer_error = failure_report.is_peer_error(error)
-        patience = PEER_ERROR_GRACE_SECONDS
+        patience = HOST_GRACE_SECONDS if self.hosts_may_leave else PEER_ERROR_GRACE_SECONDS
         if peer_error and store and not board and not peer_check.respond(store, self.world, status):
             patience = 0.0  # with the store, rank 0's host is gone: torchrun's agent here will end all this soon
         secondary = peer_error or getattr(error, "rank", None) not in (None, rank)
@@ -69,8 +76,19 @@ class FailureReporter:
         with board.locked() if board else contextlib.nullcontext():
             if told():  # by a rank that could write no file, or this one would not tell either
                 return failure.exit_code
-            if failure_report.report(self.run_dir, failure, self.run_facts, trace, self.terminal):
+            goes_on = self.hosts_may_leave and status.state == SAVED and restarts_left()
+            if failure_report.report(self.run_dir, failure, self.run_facts, trace, self.terminal, lambda: goes_on):
                 status.has_told = 1
                 write_reported()
                 write_torchrun_error_file(failure_report.headline(failure).removeprefix("FATAL "))
+                if self.hosts_may_leave and peer_error:
+                    self._note_rank(failure.rank)
         return failure.exit_code
+
+    def _note_rank(self, rank: int | None) -> None:
+        with lost_hosts.one_at_a_time(self.run_dir):
+            lost_hosts.note(self.run_dir, rank=rank)
+        if self.status.state == SAVED:
+            step = max((step_of(place) for place in places(self.run_dir)), default=0)
+            self.terminal.write(f"step {step} is saved: a surviving rank had it\n")
+            self.terminal.flush()

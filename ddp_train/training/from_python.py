@@ -104,7 +104,7 @@ def _checked(words: list[str]) -> tuple[Config, list[str]]:
     resolved, more = resolve_and_check(config, None)
     if problems or more:
         raise ConfigError(list(dict.fromkeys(problems + more)))
-    if not (resolved.mode == "train" or resolved.uses_trained) or resolved.launch.nnodes > 1:
+    if not (resolved.mode == "train" or resolved.uses_trained) or int(resolved.launch.nnodes) > 1:
         asked = f"mode={resolved.mode}" if resolved.launch.nnodes == 1 else f"launch.nnodes={resolved.launch.nnodes}"
         raise ConfigError(
             [f"ddp_train.run: trains, evaluates, predicts or exports on one host; for {asked} use the command line"]

@@ -14,6 +14,7 @@ import logging
 import math
 import mmap
 import struct
+from collections.abc import Callable
 from typing import NamedTuple, Protocol, cast
 
 import torch
@@ -146,24 +147,18 @@ class Published:
         self.row = Row(self.board.row(self.rank, Row.size(self.buffers)), self.buffers)
         self.publish(job.step, Mean())
 
-    def publish(self, step: int, loss: Mean) -> None:
+    def publish(self, step: int, loss: Mean) -> Callable[[], None]:
         """What this rank alone knows of the step that is being computed. Before its gradients are exchanged."""
-        if self.row is None:
-            return
         try:
-            self.row.write(step, loss, self.buffers)
+            if self.row:
+                self.row.write(step, loss, self.buffers)
         except RuntimeError as error:  # a buffer has another shape now
             self.row, self.board.ranks[self.rank].state = None, STARTING
             log.warning("if a rank dies, the run restarts from its last checkpoint: %s", first_line(error))
+        return lambda: None
 
     def is_intact(self, job: Job, phase: str, of_peer: bool) -> bool:
-        """A peer's error comes out of an exchange. In the optimizer step there is one before the update, if the
-        optimizer is torch's or ours; `strategy=ordered` has set the buffers of the next step by then. Any other error,
-        a signal handler's above all, may come out of anything: it is believed where nothing changes."""
-        if not of_peer:
-            return phase in ("data", "forward", "backward")
-        known = type(job.stepper.optimizer).__module__.startswith(("torch.optim.", "ddp_train."))
-        return phase != "optimizer step" or (known and job.strategy.buffers_differ)
+        return is_intact_after_exchange(job, phase, of_peer)
 
     def settle(self, job: Job) -> None:
         """Weights and moments change in the optimizer step alone, which exchanges nothing: `job.step` is right. Buffers
@@ -175,6 +170,16 @@ class Published:
     def of_ranks(self, step: int) -> list[OfRank | None]:
         ranks = range(len(self.board.ranks))
         return [Row(self.board.row(rank, Row.size(self.buffers)), self.buffers).read(step) for rank in ranks]
+
+
+def is_intact_after_exchange(job: Job, phase: str, of_peer: bool) -> bool:
+    """On the CPU. A peer's error comes out of an exchange. In the optimizer step there is one before the update, if the
+    optimizer is torch's or ours; `strategy=ordered` has set the buffers of the next step by then. Any other error, a
+    signal handler's above all, may come out of anything: it is believed where nothing changes."""
+    if not of_peer:
+        return phase in ("data", "forward", "backward")
+    known = type(job.stepper.optimizer).__module__.startswith(("torch.optim.", "ddp_train."))
+    return phase != "optimizer step" or (known and job.strategy.buffers_differ)
 
 
 class OnDevice:

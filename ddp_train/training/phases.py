@@ -19,8 +19,9 @@ from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.tasks.mean_loss import Mean
 from ddp_train.training.loop import Hook, Job
 
-Publish = Callable[[int, Mean], None]
-"""Takes the number of the step that is being computed, and this process's mean loss since the last look, with it."""
+Publish = Callable[[int, Mean], Callable[[], None]]
+"""Takes the number of the step that is being computed, and this process's mean loss since the last look, with it.
+Returns what must be called before the update."""
 
 
 class ReportedBatches:
@@ -61,9 +62,10 @@ class ReportedStepper:
     _status: RankStatus
     _publish: Publish | None
     _published: Mean
+    _arrive: Callable[[], None]
 
     def __init__(self, stepper: Stepper, status: RankStatus) -> None:
-        vars(self).update(_stepper=stepper, _status=status, _publish=None, _published=Mean())
+        vars(self).update(_stepper=stepper, _status=status, _publish=None, _published=Mean(), _arrive=_nothing)
 
     def publish_to(self, publish: Publish) -> None:
         """With each step from now on, before its gradients are exchanged. On the CPU, where looking at a loss costs
@@ -75,10 +77,11 @@ class ReportedStepper:
         if self._publish and micro_batch.is_last:
             seen = loss.item(), self._stepper.units_seen(units, micro_batch), micro_batch
             vars(self)["_published"] = self._stepper.losses.known_with(*seen)
-            self._publish(self._stepper.steps_done + 1, self._published)
+            vars(self)["_arrive"] = self._publish(self._stepper.steps_done + 1, self._published)
         self._stepper.backward(loss, units, micro_batch)
 
     def step(self) -> None:
+        self._arrive()
         self._status.phase = "optimizer step"
         self._stepper.step()
         if self._publish and self._published.sum != self._stepper.losses.known_sum:  # the step was skipped
@@ -97,6 +100,10 @@ class ReportedStepper:
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._stepper, name, value)
+
+
+def _nothing() -> None:
+    """All is there already."""
 
 
 class ReportedHook:

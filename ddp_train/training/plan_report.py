@@ -54,9 +54,10 @@ def plan_rows(
 
 
 def _processes(config: Config) -> str:
-    count, hosts = process_count(config), config.launch.nnodes
+    count, hosts = process_count(config), counted(int(config.launch.nnodes), "host")
     of_range = f" of {config.process_range}" if config.process_range else ""
-    on = f"{count} on {hosts} hosts" if hosts > 1 else f"{count}{of_range}"
+    on = f"{count} on {hosts} of {config.host_range}" if config.host_range else f"{count}{of_range}"
+    on = f"{count} on {hosts}" if int(config.launch.nnodes) > 1 and not config.host_range else on
     backend = config.launch.backend if config.strategy.has_process_group else "no process group"
     threads = "" if config.device == "cuda" else f", {counted(int(config.launch.threads_per_process), 'thread')} each"
     return f"{on} x {config.device}, {backend}, {config.strategy.name}{threads}"

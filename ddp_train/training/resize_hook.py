@@ -6,20 +6,42 @@ import sys
 import time
 from typing import Any
 
+from ddp_train.distributed.process_group import from_leader
 from ddp_train.training.hooks import RESIZE, MetricsHook
 from ddp_train.training.loop import Job
+
+
+def changes_of_hosts(
+    record: MetricsHook, lost: dict[str, Any] | None, before: int, now: int, device: str
+) -> list[dict[str, Any]]:
+    """The one, if there is one, between the run's number of processes before this start and `now`. A collective: what
+    was noted, rank 0 knows alone. lost: see `lost_hosts.noted`. before: that of its checkpoint."""
+    before = from_leader(record.resizes[-1]["to"] if record.resizes else before, device)
+    if before == now:
+        return []
+    why = "a rank was lost" if lost else "a host joined" if now > before else "a host left"
+    change = {
+        "from": before,
+        "to": now,
+        "why": why,
+        "at": lost and lost["at"],
+        "time": lost["time"] if lost else time.time(),
+    }
+    return [from_leader(change, device)]
 
 
 class ResizeHook:
     """Acts once, with the first step that the new number of processes has done. To be the first of the hooks: its line
     is of an earlier step than theirs."""
 
-    def __init__(self, record: MetricsHook, changes: list[dict[str, Any]], first_step: int) -> None:
+    def __init__(self, record: MetricsHook, changes: list[dict[str, Any]], first_step: int, device: str) -> None:
         """changes: see `launcher.size.Change`. Each later start gets them too, and finds them noted. One that another
-        followed before a step was done took no time that could be told."""
+        followed before a step was done took no time that could be told. A collective: rank 0 alone reads what was
+        noted, and all must act at the same steps."""
         self.record, self.first_step = record, first_step
         noted = {line["time"] for line in record.resizes}
-        self.last, self.changes = changes[-1], [change for change in changes if change["time"] not in noted]
+        left = [change for change in changes if change["time"] not in noted]
+        self.last, self.changes = changes[-1]["time"], from_leader(left, device)
 
     def due(self, job: Job) -> int:
         return self.first_step + 1 if self.changes else sys.maxsize
@@ -29,7 +51,8 @@ class ResizeHook:
             return
         for change in self.changes:
             facts = {name: change[name] for name in ("time", "from", "to", "why")}
-            seconds = time.monotonic() - change["at"] if change is self.last else None
+            is_timed = change["time"] == self.last and change["at"] is not None
+            seconds = time.monotonic() - change["at"] if is_timed else None
             line = {"kind": RESIZE, "step": self.first_step, **facts, "seconds": seconds}
             self.record.metrics.write(**line)
             self.record.resizes.append(line)

@@ -6,8 +6,9 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -18,11 +19,12 @@ from ddp_train.config.user_code import build_hooks
 from ddp_train.data.datasets import BatchSource, check_same_data
 from ddp_train.data.loader import Batch
 from ddp_train.data.splits import Splits
-from ddp_train.distributed.environment import changes_of_number, lost_rank
-from ddp_train.distributed.process_group import Store, barrier, local_leader_first, set_buffers
+from ddp_train.distributed.environment import changes_of_number, hosts_follow, lost_rank
+from ddp_train.distributed.process_group import Store, barrier, from_leader, local_leader_first, set_buffers
 from ddp_train.models.pretrained import Origin, in_words
 from ddp_train.models.zoo import parameter_counts
 from ddp_train.performance.switches import set_garbage_collection, set_process_flags
+from ddp_train.resilience import lost_hosts
 from ddp_train.resilience.heartbeat import StatusBoard
 from ddp_train.resilience.preemption import StopController
 from ddp_train.telemetry.hardware_monitor import hardware_monitor_for
@@ -38,16 +40,16 @@ from ddp_train.training.display_hooks import SAMPLE, SampleHook, tensorboard_det
 from ddp_train.training.early_stopping import SelectionHook
 from ddp_train.training.hooks import MetricsHook
 from ddp_train.training.inference import Inference
-from ddp_train.training.just_in_time import JustInTime, RecoveryHook
+from ddp_train.training.just_in_time import RecoveryHook
 from ddp_train.training.loop import Evaluation, Job, fit
+from ddp_train.training.lost_host import saver_of
 from ddp_train.training.mirror import Mirror, Mirroring, fetch
 from ddp_train.training.open_data import common_digests, open_datasets, plan_digests
 from ddp_train.training.own_hooks import OwnHooks
-from ddp_train.training.own_state import OnDevice, Published
-from ddp_train.training.phases import ReportedHook, ReportedStepper
+from ddp_train.training.phases import ReportedHook
 from ddp_train.training.plan_report import plan_rows, selects_by_test
 from ddp_train.training.profile_hook import profile_hooks
-from ddp_train.training.resize_hook import ResizeHook
+from ddp_train.training.resize_hook import ResizeHook, changes_of_hosts
 from ddp_train.training.summary import Scores
 from ddp_train.training.summary import write as write_summary
 from ddp_train.training.trained import facts_of_model, find_checkpoint
@@ -175,18 +177,24 @@ class Run(RunContext):
         path = self.run_dir / "profile" / f"rank_{self.world.rank}"
         traced = profile_hooks(config.train.profile_steps, job, path, device, self.display)
         job.hooks = [*job.hooks, *(ReportedHook(hook, self.status, "profile") for hook in traced)]
-        just_in_time = self.just_in_time(job, save)
-        if lost := lost_rank():
-            job.hooks = [*job.hooks, RecoveryHook(record, lost, first_step)]
-        if changes := changes_of_number():
-            job.hooks = [ResizeHook(record, changes, first_step), *job.hooks]
+        saver = saver_of(job, save, self.run_dir, self.world, self.status, self.board, config.host_range)
+        of_hosts, changes = bool(config.host_range), changes_of_number()
+        lost = from_leader(lost_hosts.noted(self.run_dir), device) if of_hosts else lost_rank()
+        if lost:
+            job.hooks = [*job.hooks, RecoveryHook(record, lost, first_step, partial(lost_hosts.forget, self.run_dir))]
+        if of_hosts and found:
+            changes = changes_of_hosts(record, lost, origin.get("world_size", self.world.size), self.world.size, device)
+        if changes:
+            job.hooks = [ResizeHook(record, changes, first_step, device), *job.hooks]
         job.stop = job.evaluation.stop = StopController()
+        if of_hosts:
+            job.stop.others_follow = hosts_follow
         test = job.evaluation
         if sources.validation is not None:
             test = setup.build_evaluation(config, self.world, device, module, strategy, sources.test, self.status)
             test.stop = job.stop
         self.announce(job, sources, select, record.rates, begun)
-        offer = just_in_time.offered(job, hooks_owed) if just_in_time else contextlib.nullcontext()
+        offer = saver.offered(job, hooks_owed) if saver else contextlib.nullcontext()
         scores = self.fit(job, record, select, own, test, offer, hooks_owed)
         summary = self.summaries.of_training(job, record, select, scores, test)
         for one in (job.evaluation, test):
@@ -274,18 +282,6 @@ class Run(RunContext):
             done = counted(job.step, "step")
             self.display.line(f"nothing is left to train: {done} done, {job.plan.steps:,} were asked for")
         self.display.start(job.plan.steps, lambda: job.step)
-
-    def just_in_time(self, job: Job, save: CheckpointHook) -> JustInTime | None:
-        """What saves the state of a survivor; None where there is none, or nobody asks for it: on one process, and
-        under torchrun."""
-        if self.board is None or self.world.size == 1:
-            return None
-        if self.config.device == "cpu":
-            own = Published(self.board, self.world.rank)
-            cast(ReportedStepper, job.stepper).publish_to(own.publish)
-        else:
-            own = OnDevice(self.board, self.world.rank, self.device)
-        return JustInTime(self.board, self.world.rank, self.run_dir, save, own)
 
     def fit(
         self,

@@ -87,6 +87,7 @@ def run(config: Config, world: World, get_store: Callable[[], Store]) -> int:
     board = None if descriptor is None else StatusBoard(descriptor, world.local_size)  # torchrun has none
     status = board.ranks[world.rank] if board else RankStatus()
     reporter = FailureReporter(run_dir, described(config), world, status, board)
+    reporter.hosts_may_leave = config.host_range is not None
     store = None
 
     def leave_by_itself(code: int) -> NoReturn:

@@ -1,0 +1,76 @@
+"""A host is lost: what the survivors leave in the run directory for the processes that go on. Torch-free.
+
+No launcher watches several hosts, and the store may die with one of them. The survivors agree through files alone: one
+after the other they look whether their step is saved, and save it if not. The kernel, or the file server, passes the
+lock on when the one that holds it dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ddp_train.resilience import run_lock
+
+FILE, LOCK = "lost.json", "survivors.lock"
+LOCK_SECONDS = 10.0
+"""The longest that a survivor waits for another one. torchrun's agent kills it 30 s after it has told it to stop."""
+log = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def one_at_a_time(run_dir: Path) -> Iterator[None]:
+    """One survivor is inside. Who has waited for too long enters too: checkpoints are renamed into place whole."""
+    lock = None
+    try:
+        lock = run_lock.acquire(run_dir / LOCK, LOCK_SECONDS)
+    except run_lock.LockHeldError as error:
+        log.warning("%s is still held by %s", run_dir / LOCK, error)
+    try:
+        yield
+    finally:
+        if lock:
+            lock.release()
+
+
+def note(run_dir: Path, step: int | None = None, rank: int | None = None) -> None:
+    """Notes the last step that a survivor had completed, or which rank was lost. The first loss since a step was done
+    counts for its time and its rank, the highest step for what was reached. To be called by one at a time."""
+    before = _read(run_dir) or {"rank": None, "step": 0, "time": time.time()}
+    if step is None and not (run_dir / FILE).exists():
+        return  # before training: nothing is lost
+    after = {
+        "rank": rank if before["rank"] is None else before["rank"],
+        "step": max(before["step"], step or 0),
+        "time": before["time"],
+    }
+    part = run_dir / f"{FILE}.part"
+    part.write_text(json.dumps(after))
+    part.replace(run_dir / FILE)
+
+
+def noted(run_dir: Path) -> dict[str, Any] | None:
+    """What was noted, as `just_in_time.Loss` has it; None if nothing was."""
+    found = _read(run_dir)
+    return found and {**found, "at": time.monotonic() - max(0.0, time.time() - found["time"])}
+
+
+def forget(run_dir: Path) -> None:
+    """Once a step was done again."""
+    (run_dir / FILE).unlink(missing_ok=True)
+
+
+def _read(run_dir: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads((run_dir / FILE).read_text())
+        return {"rank": found["rank"], "step": int(found["step"]), "time": float(found["time"])}
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        log.warning("%s cannot be read: %s; what was lost is not counted", run_dir / FILE, error)
+        return None

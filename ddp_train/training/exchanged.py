@@ -1,0 +1,98 @@
+"""What each rank alone knows, its buffers and its running loss, where hosts may be lost: they share no memory, so each
+step carries them to all ranks.
+
+Numbers of step s+1 are sent after its last forward pass, beside its gradients, and have arrived before its update: who
+has completed s+1 has those of all ranks after s+1, and who fails in it still has those after s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from ddp_train.distributed.process_group import buffer_places, gather_later
+from ddp_train.optim.nan_guard import NonFiniteCheck
+from ddp_train.resilience.heartbeat import ROW_BYTES
+from ddp_train.tasks.mean_loss import Mean
+from ddp_train.training.loop import Job
+from ddp_train.training.own_state import SLOTS, OfRank, is_intact_after_exchange
+
+HEAD = 2
+"""Numbers before those of the buffers: the sum and the units of the loss."""
+
+
+class Exchanged:
+    """On the CPU. A rank keeps the numbers of all ranks for the last steps."""
+
+    def __init__(self) -> None:
+        self.places: list[tuple[dict[str, Tensor | None], str]] = []
+        """Where the buffers are: a model may put new tensors in their place."""
+        self.kept: dict[int, tuple[Tensor, list[Tensor]]] = {}
+        """By step: [ranks, numbers] in float64, and the buffers of this rank."""
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        return [cast(Tensor, holder[name]) for holder, name in self.places]
+
+    def why_not(self, job: Job) -> str:
+        if job.stepper.device != "cpu":
+            return "on GPUs NCCL ends a process before it could save"
+        if job.strategy.buffers_differ:
+            self.places = buffer_places(job.module)
+        if SLOTS * sum(buffer.nbytes for buffer in self.buffers) > ROW_BYTES:
+            return "its buffers are too large to be sent with each step"
+        if any(buffer.layout != torch.strided or buffer.is_quantized or buffer.is_complex() for buffer in self.buffers):
+            return "a buffer of its model is no plain tensor"
+        if job.stepper.average and any(buffer.is_floating_point() for buffer in self.buffers):
+            return "the average of each rank's own buffers (train.ema_decay) is known to that rank alone"
+        if isinstance(check := job.stepper.check_finite, NonFiniteCheck) and check.skip:
+            return "train.on_non_finite=skip takes back what was sent of a step"
+        return ""
+
+    def begin(self, job: Job) -> None:
+        self.publish(job.step, Mean())()
+
+    def publish(self, step: int, loss: Mean) -> Callable[[], None]:
+        """Begins to send the numbers of the step that is being computed. Returns what waits for those of all ranks."""
+        if step in self.kept:  # `ReportedStepper` says it again if a loss was dropped, which other ranks need not do
+            return lambda: None
+        own = [buffer.detach().clone() for buffer in self.buffers]
+        floating = [buffer.double().flatten() for buffer in own if buffer.is_floating_point()]
+        finish = gather_later(torch.cat([torch.tensor([loss.sum, loss.units], dtype=torch.float64), *floating]))
+
+        def keep() -> None:
+            self.kept[step] = finish(), own
+            self.kept.pop(step - SLOTS, None)
+
+        return keep
+
+    def is_intact(self, job: Job, phase: str, of_peer: bool) -> bool:
+        return is_intact_after_exchange(job, phase, of_peer)
+
+    def settle(self, job: Job) -> None:
+        """Weights and moments change in the optimizer step alone, as `own_state.Published` has it."""
+
+    def note_losses(self, job: Job) -> None:
+        """They were sent."""
+
+    def of_ranks(self, step: int) -> list[OfRank | None]:
+        if step not in self.kept:
+            return [None]
+        gathered, own = self.kept[step]
+        return [OfRank(Mean(*row[:HEAD].tolist()), _with_floating(own, row[HEAD:])) for row in gathered]
+
+
+def _with_floating(own: list[Tensor], numbers: Tensor) -> list[Tensor]:
+    """A rank's buffers: those of whole numbers are the same on all ranks."""
+    found, at = [], 0
+    for buffer in own:
+        if buffer.is_floating_point():
+            part = numbers[at : at + buffer.numel()]
+            found.append(part.view(buffer.shape).to(buffer.dtype))
+            at += buffer.numel()
+        else:
+            found.append(buffer)
+    return found

@@ -1,0 +1,114 @@
+"""What a worker does for the case that another host is lost: it saves the state of the last completed step, and leaves.
+
+torchrun's agents then start the workers of all hosts that are left, which resume there. No process tells the others
+what to do: see resilience/lost_hosts.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
+
+from ddp_train.distributed.connections import break_connections
+from ddp_train.distributed.world import World
+from ddp_train.errors import DataError
+from ddp_train.resilience import lost_hosts
+from ddp_train.resilience.checkpoint_files import places, read_manifest
+from ddp_train.resilience.failure_report import is_peer_error
+from ddp_train.resilience.heartbeat import SAVED, RankStatus, StatusBoard
+from ddp_train.text import first_line
+from ddp_train.training import saved
+from ddp_train.training.checkpoint_hook import CheckpointHook
+from ddp_train.training.exchanged import Exchanged
+from ddp_train.training.just_in_time import JustInTime
+from ddp_train.training.loop import Job
+from ddp_train.training.own_state import OnDevice, OwnState, Published
+from ddp_train.training.phases import ReportedStepper
+from ddp_train.training.survivor import MARK, Survivor
+
+log = logging.getLogger(__name__)
+
+
+def saver_of(
+    job: Job,
+    checkpoints: CheckpointHook,
+    run_dir: Path,
+    world: World,
+    status: RankStatus,
+    board: StatusBoard | None,
+    host_range: str | None,
+) -> JustInTime | LostHost | None:
+    """What saves the state of a survivor; None where there is none, or nobody starts others in its place.
+
+    board: of our own launcher; None under torchrun. host_range: of torchrun's agents; None for a fixed number.
+    """
+    if world.size == 1 or not (board or host_range):
+        return None
+    rank, on_cpu = world.rank, job.stepper.device == "cpu"
+    own = Exchanged() if not board else Published(board, rank) if on_cpu else OnDevice(board, rank, job.stepper.device)
+    if on_cpu and not isinstance(own, OnDevice):
+        cast(ReportedStepper, job.stepper).publish_to(own.publish)
+    return (
+        JustInTime(board, rank, run_dir, checkpoints, own)
+        if board
+        else LostHost(rank, run_dir, checkpoints, own, status)
+    )
+
+
+class LostHost:
+    """Saves the state of a completed step if a peer is lost."""
+
+    def __init__(
+        self, rank: int, run_dir: Path, checkpoints: CheckpointHook, own: OwnState, status: RankStatus
+    ) -> None:
+        """The parameters are those of `Survivor`."""
+        self.run_dir, self.own, self.status = run_dir, own, status
+        self.survivor = Survivor(rank, run_dir, checkpoints, own, status)
+
+    @contextlib.contextmanager
+    def offered(self, job: Job, hooks_owed: bool) -> Iterator[None]:
+        """Inside, the loss of a peer makes this process save; the error goes on its way. hooks_owed: those of
+        `job.step` have not acted yet."""
+        if reason := self.own.why_not(job):
+            log.info("if a host is lost, the run restarts from its last checkpoint: %s", reason)
+        else:
+            self.own.begin(job)
+            self.survivor.around_hooks(job)
+        try:
+            yield
+        except RuntimeError as error:
+            if is_peer_error(error):
+                break_connections()  # peers that wait for this rank learn of it
+                job.stop.is_over.set()
+                # torchrun's agent asks the workers of all hosts to stop once that of the dead rank wants to join again:
+                # if rank 0, which serves the store, obeyed, the others would take it for the lost one.
+                job.stop.is_leaving = True
+                with lost_hosts.one_at_a_time(self.run_dir):
+                    lost_hosts.note(self.run_dir, job.step)
+                    if not reason:
+                        self._save(job, error)
+            raise
+
+    def _save(self, job: Job, error: RuntimeError) -> None:
+        if not self.own.is_intact(job, self.status.phase, of_peer=True):
+            return
+        for parameter in job.module.parameters():
+            parameter.grad = None  # partial sums
+        try:
+            if self._is_saved(job.step) or self.survivor.save(job):
+                log.info("a host is lost: step %d is saved (%s)", job.step, first_line(error))
+                self.status.state = SAVED
+        except Exception as failure:  # noqa: BLE001  whatever it is, another survivor may be able to
+            log.warning("step %d could not be saved: %s", job.step, failure)
+
+    def _is_saved(self, step: int) -> bool:
+        """Whether another survivor was here before, and had done as many steps."""
+        for place in places(self.run_dir):
+            with contextlib.suppress(DataError, OSError, ValueError):
+                manifest = read_manifest(place)
+                if manifest["step"] >= step and manifest.get(MARK) and saved.find(str(place), place):
+                    return True
+        return False
