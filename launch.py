@@ -10,6 +10,9 @@ python launch.py mode=prove [key=value ...]              is this job's result th
 python launch.py -m optimizer.lr=0.1,0.2 [...]           a sweep: fresh processes for each trial, one table
 python launch.py mode=study study=NAME [...]             runs of several variants, compared in one report
 python launch.py --cfg job [key=value ...]               show the config, run nothing
+python launch.py check [key=value ...]                   is that a command that can run here? nothing is started
+python launch.py watch RUNS                              all runs of a folder as they go, the failed ones too
+python launch.py compare RUN RUN [...]                   what differs between runs, and whether it is more than noise
 python launch.py resize RUN N                            change a run's number of processes while it trains
 python launch.py init FOLDER                             a project of your own: model, data, task, experiment, test
 """

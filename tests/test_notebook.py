@@ -37,4 +37,4 @@ def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytes
     table = next(data["text/markdown"] for data in shown if "text/markdown" in data)
     assert "| none | completed |" in table and "| recommended | completed |" in table
     assert any("image/png" in data for data in shown), "the curve of the default job"
-    assert any(data.get("text/html", "").startswith("<svg") for data in shown), "the plots of the study"
+    assert any(data.get("text/html", "").startswith("<iframe srcdoc=") for data in shown), "the page of the study"

@@ -31,7 +31,6 @@ import yaml
 from PIL import Image
 from torch import nn
 
-from ddp_train import __main__ as program
 from ddp_train.config.auto import resolve
 from ddp_train.config.bind import all_keys, bind, field_types, is_section
 from ddp_train.config.freeze import FILE, freeze
@@ -45,6 +44,7 @@ from ddp_train.distributed.world import World
 from ddp_train.doctor.findings import ok
 from ddp_train.errors import ConfigError, DataError, NonFiniteLossError
 from ddp_train.launcher import local, multihost, sweep_rows, trial_pool
+from ddp_train.launcher.started import with_page
 from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.performance import switches
 from ddp_train.prove.configs import for_proof
@@ -671,7 +671,7 @@ def asked_to_fork(case: Case) -> Any:
 
 def page(case: Case) -> Any:
     """Which class writes the page of the run."""
-    return type(program.with_page(case.config).page).__name__
+    return type(with_page(case.config).page).__name__
 
 
 def proof(case: Case) -> Any:

@@ -47,7 +47,7 @@ USES = {
     "{} --cfg job [key=value ...]": "show the config, run nothing",
     "{} check [key=value ...]": "is that a command that can run here? nothing is started",
     "{} watch RUNS": "all runs of a folder as they go, the failed ones too",
-    "{} compare RUN RUN [...] [--output PAGE.html]": "what differs between runs, and whether it is more than noise",
+    "{} compare RUN RUN [...]": "what differs between runs, and whether it is more than noise",
     "{} resize RUN N": "change a run's number of processes while it trains",
     "{} init FOLDER": "a project of your own: model, data, task, experiment, test",
 }
