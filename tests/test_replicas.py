@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
+from ddp_train.distributed import replicas
 from ddp_train.distributed.replicas import check_same_weights
 from ddp_train.distributed.world import World
 from ddp_train.errors import ModelError
@@ -65,3 +69,15 @@ def test_a_hook_that_drives_processes_apart_ends_the_run_before_its_checkpoint(t
     assert done.returncode == 65 and len(fatal_lines(done.stderr)) == 1, done.stderr
     assert "the weights are not the same on all processes" in read(run_dir, "failure.json")["detail"]
     assert not list(run_dir.glob("checkpoints/step_*"))
+
+
+@pytest.mark.parametrize(("rows", "named"), [
+    ([[math.nan, 1.0], [math.nan, 2.0]], "bias"), ([[1.0, 1.0], [math.nan, 1.0]], "weight"),
+    ([[math.nan, math.inf], [math.nan, math.inf]], None), ([[1.0, math.inf], [1.0, 3.0]], "bias"),
+])  # fmt: skip
+def test_norms_that_are_no_numbers_hide_nothing(rows: list[list[float]], named: str | None) -> None:
+    found = mock.patch.object(replicas, "from_all_ranks", return_value=torch.tensor(rows, dtype=torch.float64))
+    with mock.patch.object(replicas, "ranks", return_value=2), found, contextlib.ExitStack() as stack:
+        if named:
+            stack.enter_context(pytest.raises(ModelError, match=f"the norm of {named} is"))
+        replicas.check_same_weights(nn.Linear(2, 2))

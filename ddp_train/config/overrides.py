@@ -113,7 +113,7 @@ def _own_classes(program: Program, read: Overrides) -> Iterator[tuple[str, Any, 
     """The sections for which the command line or a preset names a class: the section, the class, and the preset."""
     of_presets = {}
     for path, content in _presets(program, [(group, read.choices.get(group)) for group in PRESETS]):
-        chosen = {key for line in content.get("defaults", []) if isinstance(line, dict) for key in line}
+        chosen = {key for line in content.get("defaults") or [] if isinstance(line, dict) for key in line}
         for section, values in content.items():
             if isinstance(values, dict) and values.get("_target_") and f"override /{section}" not in chosen:
                 of_presets[section] = values["_target_"], f" (in {program.shown(path)})"

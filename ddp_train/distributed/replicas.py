@@ -24,7 +24,8 @@ def check_same_weights(module: nn.Module) -> None:
         return
     norms = torch._foreach_norm(list(named.values()), 2)  # pyright: ignore[reportPrivateImportUsage]
     found = from_all_ranks(torch.stack([norm.double() for norm in norms]))
-    differences = (found - found[0]).abs() / found[0].clamp(min=1e-30)
+    same = (found == found[0]) | (found.isnan() & found[0].isnan())
+    differences = ((found - found[0]).abs() / found[0].clamp(min=1e-30)).nan_to_num(nan=torch.inf).masked_fill(same, 0)
     rank, place = divmod(int(differences.argmax()), len(named))
     if not float(differences[rank, place]) > TOLERANCE:
         return
