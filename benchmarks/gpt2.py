@@ -1,6 +1,7 @@
 """GPT-2 124M with launch.py against plain compiled DDP: the same network, batch, precision, optimizer and clipping.
 
-    python benchmarks/gpt2.py [--processes 1] [--batches 32 64] [--steps 100] [--rounds 1] [--output PAGE.md]
+    python benchmarks/gpt2.py [--processes 1] [--batches 32 64] [--steps 100] [--rounds 1] [--only NAME ...]
+        [--output PAGE.md]
 
 Windows of 1,024 tokens, bf16, AdamW (fused), clipping to 1.0, tokens on the device. The corpus is the standard library
 of Python, a byte a token, in a vocabulary of 50,304 as GPT-2's: speed does not depend on which tokens they are, and the
@@ -29,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 LENGTH, VOCABULARY, WARM_UP_STEPS, LAST = 1024, 50_304, 30, 10
+MUON = ("tuning=max", "optimizer=muon", "optimizer.lr=0.02", "optimizer.adamw_lr=6e-4", "optimizer.weight_decay=0.1")
 
 
 class WithLoss(nn.Module):
@@ -134,6 +136,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[32, 64], help="windows on each process")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--only", nargs="+", help="contenders with these names")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--peer", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -151,7 +154,10 @@ def main() -> None:
             "plain DDP, compiled": lambda batch, _: by_hand(corpus, batch, steps, n),
             "launch.py, recommended": lambda batch, run_dir: ours(corpus, batch, steps, n, run_dir),
             "launch.py, tuning=max": lambda batch, run_dir: ours(corpus, batch, steps, n, run_dir, "tuning=max"),
+            "launch.py, tuning=max, muon": lambda batch, run_dir: ours(corpus, batch, steps, n, run_dir, *MUON),
         }
+        if arguments.only:
+            contenders = {name: run for name, run in contenders.items() if name in arguments.only}
         for batch in arguments.batches:
             found: dict[str, list[dict[str, float]]] = {name: [] for name in contenders}
             for number in range(arguments.rounds):
@@ -176,7 +182,7 @@ def main() -> None:
             "",
             *conditions(
                 f"gpt2.py --processes {n} --batches {' '.join(map(str, arguments.batches))} --steps {steps}"
-                f" --rounds {arguments.rounds}",
+                f" --rounds {arguments.rounds}" + "".join(f' --only "{name}"' for name in arguments.only or ()),
                 f"{load}, {load_average()} at the end",
             ),
         ],

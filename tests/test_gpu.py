@@ -59,6 +59,8 @@ CASES: dict[str, dict[str, Any]] = {
                        "train": {"ema_decay": 0.9}},
     "average, fp16": {"tuning": {"precision": "fp16"}, "train": {"ema_decay": 0.9, "ema_warmup": True}},
     "lamb, fp16": {"optimizer": {"name": "lamb"}, "tuning": {"precision": "fp16"}},
+    "muon": {"optimizer": {"name": "muon"}, "model": {"norm": "batch"}},
+    "muon, fp16": {"optimizer": {"name": "muon"}, "tuning": {"precision": "fp16"}, "train": {"max_grad_norm": 0.5}},
 }  # fmt: skip
 
 
@@ -134,7 +136,7 @@ def on_nccl(world: World, case: dict[str, Any], graph: bool) -> dict[str, Tensor
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("name", ["sgd", "bf16, dropout", "lars"])
+@pytest.mark.parametrize("name", ["sgd", "bf16, dropout", "lars", "muon"])
 def test_recorded_steps_exchange_gradients(name: str) -> None:
     ranks = torch.cuda.device_count()
     plain, recorded = (on_ranks(ranks, on_nccl, CASES[name], graph, device="cuda") for graph in (False, True))

@@ -89,6 +89,35 @@ def test_steps_are_those_of_the_definition_and_of_adamw(adjust: str, nesterov: b
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9)
 
 
+@pytest.mark.parametrize("foreach", [True, False])
+def test_a_flag_leaves_out_a_step(foreach: bool) -> None:
+    """What fp16 and a loss that is not finite set on GPUs: the step before and the step after are as without it."""
+    plain, flagged = net(torch.float32), net(torch.float32)
+    one, other = (
+        Muon(plain.parameters(), weight_decay=0.1),
+        Muon(flagged.parameters(), weight_decay=0.1, foreach=foreach),
+    )
+    other.found_inf = torch.zeros(())
+    for step in range(3):
+        with_gradients(plain, step), with_gradients(flagged, step)
+        one.step(), other.step()
+    moments = [tensor.clone() for state in other.state.values() for tensor in state.values()]
+    weights = [parameter.detach().clone() for parameter in flagged.parameters()]
+    for parameter in flagged.parameters():
+        parameter.grad = torch.full_like(parameter, math.nan)
+    other.found_inf.fill_(1)
+    other.step()
+    after = [tensor for state in other.state.values() for tensor in state.values()]
+    assert all(map(torch.equal, moments, after)) and all(map(torch.equal, weights, flagged.parameters()))
+    with_gradients(plain, 3), with_gradients(flagged, 3)
+    other.found_inf.zero_()
+    one.step(), other.step()
+    assert largest_difference(plain.state_dict(), flagged.state_dict()) < 1e-5
+    other.grad_scale = torch.ones(())  # pyright: ignore[reportAttributeAccessIssue]  as GradScaler does
+    with pytest.raises(RuntimeError, match="unscale_"):
+        other.step()
+
+
 def test_torchs_own_differs_by_bfloat16_alone() -> None:
     """torch.optim.Muon takes matrices of two dimensions, and orthogonalises in bfloat16 everywhere."""
     ours, theirs = nn.Linear(8, 16, bias=False), nn.Linear(8, 16, bias=False)

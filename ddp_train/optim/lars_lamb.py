@@ -10,12 +10,14 @@ optimizers they leave out a step if the tensor `found_inf` of the optimizer, whi
 # torch._foreach_*: torch's own optimizers are made of them.
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from ddp_train.optim.flagged import descend, kept, move_towards, of_one_type, refuse_scaled_gradients
 
 Groups = Iterable[Tensor] | Iterable[dict[str, Any]]
 
@@ -35,8 +37,7 @@ class _LayerWise(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step. Parameters without a gradient stay as they are. Raises RuntimeError if the gradients are still
         multiplied by the scale of a GradScaler."""
-        if getattr(self, "grad_scale", None) is not None:  # GradScaler has set it
-            raise RuntimeError("call GradScaler.unscale_(optimizer) before GradScaler.step(optimizer)")
+        refuse_scaled_gradients(self)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -45,7 +46,7 @@ class _LayerWise(Optimizer):
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             if parameters:
                 common = self._begin(group)
-                for together in _of_one_type(parameters) if group["foreach"] else [[one] for one in parameters]:
+                for together in of_one_type(parameters) if group["foreach"] else [[one] for one in parameters]:
                     gradients = [one.grad for one in together if one.grad is not None]
                     self._update(group, together, gradients, *common)
         return loss
@@ -56,45 +57,6 @@ class _LayerWise(Optimizer):
 
     def _update(self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor], *common: Tensor):
         raise NotImplementedError
-
-    def _descend(
-        self,
-        params: list[Tensor],
-        grads: Sequence[Tensor],
-        momenta: list[Tensor],
-        rate: float = 1.0,
-        weight_decay: float = 0.0,
-        momentum: float = 0.0,
-    ) -> None:
-        """params -= rate (grads + weight_decay params), through momenta if there are any; nothing if `found_inf` is 1.
-
-        torch's fused SGD is the one kernel for lists that looks at such a flag. Requires gradients with the same
-        strides as their parameters.
-        """
-        contiguous_grads = [
-            grad if grad.stride() == param.stride() else torch.empty_like(param).copy_(grad)
-            for grad, param in zip(grads, params, strict=True)
-        ]
-        torch._fused_sgd_(
-            params,
-            contiguous_grads,
-            momenta,
-            weight_decay=weight_decay,
-            momentum=momentum,
-            lr=rate,
-            dampening=0.0,
-            nesterov=False,
-            maximize=False,
-            is_first_step=False,
-            found_inf=self.found_inf,
-        )
-
-    def _kept(self, parameters: list[Tensor], name: str) -> list[Tensor]:
-        """Tensors like the parameters that last from step to step, zero at first."""
-        for parameter in parameters:
-            if name not in self.state[parameter]:
-                self.state[parameter][name] = torch.zeros_like(parameter)
-        return [self.state[parameter][name] for parameter in parameters]
 
 
 class Lars(_LayerWise):
@@ -127,20 +89,14 @@ class Lars(_LayerWise):
 
     def _update(self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor], *common: Tensor):
         decay, rates = group["weight_decay"], group["lr"]
-        momenta = self._kept(parameters, "momentum_buffer") if group["momentum"] else []
+        momenta = kept(self, parameters, "momentum_buffer") if group["momentum"] else []
         updates = torch._foreach_add(gradients, parameters, alpha=decay)
         if group["layer_adaptation"]:
             weights, grads = _norms(parameters), _norms(gradients)
             ratios = group["trust_coefficient"] * weights / torch.add(grads, weights, alpha=decay).add_(group["eps"])
             rates = _scaled(rates, _or_one(ratios, weights, grads))
         torch._foreach_mul_(updates, rates)
-        if self.found_inf is not None:
-            self._descend(parameters, updates, momenta, momentum=group["momentum"])
-            return
-        if momenta:
-            torch._foreach_mul_(momenta, group["momentum"])
-            torch._foreach_add_(momenta, updates)
-        torch._foreach_sub_(parameters, momenta or updates)
+        descend(parameters, updates, self.found_inf, momenta, group["momentum"])
 
 
 class Lamb(_LayerWise):
@@ -189,14 +145,9 @@ class Lamb(_LayerWise):
     def _update(self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor], *common: Tensor):
         scale, eps = (value.to(parameters[0].dtype) for value in common)
         (beta1, beta2), rates = group["betas"], group["lr"]
-        moments, squares = self._kept(parameters, "exp_avg"), self._kept(parameters, "exp_avg_sq")
-        if self.found_inf is None:
-            torch._foreach_lerp_(moments, gradients, 1 - beta1)
-            torch._foreach_mul_(squares, beta2)
-            torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
-        else:  # towards the gradients, and their squares
-            self._descend(moments, gradients, [], rate=beta1 - 1, weight_decay=-1.0)
-            self._descend(squares, torch._foreach_mul(gradients, gradients), [], rate=beta2 - 1, weight_decay=-1.0)
+        moments, squares = kept(self, parameters, "exp_avg"), kept(self, parameters, "exp_avg_sq")
+        move_towards(moments, gradients, 1 - beta1, self.found_inf)
+        move_towards(squares, torch._foreach_mul(gradients, gradients), 1 - beta2, self.found_inf)
         roots = torch._foreach_sqrt(squares)
         torch._foreach_add_(roots, eps, alpha=1)  # without alpha torch would read the value of eps
         updates = torch._foreach_div(moments, roots)
@@ -209,18 +160,7 @@ class Lamb(_LayerWise):
                 ratios.clamp_(max=group["max_trust_ratio"])
             rates = _scaled(rates, _or_one(ratios, weights, lengths))
         torch._foreach_mul_(updates, rates)
-        if self.found_inf is None:
-            torch._foreach_sub_(parameters, updates)
-        else:
-            self._descend(parameters, updates, [])
-
-
-def _of_one_type(parameters: list[Tensor]) -> list[list[Tensor]]:
-    """Apart by dtype: the kernels for lists take one at a time."""
-    found: dict[torch.dtype, list[Tensor]] = {}
-    for parameter in parameters:
-        found.setdefault(parameter.dtype, []).append(parameter)
-    return list(found.values())
+        descend(parameters, updates, self.found_inf)
 
 
 def _norms(tensors: list[Tensor] | tuple[Tensor, ...]) -> Tensor:

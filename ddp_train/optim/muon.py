@@ -21,6 +21,7 @@ from torch.optim.adamw import adamw
 
 from ddp_train.distributed.process_group import from_all_ranks, place_among_ranks
 from ddp_train.errors import ConfigError
+from ddp_train.optim.flagged import descend, kept, move_towards, of_one_type, refuse_scaled_gradients
 from ddp_train.text import matching, unmatched
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
@@ -37,7 +38,7 @@ FACTORS: dict[str, Callable[[int, int], float]] = {
 
 
 class Muon(Optimizer):
-    """Muon for matrices, AdamW for the rest.
+    """Muon for matrices, AdamW for the rest, on GPUs torch's fused kernel.
 
     With momentum b: m = b m + (1 - b) g; u = (1 - b) g + b m with Nesterov, else m; O = u orthogonalised, as a matrix
     whose columns are all dimensions but the first; w = w - lr (factor O + weight_decay w). Orthogonalising is done in
@@ -48,6 +49,9 @@ class Muon(Optimizer):
     """
 
     is_collective = True
+    found_inf: Tensor | None = None
+    """A float32 scalar on the device: 1 leaves weights and moments as they are."""
+    _step_supports_amp_scaling = True  # GradScaler asks
 
     def __init__(
         self,
@@ -65,8 +69,9 @@ class Muon(Optimizer):
     ) -> None:
         """params: a group without `use_muon` is taken apart, into parameters of two and more dimensions and the others.
         The `lr` of a group counts for its matrices; the others have its own `adamw_lr`, or else the one given here,
-        raised or lowered as the group's `lr` is. ns_steps: iterations of the quintic. foreach: AdamW's, as torch calls
-        it. Raises ValueError if a group with `use_muon` has a vector."""
+        raised or lowered as the group's `lr` is. ns_steps: iterations of the quintic. foreach: all parameters
+        of a group together, as torch calls it; False: one after the other. Raises ValueError if a group with `use_muon`
+        has a vector."""
         groups: list[dict[str, Any]] = []
         given = list(params)
         for group in [dict(one) for one in given if isinstance(one, dict)] or [{"params": given}]:
@@ -79,6 +84,7 @@ class Muon(Optimizer):
             raise ValueError("Muon takes parameters of two and more dimensions")
         defaults = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "adjust_lr": adjust_lr}
         defaults |= {"weight_decay": weight_decay, "betas": betas, "eps": eps, "foreach": foreach}
+        defaults |= {"capturable": True}  # as torch calls it: a loaded step counter goes to the device
         super().__init__(groups, defaults)
 
     @property
@@ -88,7 +94,9 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step. Parameters without a gradient stay as they are. A collective."""
+        """One step. Parameters without a gradient stay as they are. A collective. Raises RuntimeError if the gradients
+        are still multiplied by the scale of a GradScaler."""
+        refuse_scaled_gradients(self)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -96,19 +104,21 @@ class Muon(Optimizer):
         updates = self._updates()
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            gradients = [one.grad for one in parameters if one.grad is not None]
-            if not parameters:
-                continue
-            if not group[USE_MUON]:
-                self._adamw(group, parameters, gradients)
-                continue
-            torch._foreach_lerp_(self._kept(parameters, "momentum_buffer"), gradients, 1 - group["momentum"])
-            torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
-            for parameter in parameters:
-                rows, columns = len(parameter), parameter[0].numel()
-                factor = FACTORS[group["adjust_lr"]](rows, columns)
-                parameter.sub_(updates[parameter].reshape(parameter.shape), alpha=group["lr"] * factor)
+            for together in of_one_type(parameters) if group["foreach"] else [[one] for one in parameters]:
+                gradients = [one.grad for one in together if one.grad is not None]
+                if group[USE_MUON]:
+                    self._muon(group, together, gradients, updates)
+                else:
+                    self._adamw(group, together, gradients)
         return loss
+
+    def _muon(
+        self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor], updates: dict[Tensor, Tensor]
+    ) -> None:
+        momenta, factor = kept(self, parameters, "momentum_buffer"), FACTORS[group["adjust_lr"]]
+        move_towards(momenta, gradients, 1 - group["momentum"], self.found_inf)
+        steps = [updates[one].reshape(one.shape) * factor(len(one), one[0].numel()) for one in parameters]
+        descend(parameters, steps, self.found_inf, rate=group["lr"], weight_decay=group["weight_decay"])
 
     def _updates(self) -> dict[Tensor, Tensor]:
         """Of each matrix its orthogonalised momentum, [rows, columns]. Nothing is changed."""
@@ -145,16 +155,19 @@ class Muon(Optimizer):
         return orthogonalised(matrices.to(_dtype(parameters[0])), group["ns_steps"])
 
     def _adamw(self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]) -> None:
+        fused = parameters[0].is_cuda or self.found_inf is not None  # the others know no flag
         for parameter in parameters:
-            self.state[parameter].setdefault("step", torch.zeros((), dtype=torch.float32))
+            self.state[parameter].setdefault("step", torch.zeros((), dtype=torch.float32, device=parameter.device))
         adamw(
             parameters,
             gradients,
-            self._kept(parameters, "exp_avg"),
-            self._kept(parameters, "exp_avg_sq"),
+            kept(self, parameters, "exp_avg"),
+            kept(self, parameters, "exp_avg_sq"),
             [],
             [self.state[parameter]["step"] for parameter in parameters],
-            foreach=group["foreach"],
+            foreach=None if fused else group["foreach"],
+            fused=fused,
+            found_inf=self.found_inf,
             amsgrad=False,
             beta1=group["betas"][0],
             beta2=group["betas"][1],
@@ -164,16 +177,9 @@ class Muon(Optimizer):
             maximize=False,
         )
 
-    def _kept(self, parameters: list[Tensor], name: str) -> list[Tensor]:
-        """Tensors like the parameters that last from step to step, zero at first."""
-        for parameter in parameters:
-            if name not in self.state[parameter]:
-                self.state[parameter][name] = torch.zeros_like(parameter)
-        return [self.state[parameter][name] for parameter in parameters]
-
 
 def orthogonalised(matrices: Tensor, steps: int) -> Tensor:
-    """U V^T of each matrix U S V^T, roughly: its singular values end between 0.7 and 1.2. [..., rows, columns]
+    """U V^T of each matrix U S V^T, roughly: its singular values end between 0.7 and 1.2. [number, rows, columns]
 
     Each is divided by its Frobenius norm first, so that the iteration converges; a matrix of zeros stays one."""
     a, b, c = COEFFICIENTS
@@ -182,7 +188,8 @@ def orthogonalised(matrices: Tensor, steps: int) -> Tensor:
     x = x / x.flatten(-2).norm(dim=-1).clamp(min=1e-7)[..., None, None]
     for _ in range(steps):
         square = x @ x.mT
-        x = a * x + (b * square + c * square @ square) @ x
+        polynomial = torch.baddbmm(square, square, square, beta=b, alpha=c)
+        x = torch.baddbmm(x, polynomial, x, beta=a)
     return x.mT if tall else x
 
 

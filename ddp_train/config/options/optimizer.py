@@ -133,6 +133,7 @@ class MuonConfig(OptimizerConfig):
     """Momentum orthogonalised for matrices, AdamW for the rest. docs/optimizers.md"""
 
     name: str = "muon"
+    can_be_captured: ClassVar[bool] = True
     lr: float = key(0.02, "learning rate of matrices after warm-up", above=0)
     weight_decay: float = key(0.01, "weight decay, decoupled from the gradient, of both methods", at_least=0)
     momentum: float = key(0.95, "momentum of matrices", at_least=0, below=1)
