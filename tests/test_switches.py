@@ -640,7 +640,8 @@ def memory_history(case: Case) -> Any:
 def early_stopping(case: Case) -> Any:
     """What it compares, and how long it waits."""
     hook = build_selection(case.config, {}, open_datasets(case.config), mock.Mock())
-    return hook.stopping and (hook.stopping.selection, hook.stopping.min_delta), hook.patience
+    compared = hook.stopping and (hook.stopping.selection, hook.stopping.min_delta)
+    return compared, hook.patience, hook.limit and hook.limit.minutes
 
 
 def worker_environments(case: Case) -> Any:
@@ -792,6 +793,7 @@ ROWS: dict[str, Row] = {
     "train.accumulation_steps": Row("train.accumulation_steps=2", plan),
     "train.epochs": Row("train.epochs=3", run, SMALL),
     "train.max_steps": Row("train.max_steps=3", run, SMALL),
+    "train.max_minutes": Row("train.max_minutes=3", early_stopping),
     "train.max_grad_norm": Row("train.max_grad_norm=1e-3", weights_after_a_step, SMALL),
     "train.on_non_finite": Row("train.on_non_finite=skip", steps_after_a_bad_loss, SMALL),
     "task.target": Row(f"task._target_={__name__}.OtherTask", task_made),

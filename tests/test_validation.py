@@ -10,6 +10,7 @@ import shutil
 import time
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -24,6 +25,7 @@ from ddp_train.config.conflicts import notices
 from ddp_train.config.options.custom import CustomDataConfig
 from ddp_train.config.options.data import DigitsConfig, ImageFolderConfig, LinearRegressionDataConfig
 from ddp_train.config.schema import OPTIONS, Config
+from ddp_train.data.batch_plan import BatchPlan
 from ddp_train.data.datasets import BatchSource
 from ddp_train.data.splits import Splits, parted
 from ddp_train.errors import ConfigError, DataError
@@ -32,6 +34,7 @@ from ddp_train.launcher.sweep import Trials
 from ddp_train.launcher.sweep_rows import outcome
 from ddp_train.tasks.builtin import TASKS
 from ddp_train.training.checkpoint import Writer
+from ddp_train.training.early_stopping import SelectionHook
 from ddp_train.training.open_data import open_datasets
 from ddp_train.training.saved import described, find
 from ddp_train.training.selection import Best, Selection
@@ -517,6 +520,46 @@ def test_a_run_that_stopped_early_is_over_until_it_may_wait_longer(stopped: tupl
     ]
     done = run(f"run_dir={tmp_path}/run", THREE, *STOPS, "train.early_stopping.patience=3")
     assert done.returncode == 0 and read(tmp_path / "run", "summary.json")["stopped_early"]["step"] == 12
+
+
+@pytest.mark.parametrize("slow", [{}, {1: 20.0}, {1: 20.0, 300: 8.0, 540: 8.0}])
+def test_a_time_limit_is_kept_with_few_looks(slow: dict[int, float]) -> None:
+    """slow: seconds that single steps take, for a compilation or an evaluation; all others take a tenth."""
+    record: Any = SimpleNamespace(seconds=0.0, seconds_before=0.0, score=None)
+    job: Any = SimpleNamespace(step=0, stepper=SimpleNamespace(device="cpu"))
+    job.plan = BatchPlan(1000, 10, 1, 10_000, 0)
+    hook = SelectionHook(record, Best(Selection("test", "loss", {})), max_minutes=1.0)
+    looks = 0
+    while job.step < job.plan.steps:
+        until = hook.due(job)
+        while job.step < min(until, job.plan.steps):
+            job.step += 1
+            record.seconds += slow.get(job.step, 0.1)
+        hook.act(job)
+        looks += 1
+    assert 60 <= record.seconds < 60.35 and hook.stopped_early is not None
+    assert hook.stopped_early == {"step": job.step, "reason": "train.max_minutes=1 are over"}
+    assert looks < 40, "one at the end of each epoch of 100 steps, and few more"
+    record.seconds_before, job.plan = 59.0, BatchPlan(1000, 10, 1, 10_000, 0)
+    resumed = SelectionHook(record, Best(Selection("test", "loss", {})), max_minutes=1.0)
+    resumed.stop_if_due(job)
+    assert resumed.stopped_early is None
+    record.seconds_before = 60.0
+    resumed.stop_if_due(job)
+    assert job.plan.steps == job.step, "nothing is left to train"
+
+
+@pytest.mark.slow
+def test_three_ranks_end_when_the_time_is_over(tmp_path: Path) -> None:
+    words = (f"run_dir={tmp_path}/run", THREE, *SMALL, "train.epochs=100000", "train.evaluate_every_epochs=100")
+    done = run(*words, "train.max_minutes=0.02")
+    assert done.returncode == 0, done.stderr
+    summary = read(tmp_path / "run", "summary.json")
+    assert summary["status"] == "completed" and summary["test"]["samples"] == 200 and summary["steps"] < 300_000
+    assert f"stopped early after step {summary['steps']:,}: train.max_minutes=0.02 are over" in done.stdout
+    assert "at most 0.02 minutes" in done.stdout
+    assert 1.2 <= summary["seconds"] < 2.4, "of training, with the last evaluation"
+    assert checkpoints(tmp_path / "run")[-1] == f"step_{summary['steps']:08d}"
 
 
 @pytest.mark.slow

@@ -67,6 +67,9 @@ class TrainConfig:
     accumulation_steps: int = key(1, "micro-batches per optimizer step on each process", at_least=1)
     epochs: int = key(30, "passes over the training set", at_least=1)
     max_steps: int | None = key(None, "stop after this many optimizer steps", at_least=1)
+    max_minutes: float | None = key(
+        None, "end after so many minutes of training, as at the end of all epochs; no two such runs are equal", above=0
+    )
     max_grad_norm: float | None = key(None, "clip the global gradient norm to this value", above=0)
     on_non_finite: str = key("stop", "at a NaN or infinite loss: stop, or skip that step", choices=("stop", "skip"))
     log_every_steps: int = key(50, "optimizer steps between two lines of metrics.jsonl", at_least=1)

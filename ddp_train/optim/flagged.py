@@ -36,7 +36,9 @@ def descend(
     torch._foreach_sub_(params, momenta or updates, alpha=float(rate))
 
 
-def move_towards(means: list[Tensor], values: list[Tensor] | tuple[Tensor, ...], weight: float, found_inf: Tensor | None) -> None:
+def move_towards(
+    means: list[Tensor], values: list[Tensor] | tuple[Tensor, ...], weight: float, found_inf: Tensor | None
+) -> None:
     """means += weight (values - means); nothing if `found_inf` is 1."""
     if found_inf is None:
         torch._foreach_lerp_(means, values, weight)

@@ -46,6 +46,7 @@ def for_proof(config: Config, run_dir: Path) -> Config:
             train,
             accumulation_steps=1,
             max_steps=config.prove.steps,
+            max_minutes=None,
             epochs=max(config.prove.steps, train.epochs),
             evaluate_every_epochs=NEVER,
             on_non_finite="stop",

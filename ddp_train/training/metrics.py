@@ -129,4 +129,5 @@ def build_selection(
         best=Best(by(config.checkpoint.best_metric, AUTO)),
         stopping=Best(by(stopping.metric, "loss"), stopping.min_delta) if stopping.patience else None,
         patience=stopping.patience or 0,
+        max_minutes=config.train.max_minutes,
     )

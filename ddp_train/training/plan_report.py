@@ -44,7 +44,7 @@ def plan_rows(
         "task": _task(config.task, task),
         **_further(config),
         "global batch": _global_batch(plan, process_count(config)),
-        "steps": _steps(plan, config.train.epochs, first_step),
+        "steps": _steps(plan, config.train.epochs, first_step) + _time_limit(config.train.max_minutes),
         "optimizer": _optimizer(config, plan, base_lr, warmup_steps, optimizer),
         **_compute(plan, rates),
         **tuning_rows(config.tuning, config.reasons),
@@ -143,6 +143,10 @@ def _steps(plan: BatchPlan, epochs: int, first_step: int) -> str:
     if first_step:
         text += f", from step {first_step:,}"
     return text
+
+
+def _time_limit(minutes: float | None) -> str:
+    return f", at most {minutes:g} minutes" if minutes else ""
 
 
 def _optimizer(config: Config, plan: BatchPlan, base_lr: float, warmup_steps: int, built: Optimizer | None) -> str:

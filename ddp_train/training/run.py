@@ -164,7 +164,7 @@ class Run(RunContext):
         unfreeze = [ReportedHook(hook, self.status, "unfreeze") for hook in job.hooks]
         job.hooks = [
             ReportedHook(record, self.status, "record"),
-            select,
+            ReportedHook(select, self.status, "record"),
             *(ReportedHook(one, self.status, "hook") for one in own.acting),  # before their state is saved
             ReportedHook(save, self.status, "checkpoint"),
             *details,

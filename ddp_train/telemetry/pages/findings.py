@@ -40,7 +40,7 @@ def _end(run: RunFiles) -> list[str]:
         redone = run.summary.get("steps_redone") or 0
         found.append(f"A rank was lost {counted(len(recoveries), 'time')}; {counted(redone, 'step')} computed again.")
     if run.summary.get("stopped_early"):
-        found.append("Stopped early, as train.early_stopping asks.")
+        found.append(f"Stopped early: {run.summary['stopped_early']['reason']}.")
     return found
 
 
