@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import io
 import itertools
@@ -128,6 +129,7 @@ def test_settings_that_are_not_the_default_are_told_apart() -> None:
 def test_a_page_of_every_state_says_it(tmp_path: Path) -> None:
     folder = leave_run(tmp_path / "r")
     page = as_page(run_page(read_run(folder), {"model": "<mlp>"}, 10))
+    assert "<h2>Memory of a process</h2>" in page and "<h2>CPU cores in use</h2>" in page
     assert "python launch.py run_dir=" in page and "train.epochs=8" in page
     assert "&lt;mlp&gt;" in page and "mode=evaluate checkpoint.resume=" in page and 'http-equiv="refresh"' not in page
     assert len(page.encode()) < BOUND
@@ -196,7 +198,8 @@ def test_the_best_trial_is_first_with_the_command_that_evaluates_it(tmp_path: Pa
     assert "cannot be told" in report.findings[0] and "seed=0,1,2" in report.findings[0]
     kinds = [plot.chart["kind"] for plot in report.plots if plot.chart]
     assert kinds == ["curves", "scatter"], "the parameter has a plot of its own"
-    assert report.plots[1].chart["x"]["log"], "0.001 to 0.1"  # type: ignore
+    across = report.plots[1].chart["x"]  # type: ignore
+    assert across["log"] and across["ticks"] == [0.001, 0.01, 0.1], "the axis names what was tried"
 
 
 def test_seeds_are_grouped_and_noise_is_told_from_effect(tmp_path: Path) -> None:
@@ -208,7 +211,7 @@ def test_seeds_are_grouped_and_noise_is_told_from_effect(tmp_path: Path) -> None
         seeds.rows[0][1:6] == pytest.approx([61.0, 1.0, 60.0, 62.0, 3]) and seeds.rows[2][6] < 0.01 < seeds.rows[1][6]
     )
     assert "1.00%" in report.findings[0] and "12 runs" in report.findings[0]
-    assert "cannot be told from noise against 1 others: optimizer.lr=0.2 model.hidden=16" in report.findings[1]
+    assert "cannot be told from noise against 1 other: optimizer.lr=0.2 model.hidden=16" in report.findings[1]
     assert [plot.chart["kind"] for plot in report.plots if plot.chart] == ["curves", "parallel"]
     assert len(as_page(report).encode()) < BOUND
 
@@ -423,3 +426,23 @@ def test_a_browser_shows_the_page_of_a_sweep(tab: Page, tmp_path: Path) -> None:
     left, right = tab.ask("(() => { const r = document.querySelector('tbody tr').cells[1].getBoundingClientRect();"
                           " return [r.left, r.right] })()")  # fmt: skip
     assert 0 <= left < right <= 390, "the metric is in sight on a phone"
+    path.write_text(as_page(page_of_sweep(tmp_path, sweep_rows(tmp_path / "rates", optimizer__lr=[0.01, 0.1, 0.3]))))
+    looked_at(tab, path)
+    labels = tab.ask("[...document.querySelectorAll('.frame')[1].querySelectorAll('text')].map(t => t.textContent)")
+    assert {"0.01", "0.1", "0.3"} <= {*labels} and "0.2" not in labels
+
+
+@pytest.mark.slow
+def test_a_browser_says_when_nothing_has_written_a_page_of_a_run_for_long(tab: Page, tmp_path: Path) -> None:
+    folder = leave_run(tmp_path / "r")
+    (folder / "summary.json").unlink()
+    living = dataclasses.replace(read_run(folder), is_running=True)
+    text = as_page(run_page(living, {}, refresh_seconds=60))
+    state = "document.querySelector('.state').textContent"
+    for written, expected in ((time.time(), ""), (time.time() - 3600, "No news for 60 minutes: if it was killed")):
+        path = tmp_path / "report.html"
+        path.write_text(re.sub('data-written="[0-9]+"', f'data-written="{written:.0f}"', text))
+        tab.open(path, 390)
+        found = tab.ask(state)
+        assert found.startswith("running, step 40") and ("No news" in found) == bool(expected) and expected in found
+    assert tab.ask(OVERFLOW) == 0 and tab.problems == []

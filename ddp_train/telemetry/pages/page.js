@@ -77,9 +77,9 @@
       const isLog = chart.y.log && Math.max(...ys) > 8 * Math.min(...ys); // a logarithmic axis shows whole decades
       const option = { ...base(), grid: grid({ bottom: named.length > 1 ? 56 : 30 }), xAxis: along(chart.x), yAxis: up({ ...chart.y, log: isLog }), series };
       const times = order.flatMap((curve) => curve.points.map((point) => point[0]));
-      option.xAxis.min = Math.min(...times, ...chart.marks.map((mark) => mark.x));
+      option.xAxis.min = chart.x.whole ? 0 : Math.min(...times, ...chart.marks.map((mark) => mark.x));
       option.xAxis.max = Math.max(...times, ...chart.marks.map((mark) => mark.x));
-      option.xAxis.axisLabel.alignMaxLabel = "right";
+      Object.assign(option.xAxis.axisLabel, { alignMaxLabel: "right", showMaxLabel: Number.isInteger(option.xAxis.max) });
       if (named.length > 1) option.legend = { type: "scroll", bottom: 0, data: named, textStyle: { color: css("--quiet") }, pageTextStyle: { color: css("--quiet") } };
       option.tooltip.trigger = many ? "item" : "axis";
       option.tooltip.formatter = (given) => {
@@ -215,7 +215,18 @@
     }
   }
 
+  // A page is written by what runs: if that is gone, nobody writes that.
+  function tellIfOld() {
+    const state = document.querySelector(".state[data-written]");
+    if (!state) return;
+    const minutes = Math.floor((Date.now() / 1000 - state.dataset.written) / 60);
+    if (minutes < 2) return;
+    state.classList.add("old");
+    state.textContent += `. No news for ${minutes.toLocaleString("en")} minutes: if it was killed, the same command resumes it`;
+  }
+
   sortTables();
+  tellIfOld();
   if (document.querySelector(".chart")) {
     draw();
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);

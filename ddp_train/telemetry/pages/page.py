@@ -12,6 +12,7 @@ import hashlib
 import html
 import json
 import re
+import time
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -60,7 +61,8 @@ def as_page(report: Report) -> str:
     parts = [f"<h1>{html.escape(report.title)}</h1>"]
     if report.state:
         kind = report.state.split()[0].rstrip(",:;")
-        parts += [f'<p class="state {html.escape(kind)}">{html.escape(report.state)}</p>']
+        written = f' data-written="{time.time():.0f}"' if report.refresh_seconds else ""
+        parts += [f'<p class="state {html.escape(kind)}"{written}>{html.escape(report.state)}</p>']
     parts += [
         f"<p>{html.escape(paragraph)}</p>" for paragraph in re.split(r"\n\s*\n", report.intro.strip()) if paragraph
     ]

@@ -30,6 +30,7 @@ MOST_CURVES = 16
 """Of one figure, one for each GPU or process; of more, the mean, the lowest and the highest."""
 FIRST_SCORES = ("accuracy", "mean_iou", "perplexity", "bits_per_byte", "rmse")
 """What is of most interest in an evaluation, beside the loss."""
+TITLES = {"top5": "Top-5 accuracy", "mean_iou": "Mean IoU", "rmse": "RMSE", "mae": "MAE", "mse": "MSE"}
 STEP = Axis("optimizer step")
 RATES = ("tokens_per_second", "pixels_per_second", "samples_per_second")
 """What is plotted of the throughput: the first that is known."""
@@ -139,8 +140,14 @@ def score_plots(runs: Sequence[tuple[str, RunFiles]], marks: Sequence[Mark] = ()
                 colour = None if alone else number
                 drawn.append(_curve(f"{name} {run.split}{more}".strip(), run.of(run.split), of, bool(more), colour))
         axis = Axis(metric, percent=metric in PERCENT)
-        plots.append(Plot(metric.capitalize(), curves(drawn, STEP, axis, marks)))
+        plots.append(Plot(title(metric), curves(drawn, STEP, axis, marks)))
     return [plot for plot in plots if plot.chart]
+
+
+def title(metric: str) -> str:
+    """The name of a metric as a heading."""
+    text = TITLES.get(metric, metric.replace("_", " "))
+    return text[:1].upper() + text[1:]
 
 
 def _curve(
@@ -167,7 +174,7 @@ def _course(run: RunFiles, happened: Sequence[dict[str, Any]]) -> list[Plot]:
     began = min(timed[0]["time"], *(event["time"] for event in happened))
     span = timed[-1]["time"] - began
     unit, word = next((unit, word) for unit, word in UNITS if span >= 2 * unit or unit == 1)
-    clock = Axis(f"{word} since the start")
+    clock = Axis(f"{word} since the start", whole=True)
 
     def at(moment: float) -> float:
         return (moment - began) / unit
@@ -194,7 +201,7 @@ def _course(run: RunFiles, happened: Sequence[dict[str, Any]]) -> list[Plot]:
                 Curve(f"{who} {one}", x, [values[one] if values and one < len(values) else None for values in of])
                 for one in range(width)
             ]
-        plots.append(Plot(label.partition(",")[0], curves(drawn, clock, Axis(label, whole=True), by_time, gaps)))
+        plots.append(Plot(title(label.partition(",")[0]), curves(drawn, clock, Axis(label, whole=True), by_time, gaps)))
     return [plot for plot in plots if plot.chart]
 
 

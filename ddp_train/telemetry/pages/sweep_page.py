@@ -23,8 +23,10 @@ Row = dict[str, Any]
 SEED = "seed"
 FEWEST_AXES = 3
 """Parameters from which parallel axes show more than a plot for each."""
-LOG_RATIO = 30.0
+LOG_RATIO = 10.0
 """Of the largest to the smallest value of a parameter, from which its axis is logarithmic."""
+MOST_TICKS = 8
+"""Values of a parameter up to which its axis names these and no others."""
 POINTS = 30_000
 """Of all curves of a plot together: 0.6 MB."""
 MOST_CURVES = 300
@@ -156,15 +158,16 @@ def _curves(order: Sequence[Row], runs: dict[int, RunFiles], objective: str) -> 
         drawn.append(Curve(name, [line["step"] for line in lines], [line.get(key) for line in lines], level=level))
     values = [value for curve in drawn for value in curve.y if value is not None]
     is_log = key == "loss" and bool(values) and min(values) > 0 and max(values) > 20 * min(values)
-    caption = f"{f'{split} {key}' if kind == split else 'Training loss'} of all trials; the best one is thick."
+    caption = f"{f'{split.capitalize()} {key}' if kind == split else 'Training loss'} of all trials; the best one is thick."
     axis = Axis(key, log=is_log, percent=key in PERCENT)
     return Plot("Curves", curves(drawn, Axis("optimizer step"), axis), caption, full=True)
 
 
 def _axis(key: str, values: Sequence[Any]) -> Axis:
     numbers = [value for value in values if isinstance(value, int | float)]
-    is_log = len(numbers) == len(values) > 0 and min(numbers) > 0 and max(numbers) > LOG_RATIO * min(numbers)
-    return Axis(key, log=is_log)
+    is_log = len(numbers) == len(values) > 0 and min(numbers) > 0 and max(numbers) >= LOG_RATIO * min(numbers)
+    tried = sorted({*numbers})
+    return Axis(key, log=is_log, ticks=tried if len(tried) <= MOST_TICKS else ())
 
 
 def _against(scored: Sequence[Row], objective: str) -> list[Plot]:
@@ -244,4 +247,7 @@ def _noise(groups: dict[str, list[float]], objective: str, better: str | None) -
     if not alike:
         return [*found, f"{best} is better than all others by more than noise (Welch's t-test, p < 0.05 for each)."]
     names = "; ".join(alike[:5]) + ("; ..." if len(alike) > 5 else "")
-    return [*found, f"{best} has the best mean, but cannot be told from noise against {len(alike)} others: {names}."]
+    return [
+        *found,
+        f"{best} has the best mean, but cannot be told from noise against {counted(len(alike), 'other')}: {names}.",
+    ]
