@@ -227,6 +227,38 @@ def test_a_job_at_its_time_limit_saves_and_goes_on_to_the_same_weights(
     assert weights(limited.run_dir) == weights(tmp_path / "alone")
 
 
+@on_slurm
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_nodes_are_taken_away_and_the_job_goes_on(tmp_path: Path) -> None:
+    """The last of three, then the first, where SLURM has the job's script: with it srun is gone."""
+    (tmp_path / "patient.py").write_text(NET)
+    (tmp_path / "train.sbatch").write_text(edited())
+    run_dir = tmp_path / "run"
+    words = ("+model.delay=0.1", "train.max_steps=500", "launch.nproc_per_node=1", "launch.timeout_seconds=10",
+             "launch.nnodes=1:3", "launch.max_restarts=5", f"run_dir={run_dir}")  # fmt: skip
+    try:
+        lab = SlurmLab(4, packages(), tmp_path)
+    except NoSlurmError as error:
+        pytest.skip(str(error))
+    with lab as slurm:  # node0 has slurmctld
+        slurm.env |= {"PYTHON": sys.executable, "PYTHONPATH": str(tmp_path)}
+        options = ["--nodes=3", "--exclude=node0", "--no-kill"]
+        job = slurm.submit(f"{tmp_path}/train.sbatch", *words, options=options)
+        slurm.wait_while_alive(job, lambda: begun(run_dir), "first step")
+        for node, known in ((3, "node[1-2]"), (1, "node2")):
+            step = metrics_end(run_dir)
+            slurm.hosts[node].power_off()
+            slurm.wait_while_alive(job, lambda step=step: metrics_end(run_dir) > step + 20, "step after a loss")
+            slurm.wait_while_alive(job, lambda known=known: slurm.show(job)["NodeList"] == known, "loss that SLURM saw")
+        known = slurm.wait_for(job, "CANCELLED")  # by the one that is left: the script and its exit code were on node1
+        assert known["Restarts"] == "0"
+    summary = read(run_dir, "summary.json")
+    assert (summary["status"], summary["steps"], summary["world_size"]) == ("completed", 500, 1)
+    assert (len(summary["recoveries"]), summary["steps_redone"]) == (2, 0)
+    assert sorted(line["step"] for line in metrics(run_dir) if line["kind"] == "train") == [*range(1, 501)]
+
+
 def jobs_of(slurm: SlurmLab, *options: str) -> list[str]:
     """The jobs that wait or run."""
     return slurm.call("squeue", "--noheader", "--format=%i", *options).split()
