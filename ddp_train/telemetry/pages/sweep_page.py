@@ -158,7 +158,9 @@ def _curves(order: Sequence[Row], runs: dict[int, RunFiles], objective: str) -> 
         drawn.append(Curve(name, [line["step"] for line in lines], [line.get(key) for line in lines], level=level))
     values = [value for curve in drawn for value in curve.y if value is not None]
     is_log = key == "loss" and bool(values) and min(values) > 0 and max(values) > 20 * min(values)
-    caption = f"{f'{split.capitalize()} {key}' if kind == split else 'Training loss'} of all trials; the best one is thick."
+    caption = (
+        f"{f'{split.capitalize()} {key}' if kind == split else 'Training loss'} of all trials; the best one is thick."
+    )
     axis = Axis(key, log=is_log, percent=key in PERCENT)
     return Plot("Curves", curves(drawn, Axis("optimizer step"), axis), caption, full=True)
 
