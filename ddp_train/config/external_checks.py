@@ -171,6 +171,11 @@ def _same_run(asked: Config, config: Config, hardware: Hardware, world: World | 
     before = held_run(config)
     if before is None:
         return []
+    return of_another_run(before, config, f"run_dir={config.run_dir}", "another run_dir")
+
+
+def of_another_run(before: Config, config: Config, where: str, instead: str) -> list[str]:
+    """A problem for each key that defines a run and differs from that of the run which is in `where`."""
     values = {"seed": (before.seed, config.seed), **_of_the_state(before, config)}
     if any(isinstance(one.strategy, OrderedConfig) for one in (before, config)):  # else its bits would not be its own
         values["strategy"] = (before.strategy.name, config.strategy.name)
@@ -181,7 +186,7 @@ def _same_run(asked: Config, config: Config, hardware: Hardware, world: World | 
         for name in dict.fromkeys((*one, *other)):
             key = section if name == "name" else f"{section}.{name}"
             values[key] = (one.get(name), other.get(name))
-    return _differences(values, f"run_dir={config.run_dir}", "another run_dir")
+    return _differences(values, where, instead)
 
 
 def held_run(config: Config) -> Config | None:

@@ -98,12 +98,10 @@ class Writer:
             raise
 
     def finish(self) -> None:
-        """Waits until all is written, and copied. Raises WriteError if the last one could not be."""
+        """Waits until all is written. Raises WriteError if the last one could not be."""
         self.wait()
         if self.error:
             raise self.error
-        if self.mirroring:
-            self.mirroring.finish()
 
     def wait(self) -> None:
         """Until the one before is written."""

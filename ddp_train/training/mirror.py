@@ -1,96 +1,178 @@
 """Checkpoints copied to another place, an object store above all, and taken from there by a run that has none.
 
-A checkpoint counts there once its manifest is there, which is copied last: an upload that was cut off is none.
+A checkpoint counts there once its manifest is there, which is copied last: an upload that was cut off is none. What
+cannot be read now may be whole: only what has arrived and is corrupt is passed over, and nothing that is newer than the
+run's own checkpoints is removed.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import json
 import logging
-import os
+import math
 import re
 import shutil
 import tempfile
+import time
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from ddp_train.errors import DataError, WriteError
-from ddp_train.resilience.checkpoint_files import MANIFEST, place_of, places, read_manifest
+from ddp_train.resilience import run_lock
+from ddp_train.resilience.checkpoint_files import MANIFEST, place_of, places, read_manifest, step_of
+from ddp_train.resilience.preemption import StopController
 from ddp_train.text import first_line
-from ddp_train.training.saved import best_of, defect_of
+from ddp_train.training.saved import defect_of
 from ddp_train.training.selection import Selection
 
+OWNER = "owner.json"
+"""Which run copies its checkpoints there."""
+COPIED, COPYING, FAILED, LEFT = "copied", "copying", "failed", "left"
 log = logging.getLogger(__name__)
 
 
+class UnreachableError(DataError):
+    """The store does not answer, or does not let us in."""
+
+
+class NotOursError(Exception):
+    """Another run copies its checkpoints there now."""
+
+
 class Mirror:
-    """The folder of one run in a file system of fsspec's: s3://BUCKET/RUN, gs://BUCKET/RUN, file:///PATH."""
+    """The folder of one run in a file system of fsspec's: s3://BUCKET/RUN, gs://BUCKET/RUN, file:///PATH.
+
+    Names are listed and compared, never matched as patterns: a URL may have brackets.
+    """
 
     def __init__(self, url: str) -> None:
-        """Raises DataError if there is no such file system, or it does not let us in."""
+        self.url = url.rstrip("/")
+        self.moved_at = time.monotonic()
+        """When a file, or a part of one, was last on its way."""
+
+    @cached_property
+    def _opened(self) -> tuple[Any, str]:
+        """The file system, and the folder of the checkpoints in it."""
         import fsspec  # few runs need it
 
-        self.url = url.rstrip("/")
+        files, root = fsspec.url_to_fs(self.url, use_listings_cache=False)
+        return files, f"{root}/checkpoints"
+
+    @property
+    def files(self) -> Any:
+        return self._opened[0]
+
+    @property
+    def root(self) -> str:
+        return self._opened[1]
+
+    @contextlib.contextmanager
+    def reached(self, verb: str) -> Iterator[None]:
+        """Inside, whatever the store says is an UnreachableError. verb: read or written."""
         try:
-            self.files, root = fsspec.url_to_fs(self.url, use_listings_cache=False)
-        except Exception as error:
-            raise self._unreachable(error) from error
-        self.root = f"{root}/checkpoints"
+            yield
+        except (DataError, WriteError):
+            raise
+        except Exception as error:  # its own kinds, and those of the libraries below it
+            what = f"checkpoint.mirror={self.url} cannot be {verb}: {type(error).__name__}: {first_line(error)}"
+            remedy = "check the URL, the network, and the credentials in the environment"
+            raise UnreachableError(what, remedy) from error
+
+    # --- what is there ------------------------------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
-        """Of the checkpoints that are complete there, the newest first. Raises DataError."""
-        try:
-            found = self.files.glob(f"{self.root}/step_*/{MANIFEST}")
-        except Exception as error:
-            raise self._unreachable(error) from error
-        names = [re.fullmatch(r"step_(\d{8})", str(path).split("/")[-2]) for path in found]
-        return sorted((int(name[1]) for name in names if name), reverse=True)
+        """Of the checkpoints that are complete there, the newest first."""
+        return sorted((step for step in self._begun() if MANIFEST in self._names(self._there(step))), reverse=True)
 
-    def check_writable(self) -> None:
-        """Better before the first step than after the last. Raises DataError."""
-        probe = f"{self.root}/probe-{os.getpid()}"
+    def manifests(self) -> dict[int, dict[str, Any]]:
+        """Of the checkpoints that are complete there, the newest first. One that is corrupt is passed over."""
+        found = {}
+        with tempfile.TemporaryDirectory() as folder:
+            for step in self.steps():
+                try:
+                    self._get(step, MANIFEST, Path(folder))
+                    found[step] = read_manifest(Path(folder))
+                except (FileNotFoundError, ValueError) as error:
+                    self._passed_over(step, error)
+        return found
+
+    def _begun(self) -> list[int]:
+        names = [re.fullmatch(r"step_(\d{8})", name) for name in self._names(self.root)]
+        return [int(name[1]) for name in names if name]
+
+    def _names(self, folder: str) -> set[str]:
         try:
-            self.files.makedirs(self.root, exist_ok=True)
-            self.files.pipe_file(probe, b"")
-            self.files.rm_file(probe)
-        except Exception as error:
-            raise self._unreachable(error, "written") from error
+            return {str(path).rstrip("/").rpartition("/")[2] for path in self.files.ls(folder, detail=False)}
+        except FileNotFoundError:
+            return set()
+
+    def _there(self, step: int) -> str:
+        return f"{self.root}/{place_of(Path(), step).name}"
+
+    # --- to there -----------------------------------------------------------------------------------------------------
+
+    def take(self, owner: dict[str, Any]) -> None:
+        """From now on this run copies there, and no other. Shows that the store can be written before the first step,
+        not after the last."""
+        self.files.makedirs(self.root, exist_ok=True)
+        self.files.pipe_file(f"{self.root}/{OWNER}", json.dumps(owner).encode())
+
+    def check_owner(self, owner: dict[str, Any]) -> None:
+        """Raises NotOursError if another run has taken it since."""
+        try:
+            now = json.loads(self.files.cat_file(f"{self.root}/{OWNER}"))
+        except FileNotFoundError:  # somebody has emptied it
+            self.take(owner)
+            return
+        except ValueError:
+            now = {}
+        if now != owner:
+            who = f"the run in {now.get('run_dir')} on {now.get('host')}, started {now.get('since')}"
+            raise NotOursError(f"{who}, copies its checkpoints there now; this one does no longer")
 
     def push(self, place: Path) -> None:
         """Copies a checkpoint. One of the same step that was there counts no more from the first file on."""
-        there = f"{self.root}/{place.name}"
-        if self.files.exists(f"{there}/{MANIFEST}"):
+        there = self._there(step_of(place))
+        with contextlib.suppress(FileNotFoundError):
             self.files.rm_file(f"{there}/{MANIFEST}")
         self.files.makedirs(there, exist_ok=True)
         names = sorted(path.name for path in place.iterdir() if path.name != MANIFEST)
         for name in (*names, MANIFEST):
-            self.files.put_file(str(place / name), f"{there}/{name}")
+            self.files.put_file(str(place / name), f"{there}/{name}", callback=self._moving())
+            self._moved()
 
     def remove_all_but(self, kept: set[int]) -> None:
-        for step in set(self.steps()) - kept:
-            there = f"{self.root}/{place_of(Path(), step).name}"
-            self.files.rm_file(f"{there}/{MANIFEST}")
-            self.files.rm(there, recursive=True)
+        """What is newer than all of these stays: this run has not seen it, or could not use it."""
+        for step in self._begun():
+            if step not in kept and step < max(kept, default=0):
+                there = self._there(step)
+                for name in sorted(self._names(there), key=lambda name: name != MANIFEST):
+                    self.files.rm_file(f"{there}/{name}")
+                with contextlib.suppress(OSError, NotImplementedError):  # an object store has no folders
+                    self.files.rmdir(there)
 
-    def fetch(self, run_dir: Path, with_best: bool) -> int | None:
-        """Copies the newest valid checkpoint that is newer than those of `run_dir` into it; with_best: and the best.
-        Returns the step of the newest, None if there is none. Raises DataError."""
-        newest = next((read_manifest(place)["step"] for place in places(run_dir) if not defect_of(place)), -1)
-        steps = [step for step in self.steps() if step > newest]
-        fetched = next((step for step in steps if self._pull(step, run_dir)), None)
-        if fetched is None or not with_best:
-            return fetched
-        selection = Selection(**read_manifest(place_of(run_dir, fetched))["best_by"])
-        with tempfile.TemporaryDirectory() as folder:
-            best = best_of([self._manifest_alone(step, Path(folder)) for step in self.steps()], selection)
-        if best and not place_of(run_dir, step := int(best.name[-8:])).exists():
-            self._pull(step, run_dir)
-        return fetched
+    # --- from there ---------------------------------------------------------------------------------------------------
+
+    def fetch(self, run_dir: Path, known: dict[int, dict[str, Any]], newer_than: int, with_best: bool) -> int | None:
+        """Copies the newest valid checkpoint after a step into `run_dir`; with_best: and the best. known: as
+        `manifests` gives them. Returns its step, None if there is none. Raises WriteError if the disk is full."""
+        steps = [step for step in known if step > newer_than]
+        if steps and with_best:  # first: a process that dies in between must not leave the newest alone
+            best = _best(known, known[steps[0]].get("best_by", {}))
+            if best is not None and best != steps[0] and not place_of(run_dir, best).exists():
+                self._pull(best, run_dir)
+        return next((step for step in steps if self._pull(step, run_dir)), None)
 
     def _pull(self, step: int, run_dir: Path) -> bool:
         """Whether the checkpoint is in `run_dir` now, verified."""
         place = place_of(run_dir, step)
-        part = place.with_name(f"{place.name}.part-{os.getpid()}")
+        part = place.with_name(f"{place.name}.part-fetched")
+        shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
         try:
             part.mkdir(parents=True)
             self._get(step, MANIFEST, part)
@@ -103,82 +185,101 @@ class Mirror:
             if place.exists():  # a corrupt one
                 shutil.rmtree(place)
             part.rename(place)
-        except Exception as error:  # noqa: BLE001
-            shutil.rmtree(part, ignore_errors=True)
-            log.warning("%s/checkpoints/%s is passed over: %s", self.url, place.name, first_line(error))
+        except (FileNotFoundError, ValueError) as error:
+            self._passed_over(step, error)
             return False
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            what = f"the checkpoint of step {step} cannot be copied from checkpoint.mirror={self.url}: {error.strerror}"
+            raise WriteError(what, f"free some space for {place.parent}") from error
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
         return True
 
-    def _manifest_alone(self, step: int, run_dir: Path) -> Path:
-        """The place of a checkpoint with its manifest, and nothing else."""
-        place = place_of(run_dir, step)
-        place.mkdir(parents=True)
-        self._get(step, MANIFEST, place)
-        return place
-
     def _get(self, step: int, name: str, folder: Path) -> None:
-        self.files.get_file(f"{self.root}/{place_of(Path(), step).name}/{name}", str(folder / name))
+        self.files.get_file(f"{self._there(step)}/{name}", str(folder / name), callback=self._moving())
+        self._moved()
 
-    def _unreachable(self, error: Exception, verb: str = "read") -> DataError:
-        what = f"checkpoint.mirror={self.url} cannot be {verb}: {type(error).__name__}: {first_line(error)}"
-        return DataError(what, "check the URL, the network, and the credentials in the environment")
+    def _passed_over(self, step: int, error: Exception) -> None:
+        log.warning("%s/checkpoints/%s is passed over: %s", self.url, place_of(Path(), step).name, first_line(error))
+
+    def _moving(self) -> Any:
+        """Is told of each part of a file that is copied, where the file system tells."""
+        from fsspec.callbacks import Callback
+
+        return Callback(hooks={"moved": lambda *_, **__: self._moved()})
+
+    def _moved(self) -> None:
+        self.moved_at = time.monotonic()
 
 
-def fetch(url: str, run_dir: Path, resume: str, with_best: bool) -> str:
-    """What a run that begins takes from its mirror, in words; "" if nothing newer is there. For one process. Raises
-    DataError, also if the mirror holds another run's checkpoints."""
-    mirror = Mirror(url)
-    mirror.check_writable()
-    if resume == "auto":
-        step = mirror.fetch(run_dir, with_best)
-        return "" if step is None else f"the checkpoint of step {step} was copied from checkpoint.mirror={url}"
-    if steps := mirror.steps():
-        rule = "a run that does not resume would mix its own with them; name another folder, or empty that one"
-        raise DataError(f"checkpoint.mirror={url} holds checkpoints, the newest of step {steps[0]}", rule)
-    return ""
+def _best(known: dict[int, dict[str, Any]], best_by: dict[str, Any]) -> int | None:
+    """The step of the best of these; None where nothing says which it is, as in checkpoints of older versions."""
+    try:
+        selection = Selection(**best_by)
+    except TypeError:
+        return None
+    scored = {step: manifest for step, manifest in known.items() if isinstance(manifest.get(selection.split), dict)}
+    ranks = {step: selection.rank(manifest[selection.split]) for step, manifest in scored.items()}
+    finite = [step for step in ranks if math.isfinite(ranks[step][0])]
+    return min(finite, key=lambda step: (ranks[step], step), default=None)
+
+
+def owner_of(run_dir: Path) -> dict[str, Any]:
+    """Of a mirror: the run directory, and who has its lock."""
+    return {"run_dir": str(run_dir.absolute()), **run_lock.owner(run_dir / run_lock.FILE)}
 
 
 class Mirroring:
     """Copies checkpoints in a thread of its own: the newest one whenever the one before is done. For one process."""
 
     def __init__(self, mirror: Mirror, run_dir: Path) -> None:
-        self.mirror, self.run_dir = mirror, run_dir
+        """What lies in `run_dir` and not there is copied at once: an earlier process was ended before it could."""
+        self.mirror, self.run_dir, self.owner = mirror, run_dir, owner_of(run_dir)
         self.pool = ThreadPoolExecutor(1, thread_name_prefix="mirror")
-        self.newest: Path | None = None
-        self.done: Path | None = None
+        self.newest = next(iter(places(run_dir)), None)
+        self.written: set[Path] = set()
+        """Since they were last copied."""
         self.error: Exception | None = None
-        self.last: Future[Any] | None = None
+        self.last: Future[Any] | None = self.pool.submit(self._copy) if self.newest else None
+        self.stopped_at: float | None = None
 
     def submit(self, place: Path) -> None:
         """After a checkpoint is written and verified. Does not wait."""
         self.newest = place
-        self.last = self.pool.submit(self._copy_newest)
+        self.written.add(place)
+        self.last = self.pool.submit(self._copy)
 
-    def finish(self) -> None:
-        """Waits for the newest one. Raises WriteError if it could not be copied."""
-        if self.last:
-            self.last.result()
-        self.pool.shutdown()
-        if self.error:
-            raise WriteError(
-                f"the newest checkpoint could not be copied to checkpoint.mirror={self.mirror.url}: {self.error}",
-                f"it is in {self.newest}; check the store, and start the same command again",
-            ) from self.error
+    def state(self, stop: StopController, patience_seconds: float, timeout_seconds: float) -> str:
+        """COPIED, COPYING, FAILED, or LEFT to the next start: after a stop, or before others take over."""
+        if self.last is None or self.last.done():
+            return FAILED if self.error else COPIED
+        now = time.monotonic()
+        if stop.requested.is_set():
+            self.stopped_at = self.stopped_at or now
+            return LEFT if stop.goes_on or now - self.stopped_at > patience_seconds else COPYING
+        if now - self.mirror.moved_at > timeout_seconds:
+            self.error = TimeoutError(f"no part of a file has moved for {timeout_seconds:g} s (launch.timeout_seconds)")
+            return FAILED
+        return COPYING
 
-    def _copy_newest(self) -> None:
-        place = self.newest
-        assert place is not None
-        if place == self.done:  # it was newer than the one for which this was asked
-            return
+    def _copy(self) -> None:
+        place, self.mirror.moved_at = self.newest, time.monotonic()
+        kept = {step_of(one): one for one in places(self.run_dir)}
         try:
-            self.mirror.push(place)
-            kept, there = {int(one.name[-8:]) for one in places(self.run_dir)}, self.mirror.steps()
-            for step in kept - {*there}:  # passed over while an older one was copied: the best, for one
-                self.mirror.push(place_of(self.run_dir, step))
-            self.mirror.remove_all_but(kept)
-            self.done, self.error = place, None
+            self.mirror.check_owner(self.owner)
+            there = {*self.mirror.steps()}
+            for step in sorted(kept, reverse=True):  # an older one was passed over if the store is slow: the best, say
+                if kept[step] in self.written or step not in there:
+                    self.mirror.push(kept[step])
+                    self.written.discard(kept[step])
+            self.mirror.remove_all_but({*kept})
+            self.written &= {*kept.values()}
+            self.error = None
         except Exception as error:  # noqa: BLE001  `finish` raises it if no later one succeeds
             if place != self.newest:  # it is superseded, and was removed meanwhile
                 return
             self.error = error
-            log.warning("%s cannot be copied to %s: %s; the next checkpoint is tried", place, self.mirror.url, error)
+            how = "" if isinstance(error, NotOursError) else "; the next checkpoint is tried"
+            log.warning("%s cannot be copied to checkpoint.mirror=%s: %s%s", place, self.mirror.url, error, how)

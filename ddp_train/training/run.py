@@ -20,7 +20,7 @@ from ddp_train.data.datasets import BatchSource, check_same_data
 from ddp_train.data.loader import Batch
 from ddp_train.data.splits import Splits
 from ddp_train.distributed.environment import changes_of_number, hosts_follow, lost_rank
-from ddp_train.distributed.process_group import Store, barrier, from_leader, local_leader_first, set_buffers
+from ddp_train.distributed.process_group import Store, from_leader, local_leader_first, set_buffers
 from ddp_train.models.pretrained import Origin, in_words
 from ddp_train.models.zoo import parameter_counts
 from ddp_train.performance.switches import set_garbage_collection, set_process_flags
@@ -33,7 +33,7 @@ from ddp_train.telemetry.rates import Rates
 from ddp_train.telemetry.tracker_queue import Tracking, flat, open_trackers
 from ddp_train.telemetry.trackers import Run as TrackedRun
 from ddp_train.text import counted
-from ddp_train.training import averaging, checkpoint, fine_tuning, metrics, saved, setup
+from ddp_train.training import averaging, checkpoint, fine_tuning, metrics, mirrored, saved, setup
 from ddp_train.training.checkpoint_hook import CheckpointHook
 from ddp_train.training.context import RunContext
 from ddp_train.training.display_hooks import SAMPLE, SampleHook, tensorboard_details
@@ -43,7 +43,7 @@ from ddp_train.training.inference import Inference
 from ddp_train.training.just_in_time import RecoveryHook
 from ddp_train.training.loop import Evaluation, Job, fit
 from ddp_train.training.lost_host import saver_of
-from ddp_train.training.mirror import Mirror, Mirroring, fetch
+from ddp_train.training.mirror import Mirror, Mirroring
 from ddp_train.training.open_data import common_digests, open_datasets, plan_digests
 from ddp_train.training.own_hooks import OwnHooks
 from ddp_train.training.phases import ReportedHook
@@ -86,7 +86,8 @@ class Run(RunContext):
             summary = use.evaluate(sources) if self.config.mode == "evaluate" else use.predict(sources)
             self.publish(summary)
         else:
-            self.fetch_from_mirror()
+            if note := mirrored.fetch(self.config, self.world, self.device, self.status):
+                self.display.line(note)
             found = find_checkpoint(self.config, self.world, self.device)
             launch = self.config.launch
             with open_trackers(self.tracker_names(), launch.grace_seconds, launch.timeout_seconds) as tracking:
@@ -95,15 +96,6 @@ class Run(RunContext):
                     self.publish(summary)
                 tracking.finish(summary)
         return summary["status"] == "completed"
-
-    def fetch_from_mirror(self) -> None:
-        """One process does it, the others wait for it."""
-        section = self.config.checkpoint
-        if not section.mirror:
-            return
-        if self.world.is_leader and (note := fetch(section.mirror, self.run_dir, section.resume, section.best)):
-            self.display.line(note)
-        barrier(self.device)
 
     def open_data(self) -> Splits:
         """One process of each host downloads, or writes an index; the others wait for it."""
@@ -195,7 +187,7 @@ class Run(RunContext):
             test.stop = job.stop
         self.announce(job, sources, select, record.rates, begun)
         offer = saver.offered(job, hooks_owed) if saver else contextlib.nullcontext()
-        scores = self.fit(job, record, select, own, test, offer, hooks_owed)
+        scores = self.fit(job, record, select, own, test, offer, hooks_owed, save.writer)
         summary = self.summaries.of_training(job, record, select, scores, test)
         for one in (job.evaluation, test):
             one.close()
@@ -292,9 +284,11 @@ class Run(RunContext):
         test: Evaluation,
         offer: AbstractContextManager[None],
         hooks_owed: bool,
+        writer: checkpoint.Writer | None,
     ) -> Scores | None:
         """Trains; a signal stops all ranks after one and the same step. Returns the scores of the weights that the run
-        ends with, None if stopped. offer: to save if a peer dies. hooks_owed: those of `job.step` have not acted."""
+        ends with, None if stopped. offer: to save if a peer dies. hooks_owed: those of `job.step` have not acted.
+        writer: of checkpoints, on rank 0."""
         record.start_clocks(job.step)
         connection = self.store.clone() if self.store else None
         patience = self.config.launch.grace_seconds / 2
@@ -308,9 +302,10 @@ class Run(RunContext):
                     for hook in job.hooks:
                         hook.act(job)
                 fit(job)
-                if job.step < job.plan.steps:
-                    return None
-                return self.final_scores(job, record, select, test)
+                stopped = job.step < job.plan.steps
+                scores = None if stopped else self.final_scores(job, record, select, test)
+                is_over = mirrored.finish(writer and writer.mirroring, self.config, job.stop, self.status, self.device)
+                return scores if is_over else None
         finally:
             self.display.stop()
 
