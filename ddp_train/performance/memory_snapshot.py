@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import logging
 from pathlib import Path
 
 import torch
@@ -10,6 +10,7 @@ import torch
 VIEWER = "https://pytorch.org/memory_viz"
 ENTRIES = 100_000
 """Of the history: allocations and their Python stacks, the newest."""
+log = logging.getLogger(__name__)
 
 
 def snapshot_file(run_dir: Path, rank: int) -> Path:
@@ -27,8 +28,10 @@ def take_when_out_of_memory(path: Path, history: bool) -> None:
         torch.cuda.memory._record_memory_history(max_entries=ENTRIES, stacks="python")
 
     def take(device: int, size: int, total: int, free: int) -> None:
-        with contextlib.suppress(OSError):  # the error itself matters more
+        try:
             path.parent.mkdir(parents=True, exist_ok=True)
             torch.cuda.memory._dump_snapshot(str(path))
+        except Exception as error:  # noqa: BLE001  that the memory is full matters more
+            log.warning("%s cannot be written: %s", path, error)
 
     torch._C._cuda_attach_out_of_memory_observer(take)  # pyright: ignore[reportAttributeAccessIssue]  no stub has it

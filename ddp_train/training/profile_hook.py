@@ -35,7 +35,7 @@ def profile_hooks(steps: str | None, job: Job, path: Path, device: str, display:
 
 class ProfileHook:
     """Traces steps `first` to `last`, both included, of this process: RANK.json.gz, and a table in RANK.txt. Nothing is
-    exchanged. If a run resumes in between, or ends, the steps are those that it does itself.
+    exchanged. If a run resumes in between, is stopped or ends, the steps are those that it does itself.
 
     A hook acts after a step, so that the first step of a start cannot be traced. It compiles and allocates, and is no
     usual step anyway.
@@ -52,12 +52,13 @@ class ProfileHook:
         return max(job.step + 1, self.first - 1) if job.step < self.last else job.plan.steps
 
     def act(self, job: Job) -> None:
+        last = min(self.last, job.plan.steps, job.stop.last_step)
         if self.profile:
             self.mark.__exit__(None, None, None)
-            if job.step >= self.last or job.step >= job.plan.steps:
+            if job.step >= last:
                 self._write(self.profile, job.step)
                 self.profile = None
-        elif self.first - 1 <= job.step < min(self.last, job.plan.steps):
+        elif self.first - 1 <= job.step < last:
             kinds = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (self.device != "cpu")]
             self.profile, self.began = profile(activities=kinds, record_shapes=True), job.step
             self.profile.start()
