@@ -24,7 +24,7 @@ from ddp_train.config import metrics, reuse
 from ddp_train.config.bind import bind, own_keys
 from ddp_train.config.code_checks import package_of
 from ddp_train.config.options.custom import CustomConfig, hooks_of
-from ddp_train.config.program import Program
+from ddp_train.config.program import PRESETS, Program
 from ddp_train.config.schema import OPTIONS, SCALARS, SECTIONS, Config
 from ddp_train.config.values import from_environment, leaves
 from ddp_train.errors import ConfigError
@@ -33,8 +33,6 @@ from ddp_train.text import did_you_mean, shown
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
-PRESETS = ("experiment", "debug")
-"""Groups of whole runs, of which none need be chosen."""
 UNNAMED = 'in "<unicode string>", '
 """What PyYAML says of a text that it did not open itself."""
 COMMANDS = ["init", "resize"]
@@ -188,6 +186,9 @@ def _read_override(program: Program, override: Override, sweep: bool, read: Over
         read.problems.append(f"{argument}: belongs to mode={STUDY}; add that, or leave it out")
     elif is_group:
         _read_choice(program, name, override.value(), argument, read)
+    elif program.own and "." not in name and (program.own / name).is_dir():
+        rule = f"a folder of your own is a group only if it has the name of one: {', '.join(program.groups())}"
+        read.problems.append(f"{argument}: {program.own / name} is no group; {rule}")
     elif name.endswith(".name") and program.is_group(name[:-5]):
         read.problems.append(f"{argument}: an option is chosen by its group; use {name[:-5]}={shown(override.value())}")
     else:

@@ -14,8 +14,8 @@ from ddp_train.config.conflicts import notices
 from ddp_train.config.external_checks import changed, held_run, manifest_config, unwritable
 from ddp_train.config.freeze import COMMANDS, freeze, record_command, to_text
 from ddp_train.config.hardware import Hardware, detect_hardware
-from ddp_train.config.overrides import PRESETS, Overrides, read_config, read_overrides
-from ddp_train.config.program import Program
+from ddp_train.config.overrides import Overrides, read_config, read_overrides
+from ddp_train.config.program import PRESETS, Program
 from ddp_train.config.reuse import held_config
 from ddp_train.config.schema import OPTIONS, Config
 from ddp_train.config.validate import check, check_rules

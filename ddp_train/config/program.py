@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import shlex
 import sys
@@ -13,6 +14,11 @@ from ddp_train.errors import ConfigError
 
 PACKAGE = Path(__file__).resolve().parent.parent
 CONFIG_DIR = ("-cd", "--config-dir")
+PRESETS = ("experiment", "debug")
+"""Groups of whole runs, of which none need be chosen: their files set keys of all sections."""
+CLOSE = 0.7
+"""The likeness of two names from which one is a typo of the other: modle and dataset are, nginx is none of ours."""
+PACKAGE_LINE = "# @package _global_"
 FOLDER = "conf"
 """Your own presets: in the working folder, or beside launch.py."""
 
@@ -79,15 +85,24 @@ class Program:
         return str(path if self.own and path.is_relative_to(self.own) else path.relative_to(self.presets.parent.parent))
 
     def check(self) -> None:
-        """Raises ConfigError for files of your own that have the name of one of ours: one of them would be ignored."""
+        """Raises ConfigError for files of your own that would be ignored, or do less than they say: they have the name
+        of one of ours, no group reads them, or what they set would stand under the name of their group."""
         if not self.own:
             return
         if not self.own.is_dir():
             raise ConfigError([f"{CONFIG_DIR[1]}={self.own}: no such folder; name one with experiment/NAME.yaml in it"])
-        inside = (path.relative_to(self.own) for path in sorted(self.own.rglob("*.yaml")))
-        problems = []
+        inside = (path.relative_to(self.own) for path in sorted(self.own.rglob("*.y*ml")))
+        groups, problems = self.groups(), []
         for path in inside:
-            if str(path) == "config.yaml":
+            group = path.parent.as_posix()
+            meant = difflib.get_close_matches(group, groups, n=1, cutoff=CLOSE)
+            if group not in groups and meant:
+                problems.append(f"{self.own / path}: there is no group {group}; did you mean {meant[0]}?")
+            elif path.suffix == ".yml" and group in groups:
+                problems.append(f"{self.own / path}: only *.yaml is read; rename it to {path.stem}.yaml")
+            elif group in PRESETS and PACKAGE_LINE not in (self.own / path).read_text(errors="replace"):
+                problems.append(f"{self.own / path}: needs the line `{PACKAGE_LINE}` at its top, to set keys of a run")
+            elif str(path) == "config.yaml":
                 remedy = f"put what it sets into {self.own}/experiment/NAME.yaml, and choose that: experiment=NAME"
                 problems.append(f"{self.own / path}: ddp_train has a {path} of its own; {remedy}")
             elif (self.presets / path).exists():

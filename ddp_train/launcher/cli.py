@@ -17,8 +17,8 @@ import hydra
 import ddp_train
 from ddp_train.config.bind import is_section, key_named_like, own_keys
 from ddp_train.config.options.custom import CustomConfig
-from ddp_train.config.overrides import PRESETS, register_schema
-from ddp_train.config.program import CONFIG_DIR, Program
+from ddp_train.config.overrides import register_schema
+from ddp_train.config.program import CONFIG_DIR, PRESETS, Program
 from ddp_train.config.reuse import KEY, OF_A_RUN
 from ddp_train.config.schema import OPTIONS, SECTIONS, Config
 from ddp_train.distributed.world import World
