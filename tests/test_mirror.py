@@ -20,12 +20,13 @@ from unittest import mock
 
 import pytest
 import torch
-from fsspec.implementations.local import LocalFileSystem
+from fsspec.spec import AbstractFileSystem
 
 from ddp_train.config.freeze import to_values
 from ddp_train.config.options.optimizer import SgdConfig
 from ddp_train.config.schema import CheckpointConfig, Config
 from ddp_train.errors import DataError, WriteError
+from ddp_train.resilience import run_lock
 from ddp_train.resilience.checkpoint_files import MANIFEST, digest_of, place_of, read_manifest
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.resilience.preemption import StopController
@@ -114,7 +115,7 @@ def test_what_is_not_whole_is_passed_over(mirror: Mirror, tmp_path: Path) -> Non
 def test_what_cannot_be_read_is_not_passed_over_and_not_removed(mirror: Mirror, tmp_path: Path) -> None:
     """A network that fails is no corrupt checkpoint: else a run would begin at 0, and its first copy remove all."""
     written(tmp_path / "run", mirror, 1, 2)
-    whole = LocalFileSystem.get_file
+    whole = AbstractFileSystem.get_file
     for what in (MANIFEST, "training.pt"):
 
         def get_file(self: Any, path: str, *more: Any, what: str = what, **named: Any) -> Any:
@@ -122,12 +123,15 @@ def test_what_cannot_be_read_is_not_passed_over_and_not_removed(mirror: Mirror, 
                 raise ConnectionError("reset by peer")
             return whole(self, path, *more, **named)
 
-        with mock.patch.object(LocalFileSystem, "get_file", get_file):
+        with mock.patch.object(AbstractFileSystem, "get_file", get_file):
             with pytest.raises(DataError, match="cannot be read: ConnectionError: reset by peer"):
                 begun(mirror, tmp_path / "empty")
             assert begun(mirror, tmp_path / "run") == "", "it has its own"
     full = OSError(errno.ENOSPC, "No space left on device")
-    with mock.patch.object(LocalFileSystem, "get_file", side_effect=full), pytest.raises(DataError, match="No space"):
+    with (
+        mock.patch.object(AbstractFileSystem, "get_file", side_effect=full),
+        pytest.raises(DataError, match="No space"),
+    ):
         begun(mirror, tmp_path / "empty")
     manifests = [read_manifest(place_of(tmp_path / "run", step)) for step in (2, 1)]
     pulling = mock.patch("ddp_train.training.mirror.read_manifest", side_effect=[*manifests, full])
@@ -148,6 +152,8 @@ def test_the_best_comes_before_the_newest(mirror: Mirror, tmp_path: Path) -> Non
     with mock.patch.object(mirror, "_pull", lambda step, run_dir: (pulled.append(step), whole(step, run_dir))[1]):
         assert mirror.fetch(tmp_path / "empty", mirror.manifests(), -1, with_best=True) == 3
     assert pulled == [1, 3]
+    assert "of step 3" in begun(mirror, tmp_path / "another", best=True)
+    assert (tmp_path / "another/checkpoints/best").readlink() == Path("step_00000001")
     written(tmp_path / "older", mirror, 8)  # its manifest does not say what is best
     assert "of step 8" in begun(mirror, tmp_path / "new", best=True)
 
@@ -255,6 +261,15 @@ def test_of_two_runs_that_live_the_later_one_has_the_mirror(
     writer.wait()
     copied(first)
     assert mirror.steps() == [5] and f"the run in {tmp_path}/second on None" in caplog.text
+    held = run_lock.acquire(tmp_path / "third/lock.json")
+    try:
+        mirror.take(owner_of(tmp_path / "third"))
+        assert "step 5" in begun(mirror, tmp_path / "third"), "it is its own"
+        with pytest.raises(DataError, match=f"belongs to the run in {tmp_path}/third on .*, which is going on"):
+            begun(mirror, tmp_path / "fourth")
+    finally:
+        held.release()
+    assert "step 5" in begun(mirror, tmp_path / "fourth"), "the third run is dead"
     with pytest.raises(WriteError, match="copies its checkpoints there now; this one does no longer"):
         at_the_end(first, StopController(), config_of(mirror, tmp_path / "first"))
 
@@ -287,10 +302,12 @@ def test_a_run_whose_disk_is_lost_goes_on_from_its_mirror(tmp_path: Path) -> Non
     ("url", "said"),
     [
         ("runs/mirror", "must be a URL; use s3://BUCKET/RUN, or file:///"),
+        ("file://HERE/run/", "is the run directory itself; name a folder on another disk"),
         ("s4://bucket/run", "fsspec knows no s4://; did you mean s3?"),
     ],
 )
 def test_what_is_no_url_is_refused(url: str, said: str, tmp_path: Path) -> None:
+    url = url.replace("HERE", str(tmp_path))
     done = run(f"checkpoint.mirror={url}", f"run_dir={tmp_path}/run")
     assert done.returncode == 2 and f"checkpoint.mirror={url}: {said}" in done.stderr, done.stderr
 

@@ -201,11 +201,11 @@ def _superseded(run_dir: Path, newest: int, keep: int, selection: Selection | No
     others.sort(key=lambda path: path < final)
     best = best_of([*others, final], selection) if selection else None
     if best:
-        _link_best(best)
+        link_best(best)
     return [old for old in others[: max(0, len(others) - (keep - 1))] if old != best]
 
 
-def _link_best(best: Path) -> None:
+def link_best(best: Path) -> None:
     """Lets checkpoints/best point to a checkpoint beside it, atomically: there is always the old one or the new one."""
     link, part = best.with_name(BEST), best.with_name(f"{BEST}.part-{os.getpid()}")
     try:

@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -122,18 +122,32 @@ class Mirror:
         self.files.makedirs(self.root, exist_ok=True)
         self.files.pipe_file(f"{self.root}/{OWNER}", json.dumps(owner).encode())
 
+    def owner(self) -> dict[str, Any] | None:
+        """What `take` was given last; None if nobody has taken it, empty if it cannot be understood."""
+        try:
+            found = json.loads(self.files.cat_file(f"{self.root}/{OWNER}"))
+        except FileNotFoundError:
+            return None
+        except ValueError:
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def check_free(self, owner: dict[str, Any]) -> None:
+        """Raises DataError if another run has it that is alive, as far as that is to be seen from here: by the lock of
+        its run directory."""
+        now = self.owner() or {}
+        lock = Path(str(now.get("run_dir")), run_lock.FILE)
+        if now != owner and run_lock.is_held(lock) and run_lock.owner(lock).get("id") == now.get("id"):
+            what = f"checkpoint.mirror={self.url} belongs to {_described(now)}, which is going on"
+            raise DataError(what, "wait for its end, or name another folder")
+
     def check_owner(self, owner: dict[str, Any]) -> None:
         """Raises NotOursError if another run has taken it since."""
-        try:
-            now = json.loads(self.files.cat_file(f"{self.root}/{OWNER}"))
-        except FileNotFoundError:  # somebody has emptied it
+        now = self.owner()
+        if now is None:  # somebody has emptied it
             self.take(owner)
-            return
-        except ValueError:
-            now = {}
-        if now != owner:
-            who = f"the run in {now.get('run_dir')} on {now.get('host')}, started {now.get('since')}"
-            raise NotOursError(f"{who}, copies its checkpoints there now; this one does no longer")
+        elif now != owner:
+            raise NotOursError(f"{_described(now)} copies its checkpoints there now; this one does no longer")
 
     def push(self, place: Path) -> None:
         """Copies a checkpoint. One of the same step that was there counts no more from the first file on."""
@@ -143,8 +157,7 @@ class Mirror:
         self.files.makedirs(there, exist_ok=True)
         names = sorted(path.name for path in place.iterdir() if path.name != MANIFEST)
         for name in (*names, MANIFEST):
-            self.files.put_file(str(place / name), f"{there}/{name}", callback=self._moving())
-            self._moved()
+            self._move("put_file", str(place / name), f"{there}/{name}")
 
     def remove_all_but(self, kept: set[int]) -> None:
         """What is newer than all of these stays: this run has not seen it, or could not use it."""
@@ -163,7 +176,7 @@ class Mirror:
         `manifests` gives them. Returns its step, None if there is none. Raises WriteError if the disk is full."""
         steps = [step for step in known if step > newer_than]
         if steps and with_best:  # first: a process that dies in between must not leave the newest alone
-            best = _best(known, known[steps[0]].get("best_by", {}))
+            best = best_step(known, known[steps[0]].get("best_by", {}))
             if best is not None and best != steps[0] and not place_of(run_dir, best).exists():
                 self._pull(best, run_dir)
         return next((step for step in steps if self._pull(step, run_dir)), None)
@@ -198,23 +211,32 @@ class Mirror:
         return True
 
     def _get(self, step: int, name: str, folder: Path) -> None:
-        self.files.get_file(f"{self._there(step)}/{name}", str(folder / name), callback=self._moving())
-        self._moved()
+        self._move("get_file", f"{self._there(step)}/{name}", str(folder / name))
 
     def _passed_over(self, step: int, error: Exception) -> None:
         log.warning("%s/checkpoints/%s is passed over: %s", self.url, place_of(Path(), step).name, first_line(error))
 
-    def _moving(self) -> Any:
-        """Is told of each part of a file that is copied, where the file system tells."""
+    def _move(self, how: str, source: str, target: str) -> None:
+        """how: put_file or get_file. Notes each part of the file that is copied, where the file system tells of it."""
         from fsspec.callbacks import Callback
+        from fsspec.implementations.local import LocalFileSystem
+        from fsspec.spec import AbstractFileSystem
 
-        return Callback(hooks={"moved": lambda *_, **__: self._moved()})
+        move = getattr(self.files, how)
+        if isinstance(self.files, LocalFileSystem):  # its own says nothing before the end
+            move = partial(getattr(AbstractFileSystem, how), self.files)
+        move(source, target, callback=Callback(hooks={"moved": lambda *_, **__: self._moved()}))
+        self._moved()
 
     def _moved(self) -> None:
         self.moved_at = time.monotonic()
 
 
-def _best(known: dict[int, dict[str, Any]], best_by: dict[str, Any]) -> int | None:
+def _described(owner: dict[str, Any]) -> str:
+    return f"the run in {owner.get('run_dir')} on {owner.get('host')}, started {owner.get('since')},"
+
+
+def best_step(known: dict[int, dict[str, Any]], best_by: dict[str, Any]) -> int | None:
     """The step of the best of these; None where nothing says which it is, as in checkpoints of older versions."""
     try:
         selection = Selection(**best_by)

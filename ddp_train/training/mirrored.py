@@ -13,10 +13,11 @@ from ddp_train.config.schema import Config
 from ddp_train.distributed.process_group import from_leader
 from ddp_train.distributed.world import World
 from ddp_train.errors import DataError, WriteError
-from ddp_train.resilience.checkpoint_files import places, step_of
+from ddp_train.resilience.checkpoint_files import place_of, places, step_of
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.resilience.preemption import StopController
-from ddp_train.training.mirror import COPIED, COPYING, FAILED, Mirror, Mirroring, UnreachableError, owner_of
+from ddp_train.training.checkpoint import link_best
+from ddp_train.training.mirror import COPIED, COPYING, FAILED, Mirror, Mirroring, UnreachableError, best_step, owner_of
 from ddp_train.training.saved import defect_of
 
 LOOK_SECONDS = 0.1
@@ -51,6 +52,8 @@ def fetch_alone(config: Config, attempt: int) -> str:
         before = bind_frozen(then)[0] if then else None
         if before and (problems := of_another_run(before, config, where, "name another folder as checkpoint.mirror")):
             raise DataError("; ".join(problems), "one folder is for one run")
+        with mirror.reached("read"):
+            mirror.check_free(owner_of(run_dir))
         with mirror.reached("written"):
             mirror.take(owner_of(run_dir))
         with mirror.reached("read"):
@@ -62,6 +65,8 @@ def fetch_alone(config: Config, attempt: int) -> str:
             "%s; the run goes on from its own checkpoint of step %d, and tries again with each one", error, here
         )
         return ""
+    if step is not None and section.best and (best := best_step(known, known[step].get("best_by", {}))) is not None:
+        link_best(place_of(run_dir, best))
     differs = "".join(f", {word}" for word in changed(before, config)) if before else ""
     return "" if step is None else f"the checkpoint of step {step} was copied from {where}{differs}"
 
