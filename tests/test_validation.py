@@ -27,7 +27,7 @@ from ddp_train.config.schema import OPTIONS, Config
 from ddp_train.data.datasets import BatchSource
 from ddp_train.data.splits import Splits, parted
 from ddp_train.errors import ConfigError, DataError
-from ddp_train.launcher import sweep
+from ddp_train.launcher import sweep_words
 from ddp_train.launcher.sweep import Trials
 from ddp_train.launcher.sweep_rows import outcome
 from ddp_train.tasks.builtin import TASKS
@@ -309,9 +309,9 @@ def test_keys_without_effect_are_said_so() -> None:
 # --- sweeps ---------------------------------------------------------------------------------------------------------
 
 
-def sweep_words(monkeypatch: pytest.MonkeyPatch, *words: str) -> list[str]:
+def hydra_words(monkeypatch: pytest.MonkeyPatch, *words: str) -> list[str]:
     """The command line that Hydra gets for a sweep by Optuna."""
-    monkeypatch.setattr(sweep, "_has_plugin", lambda _: True)
+    monkeypatch.setattr(sweep_words, "has_plugin", lambda _: True)
     return Trials(PROGRAM, None).check(["-m", "hydra/sweeper=optuna", "seed=1,2", *words], True)
 
 
@@ -324,20 +324,20 @@ def sweep_words(monkeypatch: pytest.MonkeyPatch, *words: str) -> list[str]:
 def test_optuna_is_told_the_direction_of_the_objective(
     objective: str, direction: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert f"hydra.sweeper.direction={direction}" in sweep_words(monkeypatch, f"objective={objective}")
-    right = sweep_words(monkeypatch, f"objective={objective}", f"hydra.sweeper.direction={direction}")
+    assert f"hydra.sweeper.direction={direction}" in hydra_words(monkeypatch, f"objective={objective}")
+    right = hydra_words(monkeypatch, f"objective={objective}", f"hydra.sweeper.direction={direction}")
     assert right.count(f"hydra.sweeper.direction={direction}") == 1
     wrong = {"maximize": "minimize", "minimize": "maximize"}[direction]
     with pytest.raises(ConfigError, match=rf"direction={wrong}: objective=.* is better the .*use hydra\.sweeper\."):
-        sweep_words(monkeypatch, f"objective={objective}", f"hydra.sweeper.direction={wrong}")
+        hydra_words(monkeypatch, f"objective={objective}", f"hydra.sweeper.direction={wrong}")
 
 
 @pytest.mark.slow
 def test_where_only_the_task_knows_the_direction_the_user_must_say_it(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["task._target_=yaml.Task", "trusted_modules=[yaml]", "objective=test.dice"]
     with pytest.raises(ConfigError, match=r"add hydra\.sweeper\.direction=maximize or hydra\.sweeper\.direction=minim"):
-        sweep_words(monkeypatch, *words)
-    monkeypatch.setattr(sweep, "_has_plugin", lambda _: True)
+        hydra_words(monkeypatch, *words)
+    monkeypatch.setattr(sweep_words, "has_plugin", lambda _: True)
     trials = Trials(PROGRAM, None)
     trials.check(["-m", "hydra/sweeper=optuna", "seed=1,2", *words, "hydra.sweeper.direction=minimize"], True)
     contradiction = trials._learn({"objective_name": "test.dice", "better": "max"})
@@ -346,7 +346,7 @@ def test_where_only_the_task_knows_the_direction_the_user_must_say_it(monkeypatc
 
 @pytest.mark.slow
 def test_optuna_that_is_not_installed_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep, "_has_plugin", lambda _: False)
+    monkeypatch.setattr(sweep_words, "has_plugin", lambda _: False)
     with pytest.raises(ConfigError, match=r"needs the package hydra-optuna-sweeper; pip install -e '\.\[optuna\]'"):
         Trials(PROGRAM, None).check(["-m", "hydra/sweeper=optuna", "seed=1,2"], True)
 

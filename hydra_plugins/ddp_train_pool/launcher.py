@@ -14,13 +14,13 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.utils import JobReturn, configure_log, filter_overrides, run_job, setup_globals
+from hydra.core.utils import JobReturn, JobStatus, configure_log, filter_overrides, run_job, setup_globals
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
 
 from hydra_plugins.ddp_train_pool import _jobs
-from hydra_plugins.ddp_train_pool._devices import Devices, PoolError, visible_gpus
+from hydra_plugins.ddp_train_pool._devices import Devices, PoolError, asked_gpus, visible_gpus
 
 log = logging.getLogger(__name__)
 POLL_SECONDS = 0.1
@@ -50,10 +50,11 @@ ConfigStore.instance().store(group="hydra/launcher", name="pool", node=PoolConf,
 class PoolLauncher(Launcher):
     """Runs each job in a process of its own, as many at a time as there are free devices.
 
-    The object whose method the application's function is may have methods `before_jobs()`, `job_started(number,
-    overrides, devices)` and `job_ended(number, overrides, JobReturn, exit_code, seconds)`: they are called in the
-    process that starts the jobs. A signal goes to all jobs, is waited for, and is raised again at the end; the third
-    one kills them.
+    The object whose method the application's function is may have methods, which are called in the process that starts
+    the jobs: `before_jobs()`; `job_number(number, overrides)`, once for each job before it starts: the number, and so
+    the folder, that it gets; `known_value(number, overrides)`: what it would return, if that is known already, and None
+    if it must run; `job_started(number, overrides, devices)`; `job_ended(number, overrides, JobReturn, exit_code,
+    seconds)`. A signal goes to all jobs, is waited for, and is raised again at the end; the third one kills them.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class PoolLauncher(Launcher):
         if per_job == 0:
             names = []
         elif self.devices is not None:
-            names = list(dict.fromkeys(self.devices))
+            names = asked_gpus(self.devices)
         else:
             names = visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
         per_job = min(1, len(names)) if per_job is None else per_job
@@ -114,15 +115,20 @@ class PoolLauncher(Launcher):
 
     def _run_all(self, pool: Devices, jobs: list[list[str]], first: int) -> list[JobReturn]:
         waiting, running, returned = list(range(len(jobs))), dict[int, _jobs.Job](), dict[int, JobReturn]()
-        keep, last_start = _jobs.children(), -self.start_delay_seconds
+        keep, last_start, ready = _jobs.children(), -self.start_delay_seconds, None
         _jobs.adopt(True)
         try:
             while (waiting and not self.received) or running:
                 may_start = waiting and not self.received and len(running) < pool.at_once
-                if may_start and time.monotonic() >= last_start + self.start_delay_seconds:
+                if may_start and ready is None:
+                    ready = self._make_ready(first + waiting[0], jobs[waiting[0]])
+                    if isinstance(ready, JobReturn):
+                        returned[waiting.pop(0)], ready = ready, None
+                        continue
+                if may_start and ready and time.monotonic() >= last_start + self.start_delay_seconds:
                     index = waiting[0]
-                    if job := self._start(pool, first + index, jobs[index], running):
-                        running[waiting.pop(0)] = job
+                    if job := self._start(pool, *ready, jobs[index], running):
+                        running[waiting.pop(0)], ready = job, None
                         last_start = time.monotonic()
                         self._tell("job_started", job.number, jobs[index], job.devices)
                         continue
@@ -144,17 +150,42 @@ class PoolLauncher(Launcher):
             _jobs.adopt(False)
         return [returned[index] for index in sorted(returned)]
 
-    def _start(self, pool: Devices, number: int, overrides: list[str], running: dict[int, _jobs.Job]) -> Any:
+    def _make_ready(self, number: int, overrides: list[str]) -> tuple[int, DictConfig] | JobReturn:
+        """The number and the config of a job; its result, if that is known, or if the config cannot be composed, which
+        ends no other job."""
+        number = self._tell("job_number", number, overrides, default=number)
+        if (known := self._tell("known_value", number, overrides)) is not None:
+            returned = JobReturn(overrides=overrides, status=JobStatus.COMPLETED)
+            returned.return_value = known
+            return returned
+        try:
+            config = self.hydra_context.config_loader.load_sweep_config(self.config, overrides)
+            with open_dict(config):
+                config.hydra.job.id = config.hydra.job.num = number
+            return number, config
+        except Exception as error:  # noqa: BLE001  whatever Hydra, OmegaConf or a resolver of the application raises
+            log.info("\t#%d : %s: %s", number, " ".join(filter_overrides(overrides)), error)
+            returned = _jobs.failed(error, overrides)
+            self._tell("job_ended", number, overrides, returned, 1, 0.0)
+            return returned
+
+    def _start(
+        self, pool: Devices, number: int, config: DictConfig, overrides: list[str], running: dict[int, _jobs.Job]
+    ) -> Any:
         """The job, if there are devices for it."""
         with pool.offered({device for job in running.values() for device in job.devices}) as offer:
             if offer is None:
                 return None
-            log.info("\t#%d : %s", number, " ".join([*filter_overrides(overrides), *offer[0]]))
-            config = self.hydra_context.config_loader.load_sweep_config(self.config, overrides)
-            with open_dict(config):
-                config.hydra.job.id = config.hydra.job.num = number
             folder = Path(str(config.hydra.sweep.dir), str(config.hydra.sweep.subdir)) if self.output else None
-            return _jobs.start(number, offer[0], lambda: self._run_job(config), folder and folder / str(self.output))
+            output = folder and folder / str(self.output)
+            try:
+                job = _jobs.start(number, offer[0], lambda: self._run_job(config), output)
+            except OSError as error:
+                if not running:
+                    raise PoolError(f"job {number} cannot be started: {error}") from None
+                return None  # no memory, or no processes left, until another one has ended
+            log.info("\t#%d : %s", number, " ".join([*filter_overrides(overrides), *offer[0]]))
+            return job
 
     def _run_job(self, config: DictConfig) -> JobReturn:
         """In the job's process."""
@@ -195,7 +226,7 @@ class PoolLauncher(Launcher):
             for number in heeded:
                 signal.signal(number, before[number])
 
-    def _tell(self, method: str, *values: Any) -> None:
+    def _tell(self, method: str, *values: Any, default: Any = None) -> Any:
+        """What the application's method returns; `default` if it has none."""
         told = getattr(getattr(self.task_function, "__self__", None), method, None)
-        if told:
-            told(*values)
+        return told(*values) if told else default
