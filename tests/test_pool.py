@@ -371,7 +371,7 @@ def test_the_row_of_a_trial_that_ended_at_once_is_found(trials: sweep.Trials) ->
 
 
 def test_a_row_that_could_not_be_written_comes_with_the_result(trials: sweep.Trials) -> None:
-    value = sweep.Scored(0.5)
+    value = sweep_rows.Scored(0.5)
     value.row, value.is_written = ROW, False
     assert ended(trials, pickle.loads(pickle.dumps(value))) == value.row == sweep_rows.read(trials.sweep_dir)[0]
 
@@ -523,3 +523,42 @@ def test_a_trial_that_fails_says_why_in_one_line(tmp_path: Path) -> None:
     assert f"trial 0: failed (70)  {fatal}  log: {sweep}/0/log.txt" in done.stdout
     assert sorted(row["status"] for row in sweep_rows.read(sweep)) == ["completed", "failed"]
     assert (sweep / "1/log.txt").read_text().count("epoch 1/1") == 1
+
+
+FAULTY = """
+import os, signal, time, torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, fault=""):
+        super().__init__()
+        self.layers, self.fault, self.calls = nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), fault, 0
+
+    def forward(self, images):
+        self.calls += 1
+        if self.fault == "hang" and self.calls == 2:
+            time.sleep(600)
+        if self.fault == "oom":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB")
+        if self.fault == "killed":
+            os.kill(os.getppid(), signal.SIGKILL)
+        return self.layers(images)
+"""
+
+
+@pytest.mark.slow
+def test_a_trial_that_hangs_or_has_no_memory_keeps_its_row_and_gives_its_device_back(tmp_path: Path) -> None:
+    (tmp_path / "faulty.py").write_text(FAULTY)
+    done = run(
+        "-m", "model._target_=faulty.Net", "trusted_modules=[faulty]", "data.limit=100", "train.epochs=1", ONE,
+        "+model.fault=hang,oom,killed,none", "launch.timeout_seconds=3", "hydra.launcher.gpus_per_trial=1",
+        "hydra.launcher.devices=[a]", f"hydra.launcher.lock_folder={tmp_path}/locks", f"run_dir={tmp_path}/sweep",
+        env={"PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    rows = sweep_rows.read(tmp_path / "sweep")
+    assert [(row.get("kind"), row["status"]) for row in rows] == [
+        ("hang", "failed"), ("oom", "failed"), ("died", "failed"), (None, "completed")
+    ], done.stdout + done.stderr  # fmt: skip
+    assert [row["exit_code"] for row in rows] == [71, 70, 70, 0] and done.returncode == 71
+    locks = Locks(tmp_path / "locks")
+    assert locks.take("a") is not None

@@ -93,7 +93,8 @@ def through_hydra(trials: Trials, argv: list[str], world: World | None) -> int:
     own = trials.program.own
     sys.argv = [sys.argv[0], *([f"{CONFIG_DIR[1]}={own}"] if own else []), *argv]
     if trials.pool:
-        importlib.import_module("hydra_plugins.ddp_train_pool.launcher")  # an editable install may hide it from Hydra
+        for name in ("launcher", "optuna_sweeper"):  # an editable install may hide them from Hydra
+            importlib.import_module(f"hydra_plugins.ddp_train_pool.{name}")
         for number in stop_signals():
             signal.signal(number, trials.end_by_signal)
     only_shows = not {"-c", "--cfg", "-i", "--info"}.isdisjoint(flags)

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import math
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import DictConfig
 
-from ddp_train.config.external_checks import unwritable
 from ddp_train.config.hardware import detect_hardware
 from ddp_train.config.metrics import BY_TEST, direction_of, has_validation, objective_name
 from ddp_train.config.overrides import read_overrides
@@ -26,26 +23,15 @@ from ddp_train.config.schema import Config
 from ddp_train.config.validate import check_rules
 from ddp_train.distributed.environment import new_run_id, visible_devices
 from ddp_train.errors import ConfigError
-from ddp_train.launcher import local, sweep_rows, sweep_words, trial_pool
+from ddp_train.launcher import local, sweep_lock, sweep_pruning, sweep_rows, sweep_words, trial_pool
 from ddp_train.launcher.fork_server import ForkServer, preload
 from ddp_train.launcher.stop_requests import StopRequests
+from ddp_train.launcher.sweep_baseline import MARK, Baseline
 from ddp_train.launcher.sweep_numbers import Numbers
 from ddp_train.launcher.sweep_report import SweepPage, print_results
 from ddp_train.launcher.sweep_rows import RESULTS
 from ddp_train.launcher.trial_pool import TrialPool
-from ddp_train.linux import state_of
-from ddp_train.resilience import run_lock
 from ddp_train.resilience.preemption import SAVED, UNSAVED
-
-REMAINS_SECONDS = 20.0
-"""For what is left of a sweep that was killed to end: a process with CUDA takes seconds."""
-
-
-class Scored(float):
-    """What a trial returns, with its row: the results file may have had no room for it."""
-
-    row: dict[str, Any]
-    is_written: bool
 
 
 class Trials:
@@ -84,6 +70,7 @@ class Trials:
         self.page = SweepPage("")
         self.numbers = Numbers(Path(), 0, "")
         self.writer = sweep_rows.Writer(Path())
+        self.baseline = Baseline()
         self.begun: set[int] = set()
         """The trials of this start, as far as this process knows."""
 
@@ -133,7 +120,7 @@ class Trials:
                 problems += found
         self.objective, self.better = config.objective, direction_of(config.objective, config)
         direction, found = self._direction(read.arguments, config)
-        problems += found if sweep else []
+        problems += [*found, *sweep_words.unusable_with_optuna(read.arguments, config.objective)] if sweep else []
         if problems:
             raise ConfigError(list(dict.fromkeys(problems)))
         hydra_argv = [word for word in argv if word not in overrides] + read.arguments
@@ -143,15 +130,19 @@ class Trials:
         if (validation := has_validation(config)) is not None:
             self.objective = objective_name(config.objective, validation)
             self._tell_if_by_test(self.objective)
-        self.swept = set(read.swept)
-        self.total = math.prod(map(len, read.swept.values()))
+        self.swept = {*read.swept, *sweep_words.params(read.arguments)}
+        self.total = sweep_words.drawn_by_optuna(read.arguments) or math.prod(map(len, read.swept.values()))
         if not self.job_launcher:
             for note in trial_pool.notes(config, resolved[-1], told):
                 print(f"note: {note}", file=sys.stderr)
             pool = trial_pool.pool_of(config, resolved, self.total, hardware, told)
-            if asked == trial_pool.NAME or (not asked and (pool.at_once > 1 or told)):
+            drawn = sweep_words.drawn_by_optuna(read.arguments)
+            if asked == trial_pool.NAME or (not asked and (pool.at_once > 1 or told or drawn)):
                 self.pool, self.forks_workers = pool, config.launch.fork_server
                 hydra_argv += pool.words(hydra_argv)
+        self.baseline.asked = config.sweep.baseline and bool(self.pool and self.pool.at_once > 1)
+        if config.sweep.baseline and not self.baseline.asked:
+            print(f"note: {sweep_words.NO_BASELINE}", file=sys.stderr)
         self.sweep_dir = Path(config.run_dir or f"runs/{config.name}/sweep_{new_run_id(None)}")
         self.numbers = Numbers(self.sweep_dir, self.total, new_run_id(None))
         self.writer = sweep_rows.Writer(self.sweep_dir)
@@ -162,20 +153,10 @@ class Trials:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Holds the directory of the sweep, as a run holds its own. Raises ConfigError if another one does."""
-        path = self.sweep_dir / run_lock.FILE
-        try:
-            held = run_lock.acquire(path, REMAINS_SECONDS if _is_left_behind(path) else 0.0)
-        except run_lock.LockHeldError as error:
-            remedy = "wait for it, stop it, or name another run_dir"
-            raise ConfigError([f"run_dir={self.sweep_dir}: another sweep is in it, {error}; {remedy}"]) from None
-        except OSError as error:
-            raise ConfigError([unwritable(str(self.sweep_dir), error.strerror or str(error))]) from None
-        self.rows_begin = sweep_rows.size(self.sweep_dir)
-        try:
+        """Holds the directory of the sweep."""
+        with sweep_lock.alone(self.sweep_dir):
+            self.rows_begin = sweep_rows.size(self.sweep_dir)
             yield
-        finally:
-            held.release()
 
     def _direction(self, arguments: list[str], config: Config) -> tuple[list[str], list[str]]:
         """What a sweeper must be told about the better direction, and what is wrong with what it was told."""
@@ -208,11 +189,11 @@ class Trials:
                 return value
         stop = StopRequests(program_ends=bool(self.pool))
         row = self._new_row(number, overrides, run_dir)
-        server, at_once = self.server, self.pool.at_once if self.pool else 1
+        server, at_once = self.server, row.get("at_once", 1)
         if self.pool and self.preloaded is not None:
             server = ForkServer(self.program.import_path, self.preloaded)
         try:
-            with _hydra_set_aside():
+            with sweep_words.hydra_set_aside():
                 prepared = prepare(self.program, overrides, None, run_dir, at_once)
             for notice in prepared.notices:
                 print(f"note: {notice}", file=sys.stderr)
@@ -229,12 +210,16 @@ class Trials:
                 with contextlib.suppress(subprocess.CalledProcessError):
                     stop.forward()
                 raise SystemExit(row["exit_code"])  # cancelled, or restarted by SLURM itself
-            row |= sweep_rows.outcome(prepared.config) if row["exit_code"] == 0 else sweep_rows.failure(run_dir)
+            if row["exit_code"] == 0:
+                row |= sweep_rows.outcome(prepared.config)
+            else:
+                pruned = sweep_pruning.marked(Path(run_dir)) if row["exit_code"] in (SAVED, UNSAVED) else None
+                row |= pruned or sweep_rows.failure(run_dir)
         except ConfigError as error:
             print(error, file=sys.stderr)
             row |= {"kind": error.kind, "reason": str(error)}
         self.rows.append(row)
-        value = Scored(_objective(row))
+        value = sweep_rows.Scored(sweep_rows.value_of(row))
         value.row, value.is_written = row, self.writer.add(row)
         if not self.pool and not self.job_launcher:  # there, this process knows of its own trial only
             self._write_page()
@@ -254,7 +239,10 @@ class Trials:
         """Of a trial that has failed so far. words: all that it was given, by which it is found again."""
         row = {"trial": number, "overrides": self._swept_among(words), "words": sorted(words), "status": "failed"}
         row |= {"run_dir": run_dir}
-        return row | {"exit_code": ConfigError.exit_code} | ({"at_once": self.pool.at_once} if self.pool else {})
+        row |= {"exit_code": ConfigError.exit_code}
+        if number == self.baseline.number:
+            return row | {"at_once": 1, MARK: self.baseline.row[MARK]}
+        return row | ({"at_once": self.pool.at_once} if self.pool else {})
 
     def _named(self, number: int, overrides: list[str]) -> str:
         """A trial that begins in a line: its number, which of how many it is if that is known, and what is its own."""
@@ -286,17 +274,34 @@ class Trials:
 
     def known_value(self, number: int, overrides: list[str]) -> float | None:
         """The objective of a trial that the same sweep has completed before it was ended; None: it must run."""
-        row = sweep_rows.completed_before(self.sweep_dir, sweep_words.words_of_trial(overrides))
+        words, folder = sweep_words.words_of_trial(overrides), self.sweep_dir / str(number)
+        row = sweep_rows.completed_before(self.sweep_dir, words)
+        if row is None and (pruned := sweep_pruning.marked(folder)):  # the sweep was killed before the row was there
+            row = self._new_row(number, words, str(folder.absolute())) | pruned
+            self.writer.add(row)
         if row is None:
             return None
         self.begun.add(number)
         self._add(row | {"trial": number})
         as_another = "" if row["trial"] == number else f", as trial {row['trial']}"
-        print(f"trial {number} was completed before{as_another}: {self.sweep_dir / RESULTS}", flush=True)
-        return _objective(row)
+        print(f"trial {number} was {row['status']} before{as_another}: {self.sweep_dir / RESULTS}", flush=True)
+        return sweep_rows.value_of(row)
+
+    def reports(self, number: int) -> list[float]:
+        """The objective of a trial at each evaluation so far."""
+        return sweep_pruning.reports(self.sweep_dir / str(number), self.objective)
+
+    def prune(self, number: int, evaluations: int, value: float) -> None:
+        """Before a trial is stopped because others are better."""
+        sweep_pruning.mark(self.sweep_dir / str(number), evaluations, value)
+
+    def job_alone(self) -> tuple[int, list[str]] | None:
+        """The run of `sweep.baseline`, after all trials."""
+        return self.baseline.choose(self.rows, sweep_rows.read(self.sweep_dir), self.numbers)
 
     def job_started(self, number: int, overrides: list[str], devices: list[str]) -> None:
         on = f"  on {', '.join(devices)}" if devices else ""
+        on += f"  (trial {self.baseline.row[MARK]} alone)" if number == self.baseline.number else ""
         print(f"trial {self._named(number, overrides)}{on}", flush=True)
 
     def job_ended(self, number: int, overrides: list[str], returned: JobReturn, exit_code: int, seconds: float) -> None:
@@ -308,11 +313,15 @@ class Trials:
             row = next((row for row in reversed(written) if row["trial"] == number), None)
         if row is None:
             words, run_dir = sweep_words.words_of_trial(overrides), (self.sweep_dir / str(number)).absolute()
-            row, is_written = self._new_row(number, words, str(run_dir)) | sweep_rows.death(exit_code, value), False
+            how = sweep_pruning.marked(run_dir) or sweep_rows.death(exit_code, value)
+            row, is_written = self._new_row(number, words, str(run_dir)) | how, False
         self.writer.add(*([] if is_written else [row]))
-        if isinstance(value, BaseException):
-            returned.status, returned.return_value = JobStatus.COMPLETED, math.nan
-        self._add(row)
+        if isinstance(value, BaseException) or row["status"] == "pruned":
+            returned.status, returned.return_value = JobStatus.COMPLETED, sweep_rows.value_of(row)
+        if number == self.baseline.number:
+            self.baseline.row = row
+        else:
+            self._add(row)
         if contradiction := self._learn(row):
             returned.status, returned.return_value = JobStatus.FAILED, SystemExit(ConfigError.exit_code)
             print(contradiction, file=sys.stderr)
@@ -351,32 +360,13 @@ class Trials:
     def finish(self) -> int:
         """Prints the results. Returns 0 if all trials were completed, else the exit code of the first failed one."""
         if self.job_launcher:
-            self.rows = sorted(sweep_rows.read(self.sweep_dir, self.rows_begin), key=lambda row: row["trial"])
+            rows = [row for row in sweep_rows.read(self.sweep_dir, self.rows_begin) if MARK not in row]
+            self.rows = sorted(rows, key=lambda row: row["trial"])
         self.writer.add()
         if self.rows:
             for row in self.rows:  # those of jobs are read here first
                 self._learn(row)
-            print_results(self.rows, self.objective, self.better, self.pool.at_once if self.pool else 1)
+            self.page.note, at_once = self.baseline.text(self.rows), self.pool.at_once if self.pool else 1
+            print_results(self.rows, self.objective, self.better, at_once, self.page.note)
             print(f"results {self.sweep_dir / RESULTS}")
         return next((row["exit_code"] for row in self.rows if row["exit_code"]), 0)
-
-
-@contextlib.contextmanager
-def _hydra_set_aside() -> Iterator[None]:
-    """Allows a config to be composed while Hydra runs a trial: Hydra has one global instance."""
-    outer = GlobalHydra.instance().hydra
-    GlobalHydra.instance().clear()
-    try:
-        yield
-    finally:
-        GlobalHydra.instance().hydra = outer
-
-
-def _is_left_behind(lock: Path) -> bool:
-    """Whether whoever took a lock on this host is dead: processes of a sweep that was killed hold it until they end."""
-    owner = run_lock.owner(lock)
-    return owner.get("host") == socket.gethostname() and state_of(int(owner["pid"])) in ("", "Z")
-
-
-def _objective(row: dict[str, Any]) -> float:
-    return math.nan if row.get("objective") is None else row["objective"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import math
 import os
 import signal
 import sys
@@ -19,6 +20,7 @@ from ddp_train.resilience.failure_report import FILE as FAILURE
 from ddp_train.resilience.failure_report import SUMMARY
 from ddp_train.resilience.preemption import SIGNALS, UNSAVED
 from ddp_train.text import did_you_mean, first_line
+from hydra_plugins.ddp_train_pool._jobs import Pruned
 
 RESULTS = "results.jsonl"
 
@@ -94,6 +96,20 @@ class Writer:
         return not self.waiting
 
 
+class Scored(float):
+    """What a trial returns, with its row: the results file may have had no room for it."""
+
+    row: dict[str, Any]
+    is_written: bool
+
+
+def value_of(row: dict[str, Any]) -> float:
+    """What a sweeper gets for a trial that has ended."""
+    if row["status"] == "pruned":
+        return Pruned(math.nan if row.get("last_value") is None else row["last_value"])
+    return math.nan if row.get("objective") is None else row["objective"]
+
+
 def size(sweep_dir: Path) -> int:
     """Where the next row begins, in bytes."""
     path = sweep_dir / RESULTS
@@ -106,8 +122,9 @@ def read(sweep_dir: Path, begin: int = 0) -> list[dict[str, Any]]:
 
 
 def completed_before(sweep_dir: Path, words: list[str]) -> dict[str, Any] | None:
-    """The row of a trial with the same words that an earlier start of this sweep has completed."""
-    found = [row for row in read(sweep_dir) if row["status"] == "completed" and row.get("words") == sorted(words)]
+    """The row of a trial with the same words that an earlier start of this sweep has completed, or pruned."""
+    done = [row for row in read(sweep_dir) if row["status"] in ("completed", "pruned") and "alone" not in row]
+    found = [row for row in done if row.get("words") == sorted(words)]
     return found[-1] if found else None
 
 
@@ -163,4 +180,6 @@ def ended(row: dict[str, Any], log: Path) -> str:
     if row["status"] == "completed":
         value = "" if row.get("objective") is None else f"  {row['objective_name']} {row['objective']:g}"
         return f"completed{value}"
+    if row["status"] == "pruned":
+        return f"pruned after {row['evaluations']} evaluations, at {row['last_value']}"
     return f"failed ({row['exit_code']})  {fatal_line(log) or row['reason']}  log: {log}"

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import shutil
+from collections.abc import Iterator
 from typing import Any
 
+from hydra.core.global_hydra import GlobalHydra
+
+from ddp_train.config.metrics import MEASURED
 from ddp_train.config.schema import Config
 
 LAUNCHER, SWEEPER, SLURM = "hydra/launcher", "hydra/sweeper", ("slurm", "submitit_slurm")
+OPTUNA, TRIALS = "pool_optuna", 20
+"""Our own sweeper, and how many trials it has if nobody says."""
 PLUGINS = {"optuna": "hydra-optuna-sweeper"}
 DIRECTION_KEYS = {
     "optuna": ("hydra.sweeper.direction", {"max": "maximize", "min": "minimize"}),
+    OPTUNA: ("hydra.sweeper.direction", {"max": "maximize", "min": "minimize"}),
     "nevergrad": ("hydra.sweeper.optim.maximize", {"max": "true", "min": "false"}),
     "ax": ("hydra.sweeper.ax_config.experiment.minimize", {"max": "false", "min": "true"}),
 }
 """Sweepers that optimize: the key that tells each of them the better direction, and its values."""
+NO_BASELINE = "sweep.baseline=true has no effect: the trials share no host, or run one at a time"
 HIGHER = {"max": "the higher it is", "min": "the lower it is"}
 
 
@@ -39,6 +48,17 @@ def quoted(path: object) -> str:
     return "'" + text.replace("'", "\\'") + "'"
 
 
+@contextlib.contextmanager
+def hydra_set_aside() -> Iterator[None]:
+    """Allows a config to be composed while Hydra runs a trial: Hydra has one global instance."""
+    outer = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        yield
+    finally:
+        GlobalHydra.instance().hydra = outer
+
+
 def missing_for_slurm(name: str) -> list[str]:
     """What this host lacks to submit jobs to SLURM."""
     if not has_plugin("hydra-submitit-launcher"):
@@ -56,9 +76,40 @@ def has_plugin(package: str) -> bool:
 
 def unusable_sweeper(sweeper: str) -> list[str]:
     """What is missing for a sweeper that optimizes."""
+    if sweeper == OPTUNA and not importlib.util.find_spec("optuna"):
+        return [f"{SWEEPER}={sweeper}: needs the package optuna; pip install -e '.[optuna]'"]
     if sweeper in PLUGINS and not has_plugin(PLUGINS[sweeper]):
-        return [f"{SWEEPER}={sweeper}: needs the package {PLUGINS[sweeper]}; pip install -e '.[{sweeper}]'"]
+        own = f"install it, or use {SWEEPER}={OPTUNA}, which waits for no batch (pip install -e '.[optuna]')"
+        return [f"{SWEEPER}={sweeper}: needs the package {PLUGINS[sweeper]}; {own}"]
     return []
+
+
+def drawn_by_optuna(arguments: list[str]) -> int:
+    """How many trials our own sweeper draws; 0: another one does."""
+    given = last(arguments, "hydra.sweeper.n_trials")
+    return (int(given) if given.isdigit() else TRIALS) if last(arguments, SWEEPER) == OPTUNA else 0
+
+
+def params(arguments: list[str]) -> set[str]:
+    """Keys whose values a sweeper draws that are given as its parameters, not by name."""
+    before = "hydra.sweeper.params."
+    return {key(word).removeprefix(before).lstrip("+") for word in arguments if key(word).startswith(before)}
+
+
+def unusable_with_optuna(arguments: list[str], objective: str) -> list[str]:
+    """What contradicts our own sweeper."""
+    if last(arguments, SWEEPER) != OPTUNA:
+        return []
+    launcher, pruner = last(arguments, LAUNCHER), last(arguments, f"{SWEEPER}/pruner")
+    found = []
+    if launcher not in ("", "pool"):
+        rule = "needs hydra/launcher=pool, which says when a trial has ended"
+        found.append(f"{SWEEPER}={OPTUNA}: {rule}; leave out {LAUNCHER}={launcher}")
+    if pruner not in ("", "none") and objective in MEASURED:
+        found.append(
+            f"{SWEEPER}/pruner={pruner}: objective={objective} is known at the end only; leave one of them out"
+        )
+    return found
 
 
 def told_direction(

@@ -22,6 +22,10 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
+class Pruned(float):
+    """What a job returns that was ended because others were better by then: the last value of its objective."""
+
+
 class JobFailedError(RuntimeError):
     """A job that left no result: it was killed, or has exited by itself."""
 
