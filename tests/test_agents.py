@@ -47,7 +47,8 @@ def test_the_tables_have_the_keys_that_a_sweep_and_its_runs_write(tmp_path: Path
     sweep = tmp_path / "s"
     rows = [json.loads(line) for line in (sweep / "results.jsonl").read_text().splitlines()]
     assert [row["status"] for row in rows] == ["failed", "completed"]
-    assert {key for row in rows for key in row} | {"at_once"} == told("results.jsonl")
+    others = {"at_once", "alone", "evaluations", "last_value"}
+    assert {key for row in rows for key in row} | others == told("results.jsonl")
     assert [row["run_dir"] for row in rows] == [str(sweep / "0"), str(sweep / "1")]
     assert read(sweep / "1", "summary.json").keys() == told("summary.json")
     assert read(sweep / "0", "failure.json").keys() == told("failure.json")

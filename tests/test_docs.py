@@ -23,7 +23,7 @@ HOLE = "\0"
 def said_by_the_code() -> list[str]:
     """Every text in the source, a hole for each value that an f-string takes."""
     found = []
-    for path in (ROOT / "ddp_train").rglob("*.py"):
+    for path in (*(ROOT / "ddp_train").rglob("*.py"), *(ROOT / "hydra_plugins").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.JoinedStr):
                 found.append("".join(str(v.value) if isinstance(v, ast.Constant) else HOLE for v in node.values))

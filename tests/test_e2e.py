@@ -383,19 +383,6 @@ def test_a_bad_value_refuses_the_whole_sweep(tmp_path: Path) -> None:
     assert (done.stdout, list(tmp_path.iterdir())) == ("", [])
 
 
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_optuna_draws_the_trials_of_a_sweep(tmp_path: Path) -> None:
-    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="needs pip install -e '.[optuna]'")
-    words = ("-m", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "optimizer.lr=interval(0.001,0.1)")
-    done = run(*words, *SMALL, "train.max_steps=6", ONE, f"run_dir={tmp_path}/sweep")
-    assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in (tmp_path / "sweep/results.jsonl").read_text().splitlines()]
-    assert [row["status"] for row in rows] == ["completed"] * 3
-    assert "trial 0: optimizer.lr=" in done.stdout, "nobody knows of how many"
-    assert len({row["overrides"][0] for row in rows}) == 3
-
-
 # --- foreign code ---------------------------------------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ import json
 import os
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -46,6 +47,8 @@ from ddp_train.errors import ConfigError, DataError, NonFiniteLossError
 from ddp_train.launcher import local, multihost, sweep_rows, trial_pool
 from ddp_train.launcher.started import with_page
 from ddp_train.launcher.stop_requests import StopRequests
+from ddp_train.launcher.sweep_baseline import Baseline
+from ddp_train.launcher.sweep_numbers import Numbers
 from ddp_train.performance import switches
 from ddp_train.prove.configs import for_proof
 from ddp_train.prove.runs import Proof
@@ -739,6 +742,13 @@ def trials_at_once(case: Case) -> Any:
     return dataclasses.astuple(trial_pool.pool_of(case.asked, [case.config], 8, case.machine))
 
 
+def runs_of_a_sweep(case: Case) -> Any:
+    """What runs after a trial that was completed beside others."""
+    row = {"trial": 0, "status": "completed", "words": ["seed=1"], "at_once": 2, "samples_per_second": 9.0}
+    with tempfile.TemporaryDirectory() as folder:
+        return Baseline(case.asked.sweep.baseline).choose([row], [row], Numbers(Path(folder), 1, "now"))
+
+
 @dataclasses.dataclass
 class Row:
     """`base` and `changed` are words of a command line; `changed` is added to `base`."""
@@ -862,6 +872,7 @@ ROWS: dict[str, Row] = {
     ),
     "sweep.gpus_per_trial": Row("sweep.gpus_per_trial=2", trials_at_once, "launch.nproc_per_node=1", EIGHT_GPUS),
     "sweep.processes_at_once": Row("sweep.processes_at_once=auto", trials_at_once, "launch.nproc_per_node=1"),
+    "sweep.baseline": Row("sweep.baseline=true", runs_of_a_sweep, "launch.nproc_per_node=1"),
     "prove.samples": Row("prove.samples=16", proof),
     "prove.steps": Row("prove.steps=8", proof),
     "prove.seconds": Row("prove.seconds=9", parts_of_a_proof, "mode=train"),

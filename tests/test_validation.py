@@ -29,7 +29,7 @@ from ddp_train.data.batch_plan import BatchPlan
 from ddp_train.data.datasets import BatchSource
 from ddp_train.data.splits import Splits, parted
 from ddp_train.errors import ConfigError, DataError
-from ddp_train.launcher import sweep
+from ddp_train.launcher import sweep_words
 from ddp_train.launcher.sweep import Trials
 from ddp_train.launcher.sweep_rows import outcome
 from ddp_train.tasks.builtin import TASKS
@@ -312,9 +312,9 @@ def test_keys_without_effect_are_said_so() -> None:
 # --- sweeps ---------------------------------------------------------------------------------------------------------
 
 
-def sweep_words(monkeypatch: pytest.MonkeyPatch, *words: str) -> list[str]:
+def hydra_words(monkeypatch: pytest.MonkeyPatch, *words: str) -> list[str]:
     """The command line that Hydra gets for a sweep by Optuna."""
-    monkeypatch.setattr(sweep, "_has_plugin", lambda _: True)
+    monkeypatch.setattr(sweep_words, "has_plugin", lambda _: True)
     return Trials(PROGRAM, None).check(["-m", "hydra/sweeper=optuna", "seed=1,2", *words], True)
 
 
@@ -327,20 +327,20 @@ def sweep_words(monkeypatch: pytest.MonkeyPatch, *words: str) -> list[str]:
 def test_optuna_is_told_the_direction_of_the_objective(
     objective: str, direction: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert f"hydra.sweeper.direction={direction}" in sweep_words(monkeypatch, f"objective={objective}")
-    right = sweep_words(monkeypatch, f"objective={objective}", f"hydra.sweeper.direction={direction}")
+    assert f"hydra.sweeper.direction={direction}" in hydra_words(monkeypatch, f"objective={objective}")
+    right = hydra_words(monkeypatch, f"objective={objective}", f"hydra.sweeper.direction={direction}")
     assert right.count(f"hydra.sweeper.direction={direction}") == 1
     wrong = {"maximize": "minimize", "minimize": "maximize"}[direction]
     with pytest.raises(ConfigError, match=rf"direction={wrong}: objective=.* is better the .*use hydra\.sweeper\."):
-        sweep_words(monkeypatch, f"objective={objective}", f"hydra.sweeper.direction={wrong}")
+        hydra_words(monkeypatch, f"objective={objective}", f"hydra.sweeper.direction={wrong}")
 
 
 @pytest.mark.slow
 def test_where_only_the_task_knows_the_direction_the_user_must_say_it(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["task._target_=yaml.Task", "trusted_modules=[yaml]", "objective=test.dice"]
     with pytest.raises(ConfigError, match=r"add hydra\.sweeper\.direction=maximize or hydra\.sweeper\.direction=minim"):
-        sweep_words(monkeypatch, *words)
-    monkeypatch.setattr(sweep, "_has_plugin", lambda _: True)
+        hydra_words(monkeypatch, *words)
+    monkeypatch.setattr(sweep_words, "has_plugin", lambda _: True)
     trials = Trials(PROGRAM, None)
     trials.check(["-m", "hydra/sweeper=optuna", "seed=1,2", *words, "hydra.sweeper.direction=minimize"], True)
     contradiction = trials._learn({"objective_name": "test.dice", "better": "max"})
@@ -349,8 +349,8 @@ def test_where_only_the_task_knows_the_direction_the_user_must_say_it(monkeypatc
 
 @pytest.mark.slow
 def test_optuna_that_is_not_installed_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep, "_has_plugin", lambda _: False)
-    with pytest.raises(ConfigError, match=r"needs the package hydra-optuna-sweeper; pip install -e '\.\[optuna\]'"):
+    monkeypatch.setattr(sweep_words, "has_plugin", lambda _: False)
+    with pytest.raises(ConfigError, match=r"needs the package hydra-optuna-sweeper; .* use hydra/sweeper=pool_optuna"):
         Trials(PROGRAM, None).check(["-m", "hydra/sweeper=optuna", "seed=1,2"], True)
 
 
@@ -383,14 +383,11 @@ def test_a_sweep_selects_by_the_validation_set_in_the_right_direction(tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not importlib.util.find_spec("hydra_plugins") or not importlib.util.find_spec("hydra_plugins.hydra_optuna_sweeper"),
-    reason="needs the extra optuna",
-)
+@pytest.mark.skipif(not importlib.util.find_spec("optuna"), reason="needs the extra optuna")
 def test_optuna_finds_the_trial_that_our_table_names(tmp_path: Path) -> None:
     words = [*SMALL, ONE, "train.epochs=2", f"run_dir={tmp_path}/sweep", "objective=test.accuracy"]
     interval = "optimizer.lr=tag(log,interval(0.0001,0.2))"
-    done = run("-m", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1", *words, interval)
+    done = run("-m", "hydra/sweeper=pool_optuna", "hydra.sweeper.n_trials=3", *words, interval)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (tmp_path / "sweep/results.jsonl").read_text().splitlines()]
     found = (tmp_path / "sweep/optimization_results.yaml").read_text()

@@ -141,6 +141,7 @@ class SweepConfig:
     processes_at_once: Union[int, str] = key(
         1, "trials of a sweep at a time on CPU; auto: cores / (processes x threads of a trial)", at_least=1, **AUTO
     )
+    baseline: bool = key(False, "one trial runs again, alone, after the others: what did sharing the host cost?")
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import importlib
@@ -92,16 +93,19 @@ def through_hydra(trials: Trials, argv: list[str], world: World | None) -> int:
     own = trials.program.own
     sys.argv = [sys.argv[0], *([f"{CONFIG_DIR[1]}={own}"] if own else []), *argv]
     if trials.pool:
-        importlib.import_module("hydra_plugins.ddp_train_pool.launcher")  # an editable install may hide it from Hydra
+        for name in ("launcher", "optuna_sweeper"):  # an editable install may hide them from Hydra
+            importlib.import_module(f"hydra_plugins.ddp_train_pool.{name}")
         for number in stop_signals():
             signal.signal(number, trials.end_by_signal)
-    try:
-        hydra.main(config_path=str(trials.program.presets), config_name="config", version_base="1.3")(trials.run)()
-    except BaseException:
-        if trials.sweep_dir != Path():  # show the results of the trials so far
-            trials.finish()
-        raise
-    return trials.finish()
+    only_shows = not {"-c", "--cfg", "-i", "--info"}.isdisjoint(flags)
+    with trials.alone() if sweep and not only_shows else contextlib.nullcontext():
+        try:
+            hydra.main(config_path=str(trials.program.presets), config_name="config", version_base="1.3")(trials.run)()
+        except BaseException:
+            if trials.sweep_dir != Path():  # show the results of the trials so far
+                trials.finish()
+            raise
+        return trials.finish()
 
 
 def _meant(flag: str) -> str:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import math
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import DictConfig
@@ -26,24 +23,15 @@ from ddp_train.config.schema import Config
 from ddp_train.config.validate import check_rules
 from ddp_train.distributed.environment import new_run_id, visible_devices
 from ddp_train.errors import ConfigError
-from ddp_train.launcher import local, sweep_rows, trial_pool
+from ddp_train.launcher import local, sweep_lock, sweep_pruning, sweep_rows, sweep_words, trial_pool
 from ddp_train.launcher.fork_server import ForkServer, preload
 from ddp_train.launcher.stop_requests import StopRequests
+from ddp_train.launcher.sweep_baseline import MARK, Baseline
+from ddp_train.launcher.sweep_numbers import Numbers
 from ddp_train.launcher.sweep_report import SweepPage, print_results
 from ddp_train.launcher.sweep_rows import RESULTS
 from ddp_train.launcher.trial_pool import TrialPool
 from ddp_train.resilience.preemption import SAVED, UNSAVED
-
-LAUNCHER, SLURM = "hydra/launcher", ("slurm", "submitit_slurm")
-SWEEPER = "hydra/sweeper"
-PLUGINS = {"optuna": "hydra-optuna-sweeper"}
-DIRECTION_KEYS = {
-    "optuna": ("hydra.sweeper.direction", {"max": "maximize", "min": "minimize"}),
-    "nevergrad": ("hydra.sweeper.optim.maximize", {"max": "true", "min": "false"}),
-    "ax": ("hydra.sweeper.ax_config.experiment.minimize", {"max": "false", "min": "true"}),
-}
-"""Sweepers that optimize: the key that tells each of them the better direction, and its values."""
-HIGHER = {"max": "the higher it is", "min": "the lower it is"}
 
 
 class Trials:
@@ -73,15 +61,18 @@ class Trials:
         self.job_launcher = ""
         """The Hydra launcher that runs the trials as jobs; empty if they run in this process."""
         self.rows_begin = 0
-        """Where the rows of this sweep begin in the results file, in bytes."""
+        """Where the rows of this start begin in the results file, in bytes."""
         self.pool: TrialPool | None = None
         """What the trials share if several run at a time, each in a process of its own that this one forks."""
         self.forks_workers = True
         self.preloaded: dict[str, str] | None = None
         """Of `fork_server.preload`: then each trial forks a fork server of its own from what is imported already."""
         self.page = SweepPage("")
-        self.rows_before: dict[int, int] = {}
-        """The size of the results file when a trial of the pool began."""
+        self.numbers = Numbers(Path(), 0, "")
+        self.writer = sweep_rows.Writer(Path())
+        self.baseline = Baseline()
+        self.begun: set[int] = set()
+        """The trials of this start, as far as this process knows."""
 
     def check(self, argv: list[str], sweep: bool) -> list[str]:
         """Checks the overrides on the command line before Hydra reads it. Returns the command line for Hydra.
@@ -93,19 +84,20 @@ class Trials:
         overrides = [word for word in argv if not word.startswith("-") and ("=" in word or sweep)]
         read = read_overrides(self.program, overrides, sweep)
         problems, config = list(read.problems), Config()
-        launchers = [word.partition("=")[2] for word in read.arguments if _key(word) == LAUNCHER]
-        asked = launchers[-1] if launchers else ""
+        asked = sweep_words.last(read.arguments, sweep_words.LAUNCHER)
         self.job_launcher = asked if asked not in ("basic", trial_pool.NAME) else ""
-        if self.job_launcher in SLURM:
-            problems += _missing_for_slurm(self.job_launcher)
+        if self.job_launcher in sweep_words.SLURM:
+            problems += sweep_words.missing_for_slurm(self.job_launcher)
         fixed = [
             word
             for word in read.arguments
-            if _key(word) not in read.swept and not _key(word).startswith(("hydra/", "hydra."))
+            if sweep_words.key(word) not in read.swept and not sweep_words.key(word).startswith(("hydra/", "hydra."))
         ]
         first = {key: values[0] for key, values in read.swept.items() if values}
         trials = [first, *(first | {key: value} for key, values in read.swept.items() for value in values[1:])]
         hardware, resolved = detect_hardware(visible_devices()), []
+        told, found = trial_pool.told(read.arguments)
+        problems += found
         problems += [
             f"{key}: is what all trials share, and cannot be swept; give it one value"
             for key in read.swept
@@ -115,7 +107,8 @@ class Trials:
             config, found = read_run(
                 self.program, read_overrides(self.program, fixed + [f"{key}={value}" for key, value in trial.items()])
             )
-            problems += found
+            config, more = trial_pool.with_told(config, told)
+            problems += found + more
             if sweep and not found:
                 found = trial_pool.refused(config)
                 if not found and self.job_launcher:  # it may run on another host
@@ -126,8 +119,8 @@ class Trials:
                     resolved += [] if found else [run]
                 problems += found
         self.objective, self.better = config.objective, direction_of(config.objective, config)
-        direction, found = self._direction(read.arguments)
-        problems += found if sweep else []
+        direction, found = self._direction(read.arguments, config)
+        problems += [*found, *sweep_words.unusable_with_optuna(read.arguments, config.objective)] if sweep else []
         if problems:
             raise ConfigError(list(dict.fromkeys(problems)))
         hydra_argv = [word for word in argv if word not in overrides] + read.arguments
@@ -137,43 +130,44 @@ class Trials:
         if (validation := has_validation(config)) is not None:
             self.objective = objective_name(config.objective, validation)
             self._tell_if_by_test(self.objective)
-        self.swept = set(read.swept)
-        self.total = math.prod(map(len, read.swept.values()))
+        self.swept = {*read.swept, *sweep_words.params(read.arguments)}
+        self.total = sweep_words.drawn_by_optuna(read.arguments) or math.prod(map(len, read.swept.values()))
         if not self.job_launcher:
-            for note in trial_pool.notes(config, resolved[-1]):
+            for note in trial_pool.notes(config, resolved[-1], told):
                 print(f"note: {note}", file=sys.stderr)
-            pool = trial_pool.pool_of(config, resolved, self.total, hardware)
-            if asked == trial_pool.NAME or (not asked and pool.at_once > 1):
+            pool = trial_pool.pool_of(config, resolved, self.total, hardware, told)
+            drawn = sweep_words.drawn_by_optuna(read.arguments)
+            if asked == trial_pool.NAME or (not asked and (pool.at_once > 1 or told or drawn)):
                 self.pool, self.forks_workers = pool, config.launch.fork_server
                 hydra_argv += pool.words(hydra_argv)
+        self.baseline.asked = config.sweep.baseline and bool(self.pool and self.pool.at_once > 1)
+        if config.sweep.baseline and not self.baseline.asked:
+            print(f"note: {sweep_words.NO_BASELINE}", file=sys.stderr)
         self.sweep_dir = Path(config.run_dir or f"runs/{config.name}/sweep_{new_run_id(None)}")
+        self.numbers = Numbers(self.sweep_dir, self.total, new_run_id(None))
+        self.writer = sweep_rows.Writer(self.sweep_dir)
         if self.job_launcher:
-            self.rows_begin = sweep_rows.size(self.sweep_dir)
             results = self.sweep_dir / RESULTS
             print(f"trials are run by hydra/launcher={self.job_launcher}; results: {results}", flush=True)
-        return [*hydra_argv, f"hydra.sweep.dir='{self.sweep_dir}'"]
+        return [*hydra_argv, f"hydra.sweep.dir={sweep_words.quoted(self.sweep_dir)}"]
 
-    def _direction(self, arguments: list[str]) -> tuple[list[str], list[str]]:
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Holds the directory of the sweep."""
+        with sweep_lock.alone(self.sweep_dir):
+            self.rows_begin = sweep_rows.size(self.sweep_dir)
+            yield
+
+    def _direction(self, arguments: list[str], config: Config) -> tuple[list[str], list[str]]:
         """What a sweeper must be told about the better direction, and what is wrong with what it was told."""
-        sweeper = _last(arguments, SWEEPER)
-        if sweeper not in DIRECTION_KEYS:
+        sweeper = sweep_words.last(arguments, sweep_words.SWEEPER)
+        if sweeper not in sweep_words.DIRECTION_KEYS:
             return [], []
         self.sweeper = sweeper
-        if sweeper in PLUGINS and not _has_plugin(PLUGINS[sweeper]):
-            remedy = f"pip install -e '.[{sweeper}]'"
-            return [], [f"{SWEEPER}={sweeper}: needs the package {PLUGINS[sweeper]}; {remedy}"]
-        key, words = DIRECTION_KEYS[sweeper]
-        given = _last(arguments, key)
-        if self.better is None and not given:
-            rule = f"only the task knows which direction of objective={self.objective} is better"
-            return [], [f"{SWEEPER}={sweeper}: {rule}; add {key}={words['max']} or {key}={words['min']}"]
-        if self.better is None:
-            self.better = next((better for better, word in words.items() if word == given.lower()), None)
-            return [], [] if self.better else [f"{key}={given}: must be one of {', '.join(words.values())}"]
-        if given and given.lower() != words[self.better]:
-            rule = f"objective={self.objective} is better {HIGHER[self.better]}"
-            return [], [f"{key}={given}: {rule}; leave it out, or use {key}={words[self.better]}"]
-        return [] if given else [f"{key}={words[self.better]}"], []
+        if problems := sweep_words.unusable_sweeper(sweeper):
+            return [], problems
+        words, problems, self.better = sweep_words.told_direction(sweeper, arguments, config, self.better)
+        return words, problems
 
     def _tell_if_by_test(self, name: str) -> None:
         """Says once that the test set selects."""
@@ -185,23 +179,21 @@ class Trials:
         """Runs one trial. Returns its objective; NaN if it has none or failed, so that the sweep continues."""
         job = HydraConfig.get()
         number, run_dir = int(job.job.num), str(job.runtime.output_dir)
-        overrides = _words_of_trial(job.overrides.task)
-        if not self.pool:
+        overrides = sweep_words.words_of_trial(job.overrides.task)
+        if not self.pool:  # there, the process that started this one has done it
+            number, asked = self.numbers.of(number, overrides), number
+            if Path(run_dir).name == str(asked):
+                run_dir = str(Path(run_dir).with_name(str(number)))
             print(f"trial {self._named(number, overrides)}", flush=True)
-        row = None if self.job_launcher else sweep_rows.completed_before(self.sweep_dir, overrides)
-        if row:  # by the same sweep, which was ended before its end
-            print(
-                f"trial {number} was completed before, as trial {row['trial']}: {self.sweep_dir / RESULTS}", flush=True
-            )
-            self.rows.append(row | {"trial": number})
-            return self._objective(row)
-        stop = StopRequests()
+            if not self.job_launcher and (value := self.known_value(number, overrides)) is not None:
+                return value
+        stop = StopRequests(program_ends=bool(self.pool))
         row = self._new_row(number, overrides, run_dir)
-        server, at_once = self.server, self.pool.at_once if self.pool else 1
+        server, at_once = self.server, row.get("at_once", 1)
         if self.pool and self.preloaded is not None:
             server = ForkServer(self.program.import_path, self.preloaded)
         try:
-            with _hydra_set_aside():
+            with sweep_words.hydra_set_aside():
                 prepared = prepare(self.program, overrides, None, run_dir, at_once)
             for notice in prepared.notices:
                 print(f"note: {notice}", file=sys.stderr)
@@ -218,30 +210,44 @@ class Trials:
                 with contextlib.suppress(subprocess.CalledProcessError):
                     stop.forward()
                 raise SystemExit(row["exit_code"])  # cancelled, or restarted by SLURM itself
-            row |= sweep_rows.outcome(prepared.config) if row["exit_code"] == 0 else sweep_rows.failure(run_dir)
+            if row["exit_code"] == 0:
+                row |= sweep_rows.outcome(prepared.config)
+            else:
+                pruned = sweep_pruning.marked(Path(run_dir)) if row["exit_code"] in (SAVED, UNSAVED) else None
+                row |= pruned or sweep_rows.failure(run_dir)
         except ConfigError as error:
             print(error, file=sys.stderr)
             row |= {"kind": error.kind, "reason": str(error)}
         self.rows.append(row)
-        sweep_rows.append(self.sweep_dir, row)
+        value = sweep_rows.Scored(sweep_rows.value_of(row))
+        value.row, value.is_written = row, self.writer.add(row)
         if not self.pool and not self.job_launcher:  # there, this process knows of its own trial only
             self._write_page()
+        code = 0
         if contradiction := self._learn(row):
             print(contradiction, file=sys.stderr)
-            raise SystemExit(ConfigError.exit_code)
-        if (stop.received and not self.job_launcher) or row["exit_code"] in (SAVED, UNSAVED):
-            raise SystemExit(row["exit_code"] or stop.exit_code(UNSAVED))
-        return self._objective(row)
+            code = ConfigError.exit_code
+        elif (stop.received and not self.job_launcher) or row["exit_code"] in (SAVED, UNSAVED):
+            code = row["exit_code"] or stop.exit_code(UNSAVED)
+        if code:
+            end = SystemExit(code)
+            vars(end).update(vars(value))
+            raise end
+        return value
 
     def _new_row(self, number: int, words: list[str], run_dir: str) -> dict[str, Any]:
         """Of a trial that has failed so far. words: all that it was given, by which it is found again."""
         row = {"trial": number, "overrides": self._swept_among(words), "words": sorted(words), "status": "failed"}
         row |= {"run_dir": run_dir}
-        return row | {"exit_code": ConfigError.exit_code} | ({"at_once": self.pool.at_once} if self.pool else {})
+        row |= {"exit_code": ConfigError.exit_code}
+        if number == self.baseline.number:
+            return row | {"at_once": 1, MARK: self.baseline.row[MARK]}
+        return row | ({"at_once": self.pool.at_once} if self.pool else {})
 
     def _named(self, number: int, overrides: list[str]) -> str:
-        """A trial in a line: its number, of how many if that is known, and what is its own."""
-        count = f" ({number + 1} of {self.total})" if self.total and not self._draws() else ""
+        """A trial that begins in a line: its number, which of how many it is if that is known, and what is its own."""
+        self.begun.add(number)
+        count = f" ({len(self.begun)} of {self.total})" if self.total and not self._draws() else ""
         return f"{number}{count}: {' '.join(self._swept_among(overrides))}"
 
     def _draws(self) -> bool:
@@ -250,11 +256,7 @@ class Trials:
         return not sweeper._target_.endswith(".BasicSweeper") or bool(sweeper.get("params"))
 
     def _swept_among(self, overrides: list[str]) -> list[str]:
-        return [word.lstrip("+") for word in overrides if _key(word) in self.swept]
-
-    @staticmethod
-    def _objective(row: dict[str, Any]) -> float:
-        return math.nan if row.get("objective") is None else row["objective"]
+        return [word.lstrip("+") for word in overrides if sweep_words.key(word) in self.swept]
 
     # --- what the pool calls, in the process that starts the trials ---
 
@@ -266,33 +268,69 @@ class Trials:
         if self.preloaded is None and self.forks_workers:
             self.preloaded = preload(self.program.import_path)
 
+    def job_number(self, number: int, overrides: list[str]) -> int:
+        """The number of the trial with these words, whatever Hydra calls it in this start."""
+        return self.numbers.of(number, sweep_words.words_of_trial(overrides))
+
+    def known_value(self, number: int, overrides: list[str]) -> float | None:
+        """The objective of a trial that the same sweep has completed before it was ended; None: it must run."""
+        words, folder = sweep_words.words_of_trial(overrides), self.sweep_dir / str(number)
+        row = sweep_rows.completed_before(self.sweep_dir, words)
+        if row is None and (pruned := sweep_pruning.marked(folder)):  # the sweep was killed before the row was there
+            row = self._new_row(number, words, str(folder.absolute())) | pruned
+            self.writer.add(row)
+        if row is None:
+            return None
+        self.begun.add(number)
+        self._add(row | {"trial": number})
+        as_another = "" if row["trial"] == number else f", as trial {row['trial']}"
+        print(f"trial {number} was {row['status']} before{as_another}: {self.sweep_dir / RESULTS}", flush=True)
+        return sweep_rows.value_of(row)
+
+    def reports(self, number: int) -> list[float]:
+        """The objective of a trial at each evaluation so far."""
+        return sweep_pruning.reports(self.sweep_dir / str(number), self.objective)
+
+    def prune(self, number: int, evaluations: int, value: float) -> None:
+        """Before a trial is stopped because others are better."""
+        sweep_pruning.mark(self.sweep_dir / str(number), evaluations, value)
+
+    def job_alone(self) -> tuple[int, list[str]] | None:
+        """The run of `sweep.baseline`, after all trials."""
+        return self.baseline.choose(self.rows, sweep_rows.read(self.sweep_dir), self.numbers)
+
     def job_started(self, number: int, overrides: list[str], devices: list[str]) -> None:
-        self.rows_before[number] = sweep_rows.size(self.sweep_dir)
         on = f"  on {', '.join(devices)}" if devices else ""
+        on += f"  (trial {self.baseline.row[MARK]} alone)" if number == self.baseline.number else ""
         print(f"trial {self._named(number, overrides)}{on}", flush=True)
 
     def job_ended(self, number: int, overrides: list[str], returned: JobReturn, exit_code: int, seconds: float) -> None:
         """Finds the trial's row, and writes that of one that was killed, so that the sweep continues."""
-        words = _words_of_trial(overrides)
-        written = sweep_rows.read(self.sweep_dir, self.rows_before[number])
-        row = next((row for row in reversed(written) if row["trial"] == number), None)
-        before = None if row else sweep_rows.completed_before(self.sweep_dir, words)
-        if before:
-            row = before | {"trial": number}
+        value: Any = returned._return_value
+        row, is_written = getattr(value, "row", None), getattr(value, "is_written", True)
+        if row is None:  # it was killed after it had written it, or before
+            written = sweep_rows.read(self.sweep_dir, self.rows_begin)
+            row = next((row for row in reversed(written) if row["trial"] == number), None)
         if row is None:
-            row = self._new_row(number, words, str((self.sweep_dir / str(number)).absolute())) | sweep_rows.death(
-                exit_code
-            )
-            sweep_rows.append(self.sweep_dir, row)
-        if isinstance(returned._return_value, Exception):
-            returned.status, returned.return_value = JobStatus.COMPLETED, math.nan
-        self.rows = sorted([*self.rows, row], key=lambda row: row["trial"])
+            words, run_dir = sweep_words.words_of_trial(overrides), (self.sweep_dir / str(number)).absolute()
+            how = sweep_pruning.marked(run_dir) or sweep_rows.death(exit_code, value)
+            row, is_written = self._new_row(number, words, str(run_dir)) | how, False
+        self.writer.add(*([] if is_written else [row]))
+        if isinstance(value, BaseException) or row["status"] == "pruned":
+            returned.status, returned.return_value = JobStatus.COMPLETED, sweep_rows.value_of(row)
+        if number == self.baseline.number:
+            self.baseline.row = row
+        else:
+            self._add(row)
         if contradiction := self._learn(row):
             returned.status, returned.return_value = JobStatus.FAILED, SystemExit(ConfigError.exit_code)
             print(contradiction, file=sys.stderr)
         self._write_page()
         log = self.sweep_dir / str(number) / trial_pool.LOG
-        print(f"trial {number}: {sweep_rows.ended(row, log)}  {'before' if before else f'{seconds:.1f} s'}", flush=True)
+        print(f"trial {number}: {sweep_rows.ended(row, log)}  {seconds:.1f} s", flush=True)
+
+    def _add(self, row: dict[str, Any]) -> None:
+        self.rows = sorted([*self.rows, row], key=lambda row: row["trial"])
 
     def end_by_signal(self, number: int, _: object) -> None:
         """The handler of a stop signal, while no trial runs and after those of the pool have been stopped by it."""
@@ -308,12 +346,8 @@ class Trials:
             return None
         told, self.objective, self.better = self.better, row["objective_name"], row["better"]
         self._tell_if_by_test(self.objective)
-        better = row["better"]
-        if told in (None, better) or not self.sweeper:
-            return None
-        key, words = DIRECTION_KEYS[self.sweeper]
-        rule = f"objective={self.objective} is better {HIGHER[better]} with this task"
-        return ConfigError([f"{key}={words[str(told)]}: {rule}; use {key}={words[better]}"])
+        problem = sweep_words.contradiction(self.sweeper, self.objective, told, row["better"])
+        return ConfigError([problem]) if problem else None
 
     def write_page(self) -> None:
         """At the end; the terminal is told where it is."""
@@ -326,52 +360,13 @@ class Trials:
     def finish(self) -> int:
         """Prints the results. Returns 0 if all trials were completed, else the exit code of the first failed one."""
         if self.job_launcher:
-            self.rows = sorted(sweep_rows.read(self.sweep_dir, self.rows_begin), key=lambda row: row["trial"])
+            rows = [row for row in sweep_rows.read(self.sweep_dir, self.rows_begin) if MARK not in row]
+            self.rows = sorted(rows, key=lambda row: row["trial"])
+        self.writer.add()
         if self.rows:
             for row in self.rows:  # those of jobs are read here first
                 self._learn(row)
-            print_results(self.rows, self.objective, self.better, self.pool.at_once if self.pool else 1)
+            self.page.note, at_once = self.baseline.text(self.rows), self.pool.at_once if self.pool else 1
+            print_results(self.rows, self.objective, self.better, at_once, self.page.note)
             print(f"results {self.sweep_dir / RESULTS}")
         return next((row["exit_code"] for row in self.rows if row["exit_code"]), 0)
-
-
-@contextlib.contextmanager
-def _hydra_set_aside() -> Iterator[None]:
-    """Allows a config to be composed while Hydra runs a trial: Hydra has one global instance."""
-    outer = GlobalHydra.instance().hydra
-    GlobalHydra.instance().clear()
-    try:
-        yield
-    finally:
-        GlobalHydra.instance().hydra = outer
-
-
-def _key(word: str) -> str:
-    return word.lstrip("+").partition("=")[0]
-
-
-def _missing_for_slurm(name: str) -> list[str]:
-    """What this host lacks to submit jobs to SLURM."""
-    if not _has_plugin("hydra-submitit-launcher"):
-        return [f"{LAUNCHER}={name}: needs the package hydra-submitit-launcher; pip install -e '.[slurm]'"]
-    if not shutil.which("srun"):
-        return [f"{LAUNCHER}={name}: there is no srun on this host; start the sweep where `sbatch` works"]
-    return []
-
-
-def _has_plugin(package: str) -> bool:
-    """Whether a plugin of Hydra is installed."""
-    parent = importlib.util.find_spec("hydra_plugins")  # find_spec of a submodule raises if the parent is missing
-    return bool(parent and importlib.util.find_spec(f"hydra_plugins.{package.replace('-', '_')}"))
-
-
-def _last(arguments: list[str], key: str) -> str:
-    """The value that a key was given last; "" if it was not."""
-    return next((word.partition("=")[2] for word in reversed(arguments) if _key(word) == key), "")
-
-
-def _words_of_trial(overrides: Any) -> list[str]:
-    """Those that a run of its own would have: the keys of `sweep` are about several."""
-    return [
-        str(word) for word in overrides if not _key(str(word)).startswith(("sweep.", "hydra.", "hydra/", "run_dir"))
-    ]

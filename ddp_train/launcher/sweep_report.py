@@ -13,14 +13,14 @@ from ddp_train.telemetry.pages.live import EVERY_SECONDS, SHARE
 from ddp_train.text import first_line
 
 
-def print_results(rows: list[dict[str, Any]], objective: str, better: str | None, at_once: int) -> None:
+def print_results(rows: list[dict[str, Any]], objective: str, better: str | None, at_once: int, note: str = "") -> None:
     """The table of the trials, the best of them, and the command that evaluates it."""
     from ddp_train.telemetry.pages.run_files import read_run
     from ddp_train.telemetry.pages.run_page import uses
     from ddp_train.telemetry.pages.sweep_page import ranked, trials_table
     from ddp_train.telemetry.pages.tables import show
 
-    show(trials_table(rows, objective, at_once))
+    show(trials_table(rows, objective, at_once, note))
     best = ranked(rows, better)[0]
     if best.get("objective") is None:
         return
@@ -36,6 +36,8 @@ class SweepPage:
         """command: that of the sweep."""
         self.command = command
         self.due = 0.0
+        self.note = ""
+        """Below the table."""
         self.warned = False
 
     def trial_ended(
@@ -59,7 +61,8 @@ class SweepPage:
             known = ", ".join(f"{name} {version}" for name, version in versions().items())
             facts = {"Hardware": machine, "Versions": known}
             seconds = int(EVERY_SECONDS) if is_running else 0
-            path = write(sweep_page(sweep_dir, rows, objective, better, self.command, facts, seconds, total), sweep_dir)
+            page = sweep_page(sweep_dir, rows, objective, better, self.command, facts, seconds, total, self.note)
+            path = write(page, sweep_dir)
         except Exception as error:  # noqa: BLE001  whatever it is
             if not self.warned:
                 self.warned = True

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
+import math
+import os
 import signal
+import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ddp_train.config.metrics import SPLITS, read_objective
 from ddp_train.config.schema import Config
@@ -14,19 +19,95 @@ from ddp_train.errors import ConfigError, LaunchError
 from ddp_train.resilience.failure_report import FILE as FAILURE
 from ddp_train.resilience.failure_report import SUMMARY
 from ddp_train.resilience.preemption import SIGNALS, UNSAVED
-from ddp_train.text import did_you_mean
+from ddp_train.text import did_you_mean, first_line
+from hydra_plugins.ddp_train_pool._jobs import Pruned
 
 RESULTS = "results.jsonl"
 
 
-def append(sweep_dir: Path, row: dict[str, Any]) -> None:
-    """Adds a row in one write. What a process that was killed has left of a line is ended first."""
-    with (sweep_dir / RESULTS).open("ab+") as file:
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[BinaryIO]:
+    """A file of lines, for this process alone. Raises OSError."""
+    with path.open("ab+", buffering=0) as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # trials in other processes, and on other hosts, append to the file too
-        size = file.seek(0, 2)
-        file.seek(max(0, size - 1))
-        torn = size and file.read(1) != b"\n"
-        file.write(b"\n" * bool(torn) + json.dumps(row, allow_nan=False).encode() + b"\n")
+        yield file
+
+
+def add_line(file: BinaryIO, values: dict[str, Any]) -> None:
+    """Adds a line. What a process that was killed has left of one is ended first. Raises OSError; then nothing is
+    added."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - 1))
+    torn = size and file.read(1) != b"\n"
+    line = b"\n" * bool(torn) + json.dumps(values, allow_nan=False).encode() + b"\n"
+    try:
+        while line:  # a disk that becomes full within the line takes a part of it, and says why at the next
+            line = line[file.write(line) :]
+    except OSError:
+        file.truncate(size)
+        raise
+
+
+def lines_of(file: BinaryIO, begin: int = 0) -> list[dict[str, Any]]:
+    """The lines from a place on. One that is cut off is none."""
+    file.seek(begin)
+    found = []
+    for line in file.read().splitlines():
+        with contextlib.suppress(ValueError):
+            values = json.loads(line)
+            found += [values] if isinstance(values, dict) else []
+    return found
+
+
+def read_lines(path: Path, begin: int = 0) -> list[dict[str, Any]]:
+    """The same of a file that need not be there, or is a device, which has no end."""
+    if not path.is_file():
+        return []
+    with path.open("rb") as file:
+        return lines_of(file, begin)
+
+
+def append(sweep_dir: Path, row: dict[str, Any]) -> None:
+    """Adds a row. Raises OSError."""
+    with locked(sweep_dir / RESULTS) as file:
+        add_line(file, row)
+
+
+class Writer:
+    """Adds rows. One that the disk has no room for is added with a later one: that ends no sweep."""
+
+    def __init__(self, sweep_dir: Path) -> None:
+        self.sweep_dir = sweep_dir
+        self.waiting: list[dict[str, Any]] = []
+        self.told = False
+
+    def add(self, *rows: dict[str, Any]) -> bool:
+        """Whether all are in the file."""
+        self.waiting += rows
+        try:
+            while self.waiting:
+                append(self.sweep_dir, self.waiting[0])
+                del self.waiting[0]
+        except OSError as error:
+            if not self.told:
+                self.told = True
+                path = self.sweep_dir / RESULTS
+                print(f"note: {path} cannot be written: {error}; it is tried again after each trial", file=sys.stderr)
+        return not self.waiting
+
+
+class Scored(float):
+    """What a trial returns, with its row: the results file may have had no room for it."""
+
+    row: dict[str, Any]
+    is_written: bool
+
+
+def value_of(row: dict[str, Any]) -> float:
+    """What a sweeper gets for a trial that has ended."""
+    if row["status"] == "pruned":
+        return Pruned(math.nan if row.get("last_value") is None else row["last_value"])
+    return math.nan if row.get("objective") is None else row["objective"]
 
 
 def size(sweep_dir: Path) -> int:
@@ -36,27 +117,22 @@ def size(sweep_dir: Path) -> int:
 
 
 def read(sweep_dir: Path, begin: int = 0) -> list[dict[str, Any]]:
-    """The rows from a place on. A line that is cut off is none."""
-    path, rows = sweep_dir / RESULTS, []
-    if path.exists():
-        with path.open("rb") as file:
-            file.seek(begin)
-            for line in file:
-                try:
-                    rows.append(json.loads(line))
-                except ValueError:
-                    continue
-    return rows
+    """The rows from a place on."""
+    return [row for row in read_lines(sweep_dir / RESULTS, begin) if {"trial", "status"} <= row.keys()]
 
 
 def completed_before(sweep_dir: Path, words: list[str]) -> dict[str, Any] | None:
-    """The row of a trial with the same words that an earlier start of this sweep has completed."""
-    found = [row for row in read(sweep_dir) if row["status"] == "completed" and row.get("words") == sorted(words)]
+    """The row of a trial with the same words that an earlier start of this sweep has completed, or pruned."""
+    done = [row for row in read(sweep_dir) if row["status"] in ("completed", "pruned") and "alone" not in row]
+    found = [row for row in done if row.get("words") == sorted(words)]
     return found[-1] if found else None
 
 
-def death(exit_code: int) -> dict[str, Any]:
-    """Of a trial whose launcher left no row."""
+def death(exit_code: int, value: Any = None) -> dict[str, Any]:
+    """Of a trial whose launcher left no row. value: what it has returned, or raised."""
+    if isinstance(value, Exception) and exit_code == 1:  # it could not be composed, or has failed in our own code
+        reason = f"{type(value).__name__}: {first_line(value)}"
+        return {"exit_code": LaunchError.exit_code, "kind": "died", "reason": reason}
     if exit_code >= 0:
         return {"exit_code": exit_code or LaunchError.exit_code, "kind": "died", "reason": "it has ended without a row"}
     name = signal.Signals(-exit_code).name
@@ -104,4 +180,6 @@ def ended(row: dict[str, Any], log: Path) -> str:
     if row["status"] == "completed":
         value = "" if row.get("objective") is None else f"  {row['objective_name']} {row['objective']:g}"
         return f"completed{value}"
+    if row["status"] == "pruned":
+        return f"pruned after {row['evaluations']} evaluations, at {row['last_value']}"
     return f"failed ({row['exit_code']})  {fatal_line(log) or row['reason']}  log: {log}"

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ddp_train.config.hardware import Hardware
 from ddp_train.config.schema import Config
+from ddp_train.launcher import sweep_words
 
 NAME = "pool"
 LOG = "log.txt"
@@ -34,6 +36,34 @@ class TrialPool:
         return [f"hydra/launcher={NAME}", *(word for word in own if word.partition("=")[0] not in given)]
 
 
+def told(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """What the launcher is told directly (`hydra.launcher.processes_at_once=2`), and what is wrong with it."""
+    found: dict[str, Any] = {}
+    problems = []
+    for name, least in (("gpus_per_trial", 0), ("processes_at_once", 1)):
+        text = sweep_words.last(arguments, f"hydra.launcher.{name}")
+        if text.isdigit() and int(text) >= least:
+            found[name] = int(text)
+        elif text not in ("", "null"):
+            problems.append(f"hydra.launcher.{name}={text}: must be a number, at least {least}")
+    devices = sweep_words.last(arguments, "hydra.launcher.devices")
+    if devices not in ("", "null"):
+        found["devices"] = [entry.strip() for entry in devices.strip("[]").split(",") if entry.strip()]
+    return found, problems
+
+
+def with_told(config: Config, told: dict[str, Any]) -> tuple[Config, list[str]]:
+    """The config in which the keys of `sweep` say what the launcher was told, and where the two contradict."""
+    usual, problems, changed = type(config.sweep)(), [], {}
+    for name in ("gpus_per_trial", "processes_at_once"):
+        value, own = told.get(name), getattr(config.sweep, name)
+        if value is not None and own not in (value, getattr(usual, name)):
+            problems.append(f"hydra.launcher.{name}={value}: sweep.{name}={own} says otherwise; leave one of them out")
+        elif value:
+            changed[name] = value
+    return replace(config, sweep=replace(config.sweep, **changed)), problems
+
+
 def hardware_of_trial(config: Config, hardware: Hardware) -> Hardware:
     """The part of this host that one trial sees."""
     asked = config.sweep.gpus_per_trial
@@ -53,9 +83,13 @@ def problems(config: Config, hardware: Hardware) -> list[str]:
     return []
 
 
-def notes(config: Config, resolved: Config) -> list[str]:
+def notes(config: Config, resolved: Config, told: dict[str, Any]) -> list[str]:
     """Keys of `sweep` that have no effect on this hardware: the same command runs elsewhere."""
     asked, at_once, on_cpu = config.sweep.gpus_per_trial, config.sweep.processes_at_once, resolved.device == "cpu"
+    if told.get("gpus_per_trial"):  # whatever there is: they may be names
+        return []
+    if on_cpu and "devices" in told:
+        return ["hydra.launcher.devices has no effect on CPU; sweep.processes_at_once says how many trials run"]
     if on_cpu and asked:
         return [f"sweep.gpus_per_trial={asked} has no effect on CPU; sweep.processes_at_once says how many trials run"]
     if not on_cpu and at_once != 1:
@@ -65,15 +99,22 @@ def notes(config: Config, resolved: Config) -> list[str]:
     return []
 
 
-def pool_of(asked: Config, trials: Sequence[Config], total: int, hardware: Hardware) -> TrialPool:
-    """asked: the config as typed. trials: resolved ones. total: the number of trials; 0 if nobody knows it yet."""
+def pool_of(
+    asked: Config, trials: Sequence[Config], total: int, hardware: Hardware, told: dict[str, Any] | None = None
+) -> TrialPool:
+    """asked: the config as typed. trials: resolved ones. total: the number of trials; 0 if nobody knows it yet. told:
+    see there."""
     on_gpus = [trial for trial in trials if trial.device == "cuda"]
-    gpus = 0
-    if on_gpus:
+    gpus, told = 0, told or {}
+    devices = len(told.get("devices", ())) or hardware.gpus
+    if told.get("gpus_per_trial"):
+        gpus = told["gpus_per_trial"]
+        at_once = devices // gpus
+    elif on_gpus and "gpus_per_trial" not in told:
         spread = [hardware.gpus if trial.strategy.spreads_over_gpus else 1 for trial in on_gpus]
         own = [int(trial.launch.nproc_per_node) for trial in on_gpus]
         gpus = asked.sweep.gpus_per_trial or max(1, *spread, *own)
-        at_once = hardware.gpus // gpus
+        at_once = devices // gpus
     elif asked.sweep.processes_at_once == "auto":
         threads = asked.launch.threads_per_process
         each = max(int(trial.launch.nproc_per_node) for trial in trials) * (1 if threads == "auto" else int(threads))

@@ -7,9 +7,13 @@ import fcntl
 import os
 import re
 import stat
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 FOLDERS = (Path("/run/lock"), Path("/tmp"))
 """Where the folder of locks lies: in the first into which everybody may write. /run/lock is never swept by age."""
@@ -22,44 +26,143 @@ class PoolError(Exception):
     """What is wrong with devices, locks or settings, in words for the user."""
 
 
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU as the driver lists it."""
+
+    uuid: str
+    model: str = ""
+    parts: tuple[str, ...] = ()
+    """UUIDs of the MIG devices into which it is divided; a process can use one of these, and not the whole."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What jobs can be given of it."""
+        return self.parts or (self.uuid,)
+
+
 def visible_gpus(visible_devices: str | None) -> list[str]:
     """The GPUs that CUDA_VISIBLE_DEVICES allows, by UUID where NVML knows it, so that all sweeps mean the same one."""
+    present = present_gpus()
+    if present is None:
+        return _entries(visible_devices or "")
+    return named(visible_devices, present, _order_of_numbers(visible_devices, present))
+
+
+def asked_gpus(devices: list[str]) -> list[str]:
+    """The devices of `hydra.launcher.devices` by UUID. A name that the driver does not know stays as it is."""
+    present = present_gpus()
+    if not present:
+        return list(dict.fromkeys(devices))
+    order = _order_of_numbers(",".join(devices), present)
+    for device in devices:
+        if device.isdigit() and int(device) >= len(order):
+            raise PoolError(f"hydra.launcher.devices: there is no GPU {device}; this host has {len(order)}")
+    return named(",".join(devices), present, order)
+
+
+def present_gpus() -> list[Gpu] | None:
+    """All GPUs of this host, in the driver's order, which is that of their places on the bus; None without NVML."""
     try:
         import pynvml
     except ImportError:
-        return [] if visible_devices is None else _entries(visible_devices)
+        return None
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
         return []
     try:
-        present = [
-            str(pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(index)))
-            for index in range(pynvml.nvmlDeviceGetCount())
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        return [
+            Gpu(str(pynvml.nvmlDeviceGetUUID(one)), str(pynvml.nvmlDeviceGetName(one)), _parts(pynvml, one))
+            for one in handles
         ]
     except pynvml.NVMLError as error:
-        raise PoolError(f"the driver cannot list its GPUs: {error}; name them: hydra.launcher.devices=[0,1]") from None
+        raise PoolError(f"the driver cannot list its GPUs: {error}; take a broken one out, or reset it") from None
     finally:
         pynvml.nvmlShutdown()
-    return named(visible_devices, present)
 
 
-def named(visible_devices: str | None, present: list[str]) -> list[str]:
-    """Those of `present`, UUIDs in the driver's order, that CUDA_VISIBLE_DEVICES names. As CUDA does, it stops at the
-    first number that is none of a GPU, and takes the beginning of a UUID for the whole."""
+def _parts(pynvml: Any, gpu: Any) -> tuple[str, ...]:
+    """UUIDs of its MIG devices; none where it is not divided."""
+    found: list[str] = []
+    with contextlib.suppress(pynvml.NVMLError):  # not supported
+        if pynvml.nvmlDeviceGetMigMode(gpu)[0]:
+            for place in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(gpu)):
+                with contextlib.suppress(pynvml.NVMLError):  # nothing in this place
+                    part = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, place)
+                    found.append(str(pynvml.nvmlDeviceGetUUID(part)))
+    return tuple(found)
+
+
+def named(visible_devices: str | None, present: list[Gpu], order: list[str] | None = None) -> list[str]:
+    """Those of `present` that CUDA_VISIBLE_DEVICES names, by UUID. As CUDA does, it stops at the first number that is
+    none of a GPU, takes the beginning of a UUID for the whole, and a divided GPU for its first part.
+
+    order: what the numbers 0, 1, ... mean; None: the driver's order.
+    """
+    all_names = [name for gpu in present for name in gpu.names]
     if visible_devices is None:
-        return present
+        return all_names
+    order = [gpu.names[0] for gpu in present] if order is None else order
+    known = {gpu.uuid: gpu.names[0] for gpu in present} | {name: name for name in all_names}
     found: list[str] = []
     for entry in _entries(visible_devices):
         if entry.lstrip("-").isdigit():
-            if not 0 <= int(entry) < len(present):
+            if not 0 <= int(entry) < len(order):
                 break
-            entry = present[int(entry)]
+            entry = order[int(entry)]
         else:
-            entry = next((uuid for uuid in present if uuid.startswith(entry)), entry)
+            entry = next((name for uuid, name in known.items() if uuid.startswith(entry)), entry)
         if entry not in found:
             found.append(entry)
     return found
+
+
+def _order_of_numbers(names: str | None, present: list[Gpu]) -> list[str]:
+    """What the numbers 0, 1, ... mean to CUDA, by UUID.
+
+    CUDA_DEVICE_ORDER=PCI_BUS_ID is the driver's order. CUDA's default puts faster GPUs first, by a rule that nobody has
+    written down: where GPUs differ, or are divided, CUDA itself is asked.
+    """
+    driver = [gpu.names[0] for gpu in present]
+    by_number = any(entry.isdigit() for entry in _entries(names or ""))
+    alike = len({gpu.model for gpu in present}) <= 1 and not any(gpu.parts for gpu in present)
+    if not by_number or alike or os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID":
+        return driver
+    found = cuda_order()
+    if not found:
+        raise PoolError(
+            "this host has GPUs of several kinds, so that their numbers depend on CUDA, which did not answer; set "
+            "CUDA_DEVICE_ORDER=PCI_BUS_ID, or use UUIDs: nvidia-smi -L"
+        )
+    return found
+
+
+ASK_CUDA = """
+import ctypes, uuid
+cuda = ctypes.CDLL("libcuda.so.1")
+count, device, part = ctypes.c_int(), ctypes.c_int(), (ctypes.c_ubyte * 16)()
+assert cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(count)) == 0
+whole = (ctypes.c_ubyte * 16)()
+for number in range(count.value):
+    assert cuda.cuDeviceGet(ctypes.byref(device), number) == 0
+    assert cuda.cuDeviceGetUuid(ctypes.byref(whole), device) == 0
+    known = cuda.cuDeviceGetUuid_v2(ctypes.byref(part), device) == 0 if hasattr(cuda, "cuDeviceGetUuid_v2") else False
+    divided = known and bytes(part) != bytes(whole)
+    print(("MIG-" if divided else "GPU-") + str(uuid.UUID(bytes=bytes(part if divided else whole))))
+"""
+
+
+def cuda_order() -> list[str]:
+    """All GPUs in CUDA's order, by UUID; empty if it cannot be asked. In a process of its own: after cuInit no child of
+    this one could use CUDA."""
+    env = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    try:
+        asked = subprocess.run([sys.executable, "-c", ASK_CUDA], env=env, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return asked.stdout.split() if asked.returncode == 0 else []
 
 
 def _entries(visible_devices: str) -> list[str]:
@@ -96,19 +199,21 @@ class Locks:
             raise PoolError(self._unusable("others may remove files in it; it needs the sticky bit (chmod +t)"))
 
     def _make_folder(self) -> None:
-        """With the permissions from its first moment on: it is made beside its place, and moved there."""
+        """With the permissions of all from its first moment on. Whoever is first makes it; none can replace another's,
+        as rename(2) would do with a folder that is empty still."""
         if os.path.lexists(self.folder):
             return
         try:
             self.folder.parent.mkdir(parents=True, exist_ok=True)
-            made = Path(tempfile.mkdtemp(prefix=f".{self.folder.name}_", dir=self.folder.parent))
+            before = os.umask(0)
+            try:
+                self.folder.mkdir(EVERYBODY)
+            finally:
+                os.umask(before)
+        except FileExistsError:  # another sweep was faster
+            return
         except OSError as error:
             raise PoolError(self._unusable(error.strerror or str(error))) from None
-        made.chmod(EVERYBODY)
-        try:
-            made.rename(self.folder)
-        except OSError:  # another sweep was faster
-            made.rmdir()
 
     def _unusable(self, why: str) -> str:
         return f"hydra.launcher.lock_folder={self.folder}: {why}; name another: hydra.launcher.lock_folder=FOLDER"

@@ -9,7 +9,6 @@ import pickle
 import random
 import signal
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -21,6 +20,10 @@ from hydra.core.utils import JobReturn, JobStatus
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+class Pruned(float):
+    """What a job returns that was ended because others were better by then: the last value of its objective."""
 
 
 class JobFailedError(RuntimeError):
@@ -62,9 +65,7 @@ class Job:
         except Exception:  # noqa: BLE001  nothing, or half of it: the process was killed
             code = self.exit_code or 0
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-            failed = JobReturn(overrides=overrides, status=JobStatus.FAILED)
-            failed.return_value = JobFailedError(f"job {self.number} {how}, without a result")
-            return failed
+            return failed(JobFailedError(f"job {self.number} {how}, without a result"), overrides)
         finally:
             self.result.close()
 
@@ -72,7 +73,7 @@ class Job:
 def start(number: int, devices: list[str], run: Callable[[], JobReturn], output: Path | None) -> Job:
     """Forks a process that runs a job with CUDA_VISIBLE_DEVICES=devices (none: as it is). output: where all that it
     prints goes."""
-    parent, result = os.getpid(), tempfile.TemporaryFile()  # noqa: SIM115  the job's writing outlives this function
+    parent, result = os.getpid(), os.fdopen(os.memfd_create("result"), "w+b")  # a disk may be full
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # one that comes now is for this process's handlers
@@ -80,6 +81,9 @@ def start(number: int, devices: list[str], run: Callable[[], JobReturn], output:
         pid = os.fork()
         if not pid:
             _run(parent, devices, run, output, result)
+    except OSError:
+        result.close()
+        raise
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return Job(number, pid, devices, result)
@@ -114,7 +118,7 @@ def _run(
         else:
             traceback.print_exc()
         with contextlib.suppress(Exception):
-            _tell(_failed(error), result)
+            _tell(failed(error), result)
     finally:
         with contextlib.suppress(Exception):
             sys.stdout.flush()
@@ -125,10 +129,11 @@ def _run(
         os._exit(code)
 
 
-def _failed(error: BaseException) -> JobReturn:
-    failed = JobReturn(status=JobStatus.FAILED)
-    failed.return_value = error
-    return failed
+def failed(error: BaseException, overrides: list[str] | None = None) -> JobReturn:
+    """What Hydra gets of a job that has failed."""
+    returned = JobReturn(overrides=overrides, status=JobStatus.FAILED)
+    returned.return_value = error
+    return returned
 
 
 def _tell(returned: JobReturn, result: IO[bytes]) -> int:

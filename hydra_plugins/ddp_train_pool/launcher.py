@@ -10,21 +10,25 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.utils import JobReturn, configure_log, filter_overrides, run_job, setup_globals
+from hydra.core.utils import JobReturn, JobStatus, configure_log, filter_overrides, run_job, setup_globals
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
 
 from hydra_plugins.ddp_train_pool import _jobs
-from hydra_plugins.ddp_train_pool._devices import Devices, PoolError, visible_gpus
+from hydra_plugins.ddp_train_pool._devices import Devices, PoolError, asked_gpus, visible_gpus
 
 log = logging.getLogger(__name__)
 POLL_SECONDS = 0.1
 """Between two looks for devices that other sweeps have given back. The end of an own job is noticed at once."""
+Running = dict[int, tuple[_jobs.Job, list[str]]]
+"""Jobs and their overrides by the number that their source gave them."""
+ALONE = -1
+"""Under this number the job runs that no source has."""
 
 
 @dataclass
@@ -47,13 +51,47 @@ class PoolConf:
 ConfigStore.instance().store(group="hydra/launcher", name="pool", node=PoolConf, provider="ddp_train_pool")
 
 
+class Source(Protocol):
+    """Where jobs come from, each under a number of the source's own."""
+
+    def ask(self) -> tuple[int, list[str]] | None:
+        """The number and the overrides of a job that may start now; None: none. Asked again when one has ended."""
+        ...
+
+    def ended(self, number: int, returned: JobReturn) -> None: ...
+
+    def to_stop(self, running: dict[int, int]) -> list[int]:
+        """The jobs that get SIGTERM. running: their numbers, and those that the application knows them by."""
+        ...
+
+
+class Listed:
+    """All jobs are known from the beginning."""
+
+    def __init__(self, jobs: Sequence[Sequence[str]], first: int) -> None:
+        self.waiting = [(first + place, list(overrides)) for place, overrides in enumerate(jobs)]
+        self.returned: dict[int, JobReturn] = {}
+
+    def ask(self) -> tuple[int, list[str]] | None:
+        return self.waiting.pop(0) if self.waiting else None
+
+    def ended(self, number: int, returned: JobReturn) -> None:
+        self.returned[number] = returned
+
+    def to_stop(self, running: dict[int, int]) -> list[int]:
+        return []
+
+
 class PoolLauncher(Launcher):
     """Runs each job in a process of its own, as many at a time as there are free devices.
 
-    The object whose method the application's function is may have methods `before_jobs()`, `job_started(number,
-    overrides, devices)` and `job_ended(number, overrides, JobReturn, exit_code, seconds)`: they are called in the
-    process that starts the jobs. A signal goes to all jobs, is waited for, and is raised again at the end; the third
-    one kills them.
+    The object whose method the application's function is may have methods, which are called in the process that starts
+    the jobs: `before_jobs()`; `job_number(number, overrides)`, once for each job before it starts: the number, and so
+    the folder, that it gets; `known_value(number, overrides)`: what it would return, if that is known already, and None
+    if it must run; `job_started(number, overrides, devices)`; `job_ended(number, overrides, JobReturn, exit_code,
+    seconds)`; `job_alone()`: the number and the overrides of a job that runs alone after all others, or None. What
+    hydra/sweeper=pool_optuna calls stands there. A signal goes to all jobs, is waited for, and is raised again at the
+    end; the third one kills them.
     """
 
     def __init__(
@@ -78,27 +116,32 @@ class PoolLauncher(Launcher):
         self.hydra_context, self.task_function, self.config = hydra_context, task_function, config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        listed = Listed(job_overrides, initial_job_idx)
+        self.launch_from(listed, len(job_overrides))
+        return [listed.returned[number] for number in sorted(listed.returned)]
+
+    def launch_from(self, source: Source, count: int) -> None:
+        """Runs what `source` has, one job as soon as there are devices for it. count: of jobs, for the log."""
         setup_globals()
-        HydraConfig.instance().set_config(self.config)  # for what `_tell` calls; a job sets its own
+        HydraConfig.instance().set_config(self.config)  # for what `tell` calls; a job sets its own
         configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
         Path(str(self.config.hydra.sweep.dir)).mkdir(parents=True, exist_ok=True)
         if reason := _jobs.cannot_fork():
             raise PoolError(reason)
         pool = self._pool()
         with contextlib.closing(pool), self._listening():
-            log.info("Launching %d jobs, at most %d at a time", len(job_overrides), pool.at_once)
-            self._tell("before_jobs")
-            returned = self._run_all(pool, [list(overrides) for overrides in job_overrides], initial_job_idx)
+            log.info("Launching %d jobs, at most %d at a time", count, pool.at_once)
+            self.tell("before_jobs")
+            self._run_all(pool, source)
         if self.received:  # for whoever listened before: KeyboardInterrupt, or the end of this process
             signal.raise_signal(self.received[0])
-        return returned
 
     def _pool(self) -> Devices:
         per_job = self.gpus_per_trial
         if per_job == 0:
             names = []
         elif self.devices is not None:
-            names = list(dict.fromkeys(self.devices))
+            names = asked_gpus(self.devices)
         else:
             names = visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
         per_job = min(1, len(names)) if per_job is None else per_job
@@ -112,49 +155,87 @@ class PoolLauncher(Launcher):
                 raise PoolError(f"hydra.launcher.{name}={value}: is too small")
         return Devices(names, per_job, self.processes_at_once, self.lock_folder)
 
-    def _run_all(self, pool: Devices, jobs: list[list[str]], first: int) -> list[JobReturn]:
-        waiting, running, returned = list(range(len(jobs))), dict[int, _jobs.Job](), dict[int, JobReturn]()
-        keep, last_start = _jobs.children(), -self.start_delay_seconds
+    def _run_all(self, pool: Devices, source: Source) -> None:
+        running: Running = {}
+        keep, last_start, ready = _jobs.children(), -self.start_delay_seconds, None
+        asked, overrides = 0, list[str]()
         _jobs.adopt(True)
         try:
-            while (waiting and not self.received) or running:
-                may_start = waiting and not self.received and len(running) < pool.at_once
-                if may_start and time.monotonic() >= last_start + self.start_delay_seconds:
-                    index = waiting[0]
-                    if job := self._start(pool, first + index, jobs[index], running):
-                        running[waiting.pop(0)] = job
-                        last_start = time.monotonic()
-                        self._tell("job_started", job.number, jobs[index], job.devices)
+            while True:
+                may_start = not self.received and len(running) < pool.at_once
+                if may_start and ready is None and (drawn := source.ask()):
+                    asked, overrides = drawn
+                    ready = self._make_ready(asked, overrides)
+                    if isinstance(ready, JobReturn):
+                        ready = source.ended(asked, ready)
                         continue
-                self._wait(running)
-                for index, job in list(running.items()):
+                elif not running and ready is None and not self.received and (drawn := self.tell("job_alone")):
+                    asked, (number, overrides) = ALONE, drawn
+                    ready = number, self._composed(number, overrides)
+                is_due = may_start and time.monotonic() >= last_start + self.start_delay_seconds
+                if is_due and ready and (job := self._start(pool, *ready, overrides, running)):
+                    running[asked], ready = (job, overrides), None
+                    last_start = time.monotonic()
+                    self.tell("job_started", job.number, overrides, job.devices)
+                    continue
+                if not running and (self.received or ready is None):
+                    return
+                self._wait([job for job, _ in running.values()])
+                for number in source.to_stop({number: job.number for number, (job, _) in running.items()}):
+                    running[number][0].send(signal.SIGTERM)
+                for number, (job, words) in list(running.items()):
                     if job.poll():
-                        del running[index]
-                        _jobs.end_adopted(keep | {other.pid for other in running.values()})
-                        returned[index] = job.returned(jobs[index])
-                        seconds = time.monotonic() - job.started
+                        del running[number]
+                        _jobs.end_adopted(keep | {other.pid for other, _ in running.values()})
+                        returned, seconds = job.returned(words), time.monotonic() - job.started
                         log.info("\t#%d ended after %.1f s", job.number, seconds)
-                        code = job.exit_code
-                        self._tell("job_ended", job.number, jobs[index], returned[index], code, seconds)
+                        self.tell("job_ended", job.number, words, returned, job.exit_code, seconds)
+                        if number != ALONE:
+                            source.ended(number, returned)
         finally:
-            for job in running.values():  # only after an error here
+            for job, _ in running.values():  # only after an error here
                 job.send(signal.SIGKILL)
                 os.waitpid(job.pid, 0)
             _jobs.end_adopted(keep)
             _jobs.adopt(False)
-        return [returned[index] for index in sorted(returned)]
 
-    def _start(self, pool: Devices, number: int, overrides: list[str], running: dict[int, _jobs.Job]) -> Any:
+    def _make_ready(self, number: int, overrides: list[str]) -> tuple[int, DictConfig] | JobReturn:
+        """The number and the config of a job; its result, if that is known, or if the config cannot be composed, which
+        ends no other job."""
+        number = self.tell("job_number", number, overrides, default=number)
+        if (known := self.tell("known_value", number, overrides)) is not None:
+            returned = JobReturn(overrides=overrides, status=JobStatus.COMPLETED)
+            returned.return_value = known
+            return returned
+        try:
+            return number, self._composed(number, overrides)
+        except Exception as error:  # noqa: BLE001  whatever Hydra, OmegaConf or a resolver of the application raises
+            log.info("\t#%d : %s: %s", number, " ".join(filter_overrides(overrides)), error)
+            returned = _jobs.failed(error, overrides)
+            self.tell("job_ended", number, overrides, returned, 1, 0.0)
+            return returned
+
+    def _composed(self, number: int, overrides: list[str]) -> DictConfig:
+        config = self.hydra_context.config_loader.load_sweep_config(self.config, overrides)
+        with open_dict(config):
+            config.hydra.job.id = config.hydra.job.num = number
+        return config
+
+    def _start(self, pool: Devices, number: int, config: DictConfig, overrides: list[str], running: Running) -> Any:
         """The job, if there are devices for it."""
-        with pool.offered({device for job in running.values() for device in job.devices}) as offer:
+        with pool.offered({device for job, _ in running.values() for device in job.devices}) as offer:
             if offer is None:
                 return None
-            log.info("\t#%d : %s", number, " ".join([*filter_overrides(overrides), *offer[0]]))
-            config = self.hydra_context.config_loader.load_sweep_config(self.config, overrides)
-            with open_dict(config):
-                config.hydra.job.id = config.hydra.job.num = number
             folder = Path(str(config.hydra.sweep.dir), str(config.hydra.sweep.subdir)) if self.output else None
-            return _jobs.start(number, offer[0], lambda: self._run_job(config), folder and folder / str(self.output))
+            output = folder and folder / str(self.output)
+            try:
+                job = _jobs.start(number, offer[0], lambda: self._run_job(config), output)
+            except OSError as error:
+                if not running:
+                    raise PoolError(f"job {number} cannot be started: {error}") from None
+                return None  # no memory, or no processes left, until another one has ended
+            log.info("\t#%d : %s", number, " ".join([*filter_overrides(overrides), *offer[0]]))
+            return job
 
     def _run_job(self, config: DictConfig) -> JobReturn:
         """In the job's process."""
@@ -166,17 +247,17 @@ class PoolLauncher(Launcher):
             job_subdir_key="hydra.sweep.subdir",
         )
 
-    def _wait(self, running: dict[int, _jobs.Job]) -> None:
+    def _wait(self, running: list[_jobs.Job]) -> None:
         """For the end of a job, at most POLL_SECONDS; a signal ends it too."""
         poller, opened = select.poll(), []
         try:
-            for job in running.values():
+            for job in running:
                 opened.append(os.pidfd_open(job.pid))
                 poller.register(opened[-1], select.POLLIN)
             poller.poll(POLL_SECONDS * 1000)
             if len(self.received) > self.handed_on:
                 self.handed_on = len(self.received)
-                for job in running.values():
+                for job in running:
                     job.send(signal.SIGKILL if self.handed_on > 2 else self.received[-1])
         finally:
             for descriptor in opened:
@@ -195,7 +276,7 @@ class PoolLauncher(Launcher):
             for number in heeded:
                 signal.signal(number, before[number])
 
-    def _tell(self, method: str, *values: Any) -> None:
+    def tell(self, method: str, *values: Any, default: Any = None) -> Any:
+        """What the application's method returns; `default` if it has none."""
         told = getattr(getattr(self.task_function, "__self__", None), method, None)
-        if told:
-            told(*values)
+        return told(*values) if told else default

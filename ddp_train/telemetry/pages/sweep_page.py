@@ -60,7 +60,7 @@ def ranked(rows: Sequence[Row], better: str | None) -> list[Row]:
     )
 
 
-def trials_table(rows: Sequence[Row], objective: str, at_once: int = 1) -> Table:
+def trials_table(rows: Sequence[Row], objective: str, at_once: int = 1, note: str = "") -> Table:
     """A row for each trial, a column for each parameter. The objective stands first: on a phone it is in sight."""
     keys = parameters(rows)
     typed = [dict(word.split("=", 1) for word in row["overrides"]) for row in rows]
@@ -79,25 +79,27 @@ def trials_table(rows: Sequence[Row], objective: str, at_once: int = 1) -> Table
         ])  # fmt: skip
     title = "trials" if at_once == 1 else f"trials, {at_once} at a time on one host"
     name = objective + (" %" if percent > 1 else "")
-    return Table(title, ["trial", name, *keys, "status", *others.values()], table)
+    return Table(title, ["trial", name, *keys, "status", *others.values()], table, note)
 
 
 def _status(row: Row) -> str:
     if row["status"] == "completed":
         return "completed"
+    if row["status"] == "pruned":
+        return f"pruned after {counted(row['evaluations'], 'evaluation')}"
     return f"failed ({row['exit_code']}): {row.get('kind', row['status'])}"
 
 
 def sweep_page(
     sweep_dir: Path, rows: Sequence[Row], objective: str, better: str | None, command: str, facts: dict[str, str],
-    refresh_seconds: int = 0, total: int = 0,
+    refresh_seconds: int = 0, total: int = 0, note: str = "",
 ) -> Report:  # fmt: skip
     """rows: of results.jsonl, so far. total: of trials, if that is known. Reads the run directories of the trials."""
     order = ranked(rows, better)
     runs = {row["trial"]: read_run(_run_dir(sweep_dir, row), with_config=False) for row in order}
     scored = [row for row in order if row.get("objective") is not None]
-    failed = [row for row in rows if row["status"] != "completed"]
-    table = trials_table(order, objective, rows[0].get("at_once", 1) if rows else 1)
+    failed = [row for row in rows if row["status"] == "failed"]
+    table = trials_table(order, objective, rows[0].get("at_once", 1) if rows else 1, note)
     table.title, table.best = table.title.capitalize(), 0 if scored else None
     sections: list[Table | Plot | Lines] = []
     if scored:
@@ -139,7 +141,7 @@ def _numbers(rows: Sequence[Row], scored: Sequence[Row], objective: str) -> dict
         metric = objective.rpartition(".")[2]
         found[f"{objective}, the best"] = shown_metric(metric, scored[0]["objective"])
         found["with"] = " ".join(scored[0]["overrides"]) or "-"
-    return found | {"trials": str(len(rows)), "failed": str(sum(row["status"] != "completed" for row in rows))}
+    return found | {"trials": str(len(rows)), "failed": str(sum(row["status"] == "failed" for row in rows))}
 
 
 def _curves(order: Sequence[Row], runs: dict[int, RunFiles], objective: str) -> Plot:

@@ -1,0 +1,135 @@
+"""`hydra/sweeper=pool_optuna`: Optuna draws a job whenever a device is free, and is told of each as it ends."""
+# No `from __future__ import annotations`: Hydra runs this module before it is in sys.modules, where dataclasses look.
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
+from hydra.plugins.sweeper import Sweeper
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import MISSING, DictConfig, OmegaConf
+
+from hydra_plugins.ddp_train_pool._devices import PoolError
+from hydra_plugins.ddp_train_pool.launcher import PoolLauncher
+
+JOURNAL = "optuna.log"
+"""In the directory of the sweep: Optuna's own format, which its dashboard reads."""
+RESULT = "optimization_results.yaml"
+SAMPLERS: dict[str, dict[str, Any]] = {
+    "tpe": {"n_startup_trials": 10, "multivariate": False, "constant_liar": True},
+    "random": {},
+    "qmc": {},
+}
+PRUNERS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "median": {"n_startup_trials": 5, "n_warmup_steps": 0, "interval_steps": 1, "n_min_trials": 1},
+    "percentile": {"percentile": 25.0, "n_startup_trials": 5, "n_warmup_steps": 0, "interval_steps": 1},
+    "halving": {"min_resource": 1, "reduction_factor": 4, "min_early_stopping_rate": 0},
+    "hyperband": {"min_resource": 1, "max_resource": "auto", "reduction_factor": 3},
+    "threshold": {"lower": None, "upper": None, "n_warmup_steps": 0},
+}
+"""Options of `hydra/sweeper/sampler` and `hydra/sweeper/pruner`, with the arguments of Optuna's classes."""
+
+
+@dataclass
+class PoolOptunaConf:
+    defaults: list[Any] = field(default_factory=lambda: [{"sampler": "tpe"}, {"pruner": "none"}])
+    _target_: str = "hydra_plugins.ddp_train_pool.optuna_sweeper.PoolOptunaSweeper"
+    sampler: Any = MISSING
+    pruner: Any = MISSING
+    direction: str = "minimize"
+    """minimize or maximize."""
+    n_trials: int = 20
+    """Of the whole study, those of earlier starts too."""
+    n_jobs: int | None = None
+    """The most at a time; None: as many as there are devices for."""
+    storage: str | None = None
+    """A file for Optuna's journal; None: optuna.log in the directory of the sweep."""
+    study_name: str | None = None
+    params: dict[str, Any] | None = None
+    """What is drawn, as on the command line: `x: interval(0, 1)`."""
+
+
+_store = ConfigStore.instance()
+_store.store(group="hydra/sweeper", name="pool_optuna", node=PoolOptunaConf, provider="ddp_train_pool")
+for _name, _arguments in SAMPLERS.items():
+    _node = {"name": _name, "seed": None, **_arguments}
+    _store.store(group="hydra/sweeper/sampler", name=_name, node=_node, provider="ddp_train_pool")
+for _name, _arguments in PRUNERS.items():
+    _node = {"name": _name, **_arguments}
+    _store.store(group="hydra/sweeper/pruner", name=_name, node=_node, provider="ddp_train_pool")
+
+
+class PoolOptunaSweeper(Sweeper):
+    """Asks Optuna for one job at a time, and tells it of each.
+
+    The object whose method the application's function is may have, beside what `PoolLauncher` calls: `reports(number)`:
+    the values of the objective while a job runs, in their order; `prune(number, count, value)`: it will be stopped
+    after so many of them, the last of which is `value`.
+    """
+
+    def __init__(
+        self,
+        sampler: DictConfig,
+        pruner: DictConfig,
+        direction: str,
+        n_trials: int,
+        n_jobs: int | None,
+        storage: str | None,
+        study_name: str | None,
+        params: DictConfig | None,
+    ) -> None:
+        if direction not in ("minimize", "maximize"):
+            raise PoolError(f"hydra.sweeper.direction={direction}: must be minimize or maximize")
+        for name, value in (("n_trials", n_trials), ("n_jobs", n_jobs)):
+            if value is not None and value < 1:
+                raise PoolError(f"hydra.sweeper.{name}={value}: must be at least 1")
+        self.sampler, self.pruner = _plain(sampler), _plain(pruner)
+        self.direction, self.n_trials, self.n_jobs = direction, n_trials, n_jobs
+        self.storage, self.study_name, self.params = storage, study_name, _plain(params)
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        self.hydra_context, self.config = hydra_context, config
+        self.launcher = Plugins.instance().instantiate_launcher(
+            hydra_context=hydra_context, task_function=task_function, config=config
+        )
+
+    def sweep(self, arguments: list[str]) -> None:
+        try:
+            from hydra_plugins.ddp_train_pool._optuna import Draws, open_study
+        except ImportError as error:
+            raise PoolError(f"hydra/sweeper=pool_optuna: {error}; pip install optuna") from None
+        if not isinstance(self.launcher, PoolLauncher):
+            raise PoolError("hydra/sweeper=pool_optuna: add hydra/launcher=pool, which alone says when a job has ended")
+        assert self.hydra_context is not None and self.config is not None  # since `setup`
+        parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
+        words = [*(f"{key}={value}" for key, value in _flat(self.params)), *arguments]
+        folder = Path(str(self.config.hydra.sweep.dir))
+        folder.mkdir(parents=True, exist_ok=True)
+        OmegaConf.save(self.config, folder / "multirun.yaml")
+        path = Path(self.storage).expanduser() if self.storage else folder / JOURNAL
+        study = open_study(path, self.study_name or "sweep", self.direction, self.pruner)
+        draws = Draws(study, parser.parse_overrides(words), self.sampler, self.n_trials, self.n_jobs, self.launcher)
+        try:
+            self.launcher.launch_from(draws, self.n_trials)
+        finally:
+            if best := draws.best():
+                result = {"name": "optuna", "best_params": best.params, "best_value": best.value}
+                OmegaConf.save(OmegaConf.create(result), folder / RESULT)
+
+
+def _plain(node: Any) -> dict[str, Any]:
+    return dict(OmegaConf.to_container(node, resolve=True) or {}) if node is not None else {}  # type: ignore
+
+
+def _flat(params: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """`{a: {b: 1}}` and `{a.b: 1}` are the same."""
+    for key, value in params.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{before}{key}.")
+        else:
+            yield before + str(key), value
