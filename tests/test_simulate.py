@@ -13,12 +13,19 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torchvision.models import resnet50, resnext50_32x4d
+from torchvision.models.detection import RetinaNet
+from torchvision.models.detection.backbone_utils import _resnet_fpn_extractor
+from torchvision.ops.feature_pyramid_network import LastLevelP6P7
+from torchvision.ops.misc import FrozenBatchNorm2d
 
 from ddp_train.data.batch_plan import BatchPlan
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
-from ddp_train.study import cost_model, mlperf, simulate
+from ddp_train.models.gpt import Gpt
+from ddp_train.study import cost_model, measured, simulate
 from ddp_train.study.cost_model import Cluster, Link, Step, predict
+from ddp_train.telemetry.pages.report import Report, as_markdown
 from tests.commands import ONE, ROOT, SMALL, metrics, run
 from tests.ranks import on_ranks
 
@@ -89,6 +96,11 @@ def test_what_the_backward_pass_does_not_hide_is_exposed() -> None:
     assert found.exchange == pytest.approx(51) and found.seconds == pytest.approx(1 + found.exposed)
     fast = Cluster(8, Link(0.0, 2**30), LINK)
     assert predict(step, 2, fast).exposed == pytest.approx(size / 2**30)
+    whole, parts = (predict(step, 2, fast, [51 * 2**20 / count] * count) for count in (1, 51))
+    assert whole.exposed == pytest.approx(whole.exchange) == pytest.approx(51 / 1024), (
+        "one part waits for the last gradient"
+    )
+    assert parts.exposed == pytest.approx(whole.exchange / 51), "of small ones only the last is seen"
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 64, 768])
@@ -97,17 +109,69 @@ def test_the_slowest_of_many_is_the_maximum_of_exponential_delays(ranks: int) ->
     assert 0.1 + cost_model.expected_wait(0.1, ranks) == pytest.approx(delays.max(1).mean(), rel=0.02)
 
 
-def test_a_gpus_own_work_is_found_again_in_a_step_of_many() -> None:
-    step = predict(Step(0.01, mlperf.GRADIENT_BYTES), 64, mlperf.DGX_H100).seconds
-    assert step > 0.0102
-    own = cost_model.single_gpu_seconds(step, 64, mlperf.GRADIENT_BYTES, mlperf.DGX_H100, cost_model.BACKWARD_SHARE)
+@pytest.mark.parametrize("sizes", [None, [measured.FP16 * measured.RESNET50]])
+def test_a_gpus_own_work_is_found_again_in_a_step_of_many(sizes: list[float] | None) -> None:
+    step = Step(0.01, measured.FP16 * measured.RESNET50)
+    seconds = predict(step, 64, measured.DGX_H100, sizes).seconds
+    assert seconds > 0.0102
+    own = cost_model.single_gpu_seconds(seconds, step, 64, measured.DGX_H100, sizes)
     assert own == pytest.approx(0.01, rel=1e-9)
 
 
-def test_published_steps_on_512_and_768_gpus_are_predicted_to_5_percent() -> None:
-    found = mlperf.checks()
-    assert [check.fitted for check in found] == [True, True, False, False]
-    assert all(abs(check.error) < (1e-9 if check.fitted else 0.05) for check in found)
+def test_the_models_of_the_measurements_have_their_parameters() -> None:
+    with torch.device("meta"):
+        layers = resnext50_32x4d(norm_layer=FrozenBatchNorm2d)
+        extra = LastLevelP6P7(256, 256)
+        retinanet = RetinaNet(_resnet_fpn_extractor(layers, 3, returned_layers=[2, 3, 4], extra_blocks=extra), 264)
+        for network, count in (
+            (resnet50(), measured.RESNET50),
+            (retinanet, measured.RETINANET),
+            (Gpt(50_304, 1_024, 12, 12, 768), measured.GPT2_124M),
+        ):
+            assert sum(p.numel() for p in network.parameters() if p.requires_grad) == count
+    width, vocabulary = 1_024, 30_528
+    embeddings, layer = (vocabulary + 512 + 2 + 2) * width, (12 * width + 13) * width
+    pooler, heads = (width + 1) * width, (width + 3) * width + vocabulary + 2 * (width + 1)
+    assert embeddings + 24 * layer + pooler + heads == measured.BERT_LARGE
+
+
+def errors(series: tuple[measured.Series, ...], name: str) -> list[tuple[float, ...]]:
+    """In percent, of each point after the first: proportional, and with a fixed part where there is one."""
+    (found,) = (measured.checks(one) for one in series if one.name.startswith(name))
+    assert found[0].proportional is None and found[0].efficiency == 1
+    return [
+        tuple(100 * error for error in map(check.error, (check.proportional, check.with_fixed)) if error is not None)
+        for check in found[1:]
+    ]
+
+
+def test_predictions_of_published_steps_are_as_good_as_the_docs_say() -> None:
+    for name in ("ResNet-50, H100", "RetinaNet, H100"):
+        (few,), *more = errors(measured.MLPERF, name)
+        assert all(abs(fixed) < 5 for _, fixed in more), "on 512, 768 and 2,528 GPUs"
+        assert all(-60 < proportional < -25 for proportional in (few, *(one for one, _ in more)))
+    for name in ("RetinaNet, GB200", "BERT-large, GB200"):
+        _, (proportional, fixed) = errors(measured.MLPERF, name)
+        assert -65 < proportional < -50 and -22 < fixed < -15
+    for name in ("BERT-large, H100", "BERT-large, H200", "BERT-large, GB200"):
+        assert -9 < errors(measured.MLPERF, name)[0][0] < -4, "three quarters of the batch, eight times the GPUs"
+    assert errors(measured.MLPERF, "BERT-large, H100")[1] == pytest.approx((-41, 61), abs=1)
+    assert [errors(measured.OURS, name)[0][0] for name in ("ResNet", "GPT-2")] == pytest.approx([-2.6, -1.0], abs=0.05)
+
+
+def test_a_line_through_two_points_meets_them() -> None:
+    for series in (*measured.MLPERF, *measured.OURS):
+        for point in series.points:
+            own = series.own_seconds(point)
+            assert 0 < own <= point.step_seconds
+            assert series.seconds(own, point) == pytest.approx(point.step_seconds, rel=1e-9)
+
+
+def test_the_page_of_comparisons_is_what_the_study_says() -> None:
+    page = (ROOT / "docs/benchmarks/simulate.md").read_text()
+    told = as_markdown(Report("", "", [*simulate.comparisons()], {}, []))
+    rows = [line for line in told.splitlines() if line.startswith("|")]
+    assert len(rows) == 18 + 4 + 2 * 2 and not [row for row in rows if row not in page]
 
 
 @pytest.mark.parametrize(("samples", "world", "accumulation"), [(101, 3, 1), (48, 4, 4), (5, 4, 2), (1000, 7, 1)])
@@ -218,7 +282,8 @@ def test_the_study_from_the_command_line(tmp_path: Path) -> None:
     ran = run("mode=study", "study=simulate", "study.dry_plan=false", *given, f"run_dir={tmp_path}")
     assert ran.returncode == 0, ran.stderr
     tables = json.loads((tmp_path / "report.json").read_text())["tables"]
-    assert [table["title"] for table in tables] == ["Predicted", "Cost model compared with MLPerf"]
+    compared = [f"Cost model compared with {what}" for what in ("MLPerf", "our own measurements")]
+    assert [table["title"] for table in tables] == ["Predicted", *compared]
     seconds = [row[2] for row in tables[0]["rows"]]
     assert seconds[0] == pytest.approx(37.2) and 37.2 < seconds[1] < seconds[2] < 2 * 37.2
     ran = run("mode=study", "study=simulate", "model=mlp", "study.gpus=[0]", "study.step_ms=1")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -125,11 +125,15 @@ def expected_wait(deviation: float, ranks: int) -> float:
     return deviation * float(np.sum(1 / np.arange(2, ranks + 1)))
 
 
-def predict(step: Step, gpus: int, cluster: Cluster, bucket_bytes: float = BUCKET_BYTES) -> Prediction:
-    """A step on `gpus` GPUs with the same number of samples on each (weak scaling)."""
+def predict(step: Step, gpus: int, cluster: Cluster, sizes: Sequence[float] | None = None) -> Prediction:
+    """A step on `gpus` GPUs with the same number of samples on each (weak scaling).
+
+    sizes: bytes of the parts in which the gradients are exchanged, in the order in which they become ready; those of
+    DDP's buckets if None. One part is exchanged after the backward pass.
+    """
+    sizes = buckets(step.gradient_bytes) if sizes is None else sizes
     backward = step.seconds * step.backward_share
     forward = (step.seconds - backward) / 2  # the other half of the rest: optimizer and data, after the exchange
-    sizes = buckets(step.gradient_bytes, cap=bucket_bytes)
     exposed = max(0.0, exchange_end(sizes, gpus, cluster, forward, backward) - forward - backward)
     waiting = expected_wait(step.deviation_seconds, gpus)
     exchange = sum(all_reduce(size, gpus, cluster) for size in sizes)
@@ -137,11 +141,12 @@ def predict(step: Step, gpus: int, cluster: Cluster, bucket_bytes: float = BUCKE
 
 
 def single_gpu_seconds(
-    seconds: float, gpus: int, gradient_bytes: float, cluster: Cluster, backward_share: float
+    seconds: float, step: Step, gpus: int, cluster: Cluster, sizes: Sequence[float] | None = None
 ) -> float:
-    """The step time of one GPU for which `predict` gives `seconds` on `gpus` GPUs (fixed-point iteration)."""
+    """The step time of one GPU for which `predict` gives `seconds` on `gpus` GPUs (fixed-point iteration).
+
+    step: its seconds do not count."""
     own = seconds
     for _ in range(50):
-        predicted = predict(Step(own, gradient_bytes, backward_share), gpus, cluster)
-        own += seconds - predicted.seconds
+        own += seconds - predict(replace(step, seconds=own), gpus, cluster, sizes).seconds
     return own

@@ -18,8 +18,8 @@ from ddp_train.config.key import key
 from ddp_train.distributed.environment import environment
 from ddp_train.errors import ConfigError
 from ddp_train.linux import end_with_parent
-from ddp_train.study import mlperf
-from ddp_train.study.cost_model import BACKWARD_SHARE, Cluster, Link, Prediction, Step, predict
+from ddp_train.study import measured
+from ddp_train.study.cost_model import BACKWARD_SHARE, Cluster, Link, Prediction, Step, buckets, predict
 from ddp_train.study.provenance import provenance
 from ddp_train.study.request import Request, bind_settings
 from ddp_train.study.trials import lock_run_dir
@@ -154,7 +154,7 @@ def gradient_bytes(run_dir: Path) -> float:
 
 def report(step: Step, config: SimulateConfig, request: Request) -> Report:
     """The report: predictions, validation against MLPerf, and the dry plan, which is measured in new processes."""
-    sections: list[Table | Plot] = [predictions(step, config), published()]
+    sections: list[Table | Plot] = [predictions(step, config), *comparisons()]
     if config.dry_plan:
         sections.append(dry_plans(request.program.presets.parents[1]))
     return Report(
@@ -169,8 +169,8 @@ def report(step: Step, config: SimulateConfig, request: Request) -> Report:
 
 
 def _predicted(step: Step, config: SimulateConfig) -> list[Prediction]:
-    cluster, bucket_bytes = config.cluster(), config.bucket_cap_mb * 2**20
-    return [predict(step, count, cluster, bucket_bytes) for count in config.gpus]
+    cluster, sizes = config.cluster(), buckets(step.gradient_bytes, cap=config.bucket_cap_mb * 2**20)
+    return [predict(step, count, cluster, sizes) for count in config.gpus]
 
 
 def predictions(step: Step, config: SimulateConfig) -> Table:
@@ -190,22 +190,29 @@ def predictions(step: Step, config: SimulateConfig) -> Table:
     return Table("Predicted", columns, rows, note)
 
 
-def published() -> Table:
-    """The cost model compared with published measurements."""
-    columns = ["GPUs", "batch per GPU", "published step, ms", "predicted, ms", "error, %", "used for"]
+def comparisons() -> list[Table]:
+    """The cost model compared with published and with our own measurements."""
+    return [
+        compared("Cost model compared with MLPerf", measured.MLPERF, measured.MLPERF_NOTE),
+        compared("Cost model compared with our own measurements", measured.OURS, measured.OUR_NOTE),
+    ]
+
+
+def compared(title: str, series: Sequence[measured.Series], note: str) -> Table:
+    """The cost model compared with measurements, a row for each."""
+    columns = ["network", "GPUs", "batch per GPU", "measured step, ms", "efficiency, %"]
+    columns += [f"{way}, {unit}" for way in ("proportional", "with a fixed part") for unit in ("ms", "error in %")]
     rows = []
-    for check in mlperf.checks():
-        seconds = (1e3 * check.point.step_seconds, 1e3 * check.predicted)
-        use = "the fit" if check.fitted else "the test"
-        rows.append(
-            [check.point.gpus, round(check.point.batch), *seconds, None if check.fitted else 100 * check.error, use]
-        )
-    note = (
-        f"{mlperf.SOURCE}: throughputs from the submitter's logs. The batch per GPU differs, so the step time of one "
-        "GPU is a line through the first two points; the others are the test. Waiting for the slowest rank is left "
-        "out, since no deviation of steps is published."
-    )
-    return Table("Cost model compared with MLPerf", columns, rows, note)
+    for check in itertools.chain.from_iterable(map(measured.checks, series)):
+        row = [check.series.name, check.point.gpus, round(check.point.batch), 1e3 * check.point.step_seconds]
+        row.append(100 * check.efficiency)
+        for predicted in (check.proportional, check.with_fixed):
+            error = check.error(predicted)
+            row += [None, None] if predicted is None or error is None else [1e3 * predicted, 100 * error]
+        rows.append(row)
+    if not any(row[-1] for row in rows):
+        columns, rows = columns[:-2], [row[:-2] for row in rows]
+    return Table(title, columns, rows, note)
 
 
 def dry_plans(folder: Path, ranks: Sequence[int] = RANKS) -> Table:
