@@ -23,17 +23,20 @@ import torch
 from fsspec.spec import AbstractFileSystem
 
 from ddp_train.config.freeze import to_values
+from ddp_train.config.hardware import Hardware
 from ddp_train.config.options.optimizer import SgdConfig
 from ddp_train.config.schema import CheckpointConfig, Config
 from ddp_train.errors import DataError, WriteError
+from ddp_train.prove.configs import for_proof
 from ddp_train.resilience import run_lock
 from ddp_train.resilience.checkpoint_files import MANIFEST, digest_of, place_of, read_manifest
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.resilience.preemption import StopController
+from ddp_train.study.request import resolve_run
 from ddp_train.training.checkpoint import Writer
 from ddp_train.training.mirror import Mirror, Mirroring, owner_of
 from ddp_train.training.mirrored import fetch_alone, finish
-from tests.commands import SMALL, THREE, checkpoints, fatal_lines, read, run, weights
+from tests.commands import PROGRAM, SMALL, THREE, checkpoints, fatal_lines, read, run, weights
 from tests.test_checkpoint import snapshot
 
 pytestmark = pytest.mark.timeout(180)
@@ -310,6 +313,13 @@ def test_what_is_no_url_is_refused(url: str, said: str, tmp_path: Path) -> None:
     url = url.replace("HERE", str(tmp_path))
     done = run(f"checkpoint.mirror={url}", f"run_dir={tmp_path}/run")
     assert done.returncode == 2 and f"checkpoint.mirror={url}: {said}" in done.stderr, done.stderr
+
+
+def test_runs_of_a_proof_or_a_study_share_no_mirror(mirror: Mirror, tmp_path: Path) -> None:
+    """The second one would resume what the first one had, and all would end in the job's own mirror."""
+    assert for_proof(config_of(mirror, tmp_path), tmp_path).checkpoint.mirror is None
+    found = resolve_run(PROGRAM, ["checkpoint.mirror=file:///there"], Hardware(cpus=2))
+    assert found.problems == ["checkpoint.mirror=file:///there: all trials would share it; leave it out of a study"]
 
 
 # --- a real server ----------------------------------------------------------------------------------------------------

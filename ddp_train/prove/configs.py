@@ -60,6 +60,7 @@ def for_proof(config: Config, run_dir: Path) -> Config:
             best=False,
             resume="auto",
             which="auto",
+            mirror=None,  # it is the job's own
         ),
         tuning=replace(config.tuning, compile=False, cuda_graph=False, num_workers=0, activation_checkpointing=[]),
     )

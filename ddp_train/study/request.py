@@ -26,6 +26,7 @@ from ddp_train.text import did_you_mean
 
 STUDY_KEYS = ("mode", "study", "run_dir", "name")
 """Keys on the command line that concern the study itself; all others are overrides for its runs."""
+SHARED = "{}: all trials would share it; leave it out of a study"
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ def read_request(program: Program, overrides: list[str]) -> Request:
     problems = [problem for override in changes for problem in _apply_override(settings, override)]
     for_runs = [override for override in overrides if key_of(override) not in STUDY_KEYS and override not in changes]
     problems += read_overrides(program, for_runs).problems
+    problems += [SHARED.format(word) for word in for_runs if word.partition("=")[0].lstrip("+") == "checkpoint.mirror"]
     settings = _interpolated(settings, settings, problems)
     if problems:
         raise ConfigError(problems)
@@ -121,6 +123,8 @@ def resolve_run(program: Program, overrides: list[str], hardware: Hardware) -> R
         return ResolvedRun(
             config, [f"{KEY}={asked}: a study compares runs whose numbers stay; use one number, {KEY}={given.low}"], []
         )
+    if mirror := config.checkpoint.mirror:
+        return ResolvedRun(config, [SHARED.format(f"checkpoint.mirror={mirror}")], [])
     resolved = resolve(config, hardware, None)
     return ResolvedRun(resolved, [], check(config, resolved, hardware, None))
 
