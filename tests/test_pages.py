@@ -187,7 +187,9 @@ def page_of_sweep(folder: Path, rows: list[dict[str, Any]]) -> Report:
     return sweep_page(folder, rows, "test.accuracy", "max", "python launch.py -m", {})
 
 
-def test_the_best_trial_is_first_with_the_command_that_evaluates_it(tmp_path: Path) -> None:
+def test_the_best_trial_is_first_with_the_command_that_evaluates_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = sweep_rows(tmp_path, optimizer__lr=[0.1, 0.001, 0.01])
     rows.append({"trial": 3, "overrides": ["optimizer.lr=9"], "status": "failed", "exit_code": 70, "kind": "oom"})
     report = page_of_sweep(tmp_path, rows)
@@ -195,6 +197,8 @@ def test_the_best_trial_is_first_with_the_command_that_evaluates_it(tmp_path: Pa
     assert table.columns[:4] == ["trial", "test.accuracy %", "optimizer.lr", "status"] and table.best == 0
     assert [row[0] for row in table.rows] == [2, 1, 0, 3] and table.rows[-1][1:4] == [None, "9", "failed (70): oom"]
     assert report.sections[0].lines[0] == f"python launch.py mode=evaluate checkpoint.resume={tmp_path}/2"  # type: ignore
+    monkeypatch.chdir(tmp_path)
+    assert page_of_sweep(tmp_path, rows).sections[0].lines[0] == "python launch.py mode=evaluate checkpoint.resume=2"  # type: ignore
     assert "cannot be told" in report.findings[0] and "seed=0,1,2" in report.findings[0]
     kinds = [plot.chart["kind"] for plot in report.plots if plot.chart]
     assert kinds == ["curves", "scatter"], "the parameter has a plot of its own"

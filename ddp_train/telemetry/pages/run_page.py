@@ -7,6 +7,7 @@ import datetime
 import shlex
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from ddp_train.telemetry.pages.charts import Axis, Curve, Mark, curves
@@ -76,7 +77,8 @@ def uses(run: RunFiles) -> list[str]:
     program = words[: next((at for at, word in enumerate(words) if "=" in word or word.startswith("-")), len(words))]
     if not program:
         return []
-    run_dir, trained = run.run_dir, run.config.get("train") or {}
+    here, trained = Path.cwd(), run.config.get("train") or {}
+    run_dir = run.run_dir.relative_to(here) if run.run_dir.is_relative_to(here) else run.run_dir  # as one types it
     length = next((name for name in ("max_steps", "epochs") if isinstance(trained.get(name), int)), None)
     asked = [["mode=evaluate", f"checkpoint.resume={run_dir}"], ["mode=predict", f"checkpoint.resume={run_dir}"]]
     asked += [[f"run_dir={run_dir}", f"train.{length}={2 * trained[length]}"]] if length else []
