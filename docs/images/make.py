@@ -28,7 +28,7 @@ SWEEP = (
     "train.epochs=20", f"run_dir={(WORK / 'sweep').relative_to(ROOT)}",
 )  # fmt: skip
 """Of the digits that scikit-learn brings: no download."""
-PAGE_SIZE = "1180,1130"
+PAGE_SIZE = "1180,915"
 """Of the picture of the page, in pixels; the README shows it at about 850."""
 
 COLUMNS, ROWS = 92, 26
