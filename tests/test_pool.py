@@ -253,6 +253,18 @@ def test_a_kill_leaves_no_process_and_no_lock(tmp_path: Path, victim: str) -> No
         assert ledger(tmp_path) == [] and sweep.returncode != 0
 
 
+@pytest.mark.slow
+def test_a_sweep_that_waits_for_others_says_so(tmp_path: Path) -> None:
+    locks = Locks(tmp_path / "locks")
+    held = [locks.take(name) for name in "ab"]
+    sweep = app(tmp_path, "+x=1", "+seconds=0.0")
+    assert sweep.stdout is not None
+    said = next((line for line in sweep.stdout if "note: waits for" in line), "")
+    assert said == "note: waits for 1 of a, b: other sweeps have them\n" and held[0] is not None
+    os.close(held[0])
+    assert end_of(sweep).count("note: ") == 0 and [job[1] for job in ledger(tmp_path)] == ["a"]
+
+
 def test_a_job_whose_config_cannot_be_composed_ends_no_other() -> None:
     """Grids are composed before they start; other sweepers ask for one after the other."""
     launcher = PoolLauncher(0, 1, None, None, 0.0, None)

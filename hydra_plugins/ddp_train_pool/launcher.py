@@ -6,6 +6,7 @@ import logging
 import os
 import select
 import signal
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from hydra_plugins.ddp_train_pool._devices import Devices, PoolError, asked_gpus
 log = logging.getLogger(__name__)
 POLL_SECONDS = 0.1
 """Between two looks for devices that other sweeps have given back. The end of an own job is noticed at once."""
+TELL_SECONDS = 5.0
+"""Without a device, until the terminal is told."""
 Running = dict[int, tuple[_jobs.Job, list[str]]]
 """Jobs and their overrides by the number that their source gave them."""
 ALONE = -1
@@ -158,7 +161,7 @@ class PoolLauncher(Launcher):
     def _run_all(self, pool: Devices, source: Source) -> None:
         running: Running = {}
         keep, last_start, ready = _jobs.children(), -self.start_delay_seconds, None
-        asked, overrides = 0, list[str]()
+        asked, overrides, last_end, told = 0, list[str](), time.monotonic(), False
         _jobs.adopt(True)
         try:
             while True:
@@ -180,12 +183,17 @@ class PoolLauncher(Launcher):
                     continue
                 if not running and (self.received or ready is None):
                     return
+                if not running and not told and time.monotonic() > last_end + TELL_SECONDS:
+                    told = True
+                    names = ", ".join(pool.names)
+                    print(f"note: waits for {pool.per_job} of {names}: other sweeps have them", file=sys.stderr)
                 self._wait([job for job, _ in running.values()])
                 for number in source.to_stop({number: job.number for number, (job, _) in running.items()}):
                     running[number][0].send(signal.SIGTERM)
                 for number, (job, words) in list(running.items()):
                     if job.poll():
                         del running[number]
+                        last_end = time.monotonic()
                         _jobs.end_adopted(keep | {other.pid for other, _ in running.values()})
                         returned, seconds = job.returned(words), time.monotonic() - job.started
                         log.info("\t#%d ended after %.1f s", job.number, seconds)
