@@ -37,7 +37,8 @@ def bin_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of an environment with the wheel, and of this one only the packages that it needs. Nothing is downloaded."""
     folder = tmp_path_factory.mktemp("installed")
     source = folder / "source"
-    shutil.copytree(ROOT / "ddp_train", source / "ddp_train", ignore=shutil.ignore_patterns("__pycache__"))
+    for package in ("ddp_train", "hydra_plugins"):
+        shutil.copytree(ROOT / package, source / package, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "--no-input"]

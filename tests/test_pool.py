@@ -403,11 +403,11 @@ def test_one_sweep_at_a_time_is_in_a_directory(trials: sweep.Trials, monkeypatch
     lock.file.write(json.dumps({"pid": left.pid, "host": socket.gethostname()}))
     lock.file.flush()
     left.kill()
+    left.wait()
     with ThreadPoolExecutor() as threads:
         threads.submit(lambda: (time.sleep(0.3), lock.release()))
         with trials.alone():
             pass
-    left.wait()
 
 
 @pytest.mark.slow

@@ -129,7 +129,7 @@ def test_how_trials_end_is_told(tmp_path: Path) -> None:
     draws = drawing(tmp_path, launcher)
     numbers = [draws.ask()[0] for _ in range(5)]  # type: ignore
     failed = JobReturn(status=JobStatus.FAILED)
-    failed.return_value = ValueError("boom")
+    failed.return_value = SystemExit(1)
     draws.ended(0, failed)
     for number, value in ((1, math.nan), (2, Pruned(0.5)), (3, 0.25)):
         end(draws, number, value)
@@ -189,13 +189,19 @@ def test_what_a_run_has_scored_so_far_is_read_from_its_metrics(tmp_path: Path) -
         {"kind": "train", "step": 1, "loss": 9.0}, {"kind": "validation", "step": 1, "loss": 2.0, "accuracy": 0.5},
         {"kind": "test", "step": 1, "loss": 3.0}, {"kind": "validation", "step": 2, "loss": None, "accuracy": 0.75},
     ]  # fmt: skip
-    assert sweep_pruning.reports(tmp_path, "auto") == []
+    reports, file = sweep_pruning.Reports(tmp_path), tmp_path / "metrics.jsonl"
+    assert reports.read("auto") == []
     text = "".join(json.dumps(line) + "\n" for line in lines)
-    (tmp_path / "metrics.jsonl").write_text(text + '{"kind": "validation", "st')
-    first, second = sweep_pruning.reports(tmp_path, "auto")
+    file.write_text(text + '{"kind": "validation", "st')
+    first, second = reports.read("auto")
     assert first == 2.0 and math.isnan(second)
-    assert sweep_pruning.reports(tmp_path, "validation.accuracy") == [0.5, 0.75]
-    assert sweep_pruning.reports(tmp_path, "test.loss") == [3.0]
+    assert reports.read("validation.accuracy") == [0.5, 0.75] and reports.read("test.loss") == [3.0]
+    with file.open("a") as more:
+        more.write('ep": 3, "accuracy": 0.8}\n')
+    assert reports.read("validation.accuracy") == [0.5, 0.75, 0.8], "the rest of a line came later"
+    (tmp_path / "part").write_text(text)
+    (tmp_path / "part").replace(file)
+    assert reports.read("validation.accuracy") == [0.5, 0.75], "it was resumed, before the third"
     assert sweep_pruning.marked(tmp_path) is None
     sweep_pruning.mark(tmp_path, 2, 0.5)
     row = sweep_pruning.marked(tmp_path) or {}

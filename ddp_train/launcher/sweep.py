@@ -28,10 +28,12 @@ from ddp_train.launcher.fork_server import ForkServer, preload
 from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.launcher.sweep_baseline import MARK, Baseline
 from ddp_train.launcher.sweep_numbers import Numbers
+from ddp_train.launcher.sweep_pruning import Reports
 from ddp_train.launcher.sweep_report import SweepPage, print_results
 from ddp_train.launcher.sweep_rows import RESULTS
 from ddp_train.launcher.trial_pool import TrialPool
 from ddp_train.resilience.preemption import SAVED, UNSAVED
+from hydra_plugins.ddp_train_pool._jobs import SweepEnd
 
 
 class Trials:
@@ -71,6 +73,7 @@ class Trials:
         self.numbers = Numbers(Path(), 0, "")
         self.writer = sweep_rows.Writer(Path())
         self.baseline = Baseline()
+        self.reported: dict[int, Reports] = {}
         self.begun: set[int] = set()
         """The trials of this start, as far as this process knows."""
 
@@ -289,7 +292,7 @@ class Trials:
 
     def reports(self, number: int) -> list[float]:
         """The objective of a trial at each evaluation so far."""
-        return sweep_pruning.reports(self.sweep_dir / str(number), self.objective)
+        return self.reported.setdefault(number, Reports(self.sweep_dir / str(number))).read(self.objective)
 
     def prune(self, number: int, evaluations: int, value: float) -> None:
         """Before a trial is stopped because others are better."""
@@ -323,7 +326,7 @@ class Trials:
         else:
             self._add(row)
         if contradiction := self._learn(row):
-            returned.status, returned.return_value = JobStatus.FAILED, SystemExit(ConfigError.exit_code)
+            returned.status, returned.return_value = JobStatus.FAILED, SweepEnd(ConfigError.exit_code)
             print(contradiction, file=sys.stderr)
         self._write_page()
         log = self.sweep_dir / str(number) / trial_pool.LOG

@@ -8,30 +8,47 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
-from ddp_train.config.metrics import AUTO, objective_name
+from ddp_train.config.metrics import SPLITS, objective_name
 from ddp_train.telemetry.metrics_log import METRICS
 
 FILE = "pruned.json"
 """In the run directory of a trial that is to end: whoever finds it there writes the row."""
 
 
-def reports(run_dir: Path, objective: str) -> list[float]:
-    """The objective at each evaluation so far. A resumed run takes lines back, and writes as many again."""
-    found: dict[str, list[float]] = {"validation": [], "test": []}
-    try:
-        text = (run_dir / METRICS).read_text()
-    except OSError:
-        return []
-    for line in text.splitlines():
-        with contextlib.suppress(ValueError):  # the last one, half written
-            values = json.loads(line)
-            split, _, metric = objective_name(objective, values["kind"] == "validation").partition(".")
-            if values["kind"] == split and metric in values:
-                found[split].append(math.nan if values[metric] is None else float(values[metric]))
-    return found["validation"] or found["test"] if objective == AUTO else found["validation"] + found["test"]
+class Reports:
+    """The objective at each evaluation of a run so far. Asked ten times a second: it reads what is new."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.path = run_dir / METRICS
+        self.file, self.place = 0, 0
+        """Which file it was, and how far it was read."""
+        self.lines: list[dict[str, Any]] = []
+
+    def read(self, objective: str) -> list[float]:
+        """A resumed run puts a new file in the place of the old one, without the steps that it computes again."""
+        try:
+            with self.path.open("rb") as file:
+                facts = os.fstat(file.fileno())
+                if facts.st_ino != self.file or facts.st_size < self.place:
+                    self.file, self.place, self.lines = facts.st_ino, 0, []
+                file.seek(self.place)
+                text = file.read()
+        except OSError:
+            return []
+        whole = text[: text.rfind(b"\n") + 1]  # the last line may be half written
+        self.place += len(whole)
+        for line in whole.splitlines():
+            with contextlib.suppress(ValueError):
+                values = json.loads(line)
+                self.lines += [values] if values.get("kind") in SPLITS else []
+        name = objective_name(objective, any(line["kind"] == "validation" for line in self.lines))
+        split, _, metric = name.partition(".")
+        values = [line[metric] for line in self.lines if line["kind"] == split and metric in line]
+        return [math.nan if value is None else float(value) for value in values]
 
 
 def mark(run_dir: Path, evaluations: int, value: float) -> None:

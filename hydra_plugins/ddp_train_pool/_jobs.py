@@ -26,6 +26,10 @@ class Pruned(float):
     """What a job returns that was ended because others were better by then: the last value of its objective."""
 
 
+class SweepEnd(SystemExit):
+    """What a job returns with which the whole sweep is to end."""
+
+
 class JobFailedError(RuntimeError):
     """A job that left no result: it was killed, or has exited by itself."""
 

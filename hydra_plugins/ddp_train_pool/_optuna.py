@@ -20,7 +20,7 @@ from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
 from hydra_plugins.ddp_train_pool._devices import PoolError
-from hydra_plugins.ddp_train_pool._jobs import Pruned
+from hydra_plugins.ddp_train_pool._jobs import Pruned, SweepEnd
 from hydra_plugins.ddp_train_pool.launcher import PoolLauncher
 
 log = logging.getLogger(__name__)
@@ -181,6 +181,8 @@ class Draws:
     def to_stop(self, running: dict[int, int]) -> list[int]:
         """Hands new values of the objective to the pruner."""
         found = []
+        if isinstance(self.study.pruner, optuna.pruners.NopPruner):
+            return found
         for number, job in running.items():
             if number not in self.running or number in self.pruned:
                 continue
@@ -199,7 +201,7 @@ class Draws:
     def ended(self, number: int, returned: JobReturn) -> None:
         self.running.pop(number)
         value = returned._return_value
-        if isinstance(value, SystemExit):  # the application says that the whole sweep is to end
+        if isinstance(value, SweepEnd):
             raise value
         is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         completed = returned.status == JobStatus.COMPLETED and is_number and not isinstance(value, Pruned)
