@@ -1,12 +1,14 @@
-"""The work of benchmarks/speed.py as people write it in plain PyTorch, Lightning and Accelerate. Imports no ddp_train.
+"""The work of benchmarks/speed.py and models.py as people write it in plain PyTorch, Lightning and Accelerate.
 
     torchrun --nproc_per_node=N benchmarks/peers.py PEER WORK --device cuda --data data --batch 256 --steps 100
 
-Rank 0 prints one line, `RESULT {...}`: images per second of the steps after a warm-up, or the seconds of each epoch
-with its test and the accuracies. Every peer has what its documentation recommends: bf16 on GPUs, channels_last, cuDNN's
-auto-tuner, its own way to DDP. None is compiled unless its name says so.
+Rank 0 prints one line, `RESULT {...}`: samples per second of the steps after a warm-up and the last loss, or the
+seconds of each epoch with its test and the accuracies. Every peer has what its documentation recommends: bf16 on GPUs,
+channels_last, cuDNN's auto-tuner, fused optimizers, its own way to DDP. None is compiled unless its name says so; then
+the network is compiled as one with its loss, before it is wrapped. Imports no ddp_train but the network of `tokens`.
 
-resnet50   torchvision's ResNet-50 on 224 x 224 images that lie on the device as floats, normalised: no data loading
+images     a network of torchvision (--arch) on images that lie on the device as floats, normalised: no data loading
+tokens     a GPT (--layers --heads --width) on windows of --length random tokens that lie on the device; clipped to 1.0
 mnist      LeNet-5 (or a smaller network) on MNIST, batch 64, one epoch and its test after the other
 """
 
@@ -17,6 +19,8 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,48 +32,50 @@ from torch.utils.data.distributed import DistributedSampler
 
 RANK, LOCAL_RANK, SIZE = (int(os.environ.get(name, default)) for name, default in
                           (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))  # fmt: skip
-WARM_UP_STEPS = 30
-
-
-def resnet50(device: torch.device) -> nn.Module:
-    from torchvision.models import resnet50
-
-    return resnet50(num_classes=1000).to(device, memory_format=torch.channels_last)
+VOCABULARY = 50_304
 
 
 class Resident:
     """`steps` batches that lie on the device already: eight different ones, again and again."""
 
-    def __init__(self, batch: int, steps: int, device: torch.device, side: int = 224) -> None:
-        images = torch.randn(8, batch, 3, side, side, device=device)
-        self.images = [image.contiguous(memory_format=torch.channels_last) for image in images]
-        self.labels = torch.randint(0, 1000, (8, batch), device=device)
-        self.steps = steps
+    def __init__(self, inputs: list[Tensor], targets: list[Tensor], steps: int) -> None:
+        self.inputs, self.targets, self.steps = inputs, targets, steps
 
     def __len__(self) -> int:
         return self.steps
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         for step in range(self.steps):
-            yield self.images[step % 8], self.labels[step % 8]
+            yield self.inputs[step % 8], self.targets[step % 8]
+
+
+class WithLoss(nn.Module):
+    """Compiled as one with the network: the logits of a language model are the largest tensors of a step."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.network(inputs).flatten(0, -2), targets.flatten())
 
 
 class Speed:
-    """Images per second from the end of the warm-up to the last step."""
+    """Samples per second from the end of the warm-up to the last step."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        self.arguments, self.steps = arguments, 0
+        self.arguments, self.steps, self.batch = arguments, 0, arguments.batch
 
-    def step(self) -> None:
+    def step(self, loss: Tensor) -> None:
         self.steps += 1
-        if self.steps in (WARM_UP_STEPS, WARM_UP_STEPS + self.arguments.steps):
+        if self.steps in (self.arguments.warm_up, self.arguments.warm_up + self.arguments.steps):
             if self.arguments.device == "cuda":
                 torch.cuda.synchronize()
-            if self.steps == WARM_UP_STEPS:
+            if self.steps == self.arguments.warm_up:
                 self.began = time.perf_counter()
             else:
                 seconds = time.perf_counter() - self.began
-                say(images_per_second=self.arguments.steps * self.arguments.batch * SIZE / seconds)
+                say(samples_per_second=self.arguments.steps * self.batch * SIZE / seconds, loss=loss.item())
 
 
 def say(**result: Any) -> None:
@@ -81,112 +87,150 @@ def autocast(arguments: argparse.Namespace) -> torch.autocast:
     return torch.autocast(arguments.device, torch.bfloat16, enabled=arguments.device == "cuda")
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-5)
+# --- images and tokens ------------------------------------------------------------------------------------------------
 
 
-# --- ResNet-50 --------------------------------------------------------------------------------------------------------
+@dataclass
+class Job:
+    """`model` maps inputs and targets to the loss."""
+
+    model: nn.Module
+    batches: Resident
+    optimizer: torch.optim.Optimizer
+    max_grad_norm: float | None
 
 
-def plain_resnet50(arguments: argparse.Namespace, device: torch.device, compiled: bool = False) -> None:
-    model = resnet50(device)
-    if compiled:
-        model = torch.compile(model)
-    model = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
-    optimizer, criterion, speed = sgd(model), nn.CrossEntropyLoss(), Speed(arguments)
-    for images, labels in Resident(arguments.batch, WARM_UP_STEPS + arguments.steps, device, arguments.side):
+def images(arguments: argparse.Namespace, device: torch.device) -> tuple[nn.Module, list[Tensor], list[Tensor]]:
+    from torchvision.models import get_model
+
+    network = get_model(arguments.arch, num_classes=1000).to(device, memory_format=torch.channels_last)
+    size = (arguments.batch, 3, arguments.side, arguments.side)
+    inputs = [torch.randn(size, device=device).contiguous(memory_format=torch.channels_last) for _ in range(8)]
+    return network, inputs, list(torch.randint(0, 1000, (8, arguments.batch), device=device))
+
+
+def tokens(arguments: argparse.Namespace, device: torch.device) -> tuple[nn.Module, list[Tensor], list[Tensor]]:
+    from ddp_train.models.gpt import Gpt
+
+    network = Gpt(VOCABULARY, arguments.length, arguments.layers, arguments.heads, arguments.width).to(device)
+    windows = torch.randint(0, VOCABULARY, (8, arguments.batch, arguments.length + 1), device=device)
+    return network, list(windows[..., :-1].contiguous()), list(windows[..., 1:].contiguous())
+
+
+def job_of(arguments: argparse.Namespace, device: torch.device, compiled: bool) -> Job:
+    network, inputs, targets = {"images": images, "tokens": tokens}[arguments.work](arguments, device)
+    given: dict[str, Any] = {"lr": arguments.lr, "fused": True}
+    optimizer = (
+        torch.optim.AdamW(network.parameters(), weight_decay=0.1, **given)
+        if arguments.optimizer == "adamw"
+        else torch.optim.SGD(network.parameters(), momentum=0.9, weight_decay=5e-5, **given)
+    )
+    model: Any = WithLoss(network)
+    clip = 1.0 if arguments.work == "tokens" else None
+    batches = Resident(inputs, targets, arguments.warm_up + arguments.steps)
+    return Job(torch.compile(model) if compiled else model, batches, optimizer, clip)
+
+
+def plain(arguments: argparse.Namespace, device: torch.device, compiled: bool = False) -> None:
+    job, speed = job_of(arguments, device, compiled), Speed(arguments)
+    on_gpu = device.type == "cuda"
+    model = DistributedDataParallel(job.model, [device] if on_gpu else None, gradient_as_bucket_view=True)
+    for inputs, targets in job.batches:
         with autocast(arguments):
-            loss = criterion(model(images), labels)
+            loss = model(inputs, targets)
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        speed.step()
+        if job.max_grad_norm:
+            nn.utils.clip_grad_norm_(model.parameters(), job.max_grad_norm)
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+        speed.step(loss)
 
 
-def dp_resnet50(arguments: argparse.Namespace, device: torch.device) -> None:
+def data_parallel(arguments: argparse.Namespace, device: torch.device) -> None:
     """DataParallel at its best: one process, autocast inside the module, the auto-tuner off (it hangs with it)."""
     torch.backends.cudnn.benchmark = False
+    arguments.batch *= torch.cuda.device_count()
+    job, speed = job_of(arguments, device, compiled=False), Speed(arguments)
 
     class Inside(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.model = resnet50(device)
+            self.model = job.model
 
-        def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
             with autocast(arguments):
-                return nn.functional.cross_entropy(self.model(images), labels).view(1)
+                return self.model(inputs, targets).view(1)
 
-    gpus = torch.cuda.device_count()
     model = nn.DataParallel(Inside())
-    optimizer, speed = sgd(model), Speed(arguments)
-    speed.arguments.batch *= gpus
-    for images, labels in Resident(arguments.batch, WARM_UP_STEPS + arguments.steps, device, arguments.side):
-        model(images, labels).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        speed.step()
+    for inputs, targets in job.batches:
+        loss = model(inputs, targets).mean()
+        loss.backward()
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+        speed.step(loss)
 
 
-def accelerate_resnet50(arguments: argparse.Namespace, device: torch.device) -> None:
+def accelerate(arguments: argparse.Namespace, device: torch.device, compiled: bool = False) -> None:
     from accelerate import Accelerator
 
     accelerator = Accelerator(mixed_precision="bf16" if arguments.device == "cuda" else "no", cpu=device.type == "cpu")
-    model = resnet50(device)
-    model, optimizer = accelerator.prepare(model, sgd(model))
-    criterion, speed = nn.CrossEntropyLoss(), Speed(arguments)
-    for images, labels in Resident(arguments.batch, WARM_UP_STEPS + arguments.steps, device, arguments.side):
+    job, speed = job_of(arguments, device, compiled), Speed(arguments)
+    model, optimizer = accelerator.prepare(job.model, job.optimizer)
+    for inputs, targets in job.batches:
         with accelerator.autocast():
-            loss = criterion(model(images), labels)
+            loss = model(inputs, targets)
         accelerator.backward(loss)
+        if job.max_grad_norm:
+            accelerator.clip_grad_norm_(model.parameters(), job.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
-        speed.step()
+        speed.step(loss)
 
 
-def fabric_resnet50(arguments: argparse.Namespace, device: torch.device) -> None:
+def fabric(arguments: argparse.Namespace, device: torch.device, compiled: bool = False) -> None:
     from lightning.fabric import Fabric
 
     gpu = arguments.device == "cuda"
-    fabric = Fabric(accelerator=arguments.device if not gpu else "gpu", devices=SIZE, strategy="ddp",
-                    precision="bf16-mixed" if gpu else "32-true")  # fmt: skip
-    fabric.launch()
-    model = resnet50(device)
-    model, optimizer = fabric.setup(model, sgd(model))
-    criterion, speed = nn.CrossEntropyLoss(), Speed(arguments)
-    for images, labels in Resident(arguments.batch, WARM_UP_STEPS + arguments.steps, device, arguments.side):
-        loss = criterion(model(images), labels)
-        fabric.backward(loss)
+    lightning = Fabric(accelerator=arguments.device if not gpu else "gpu", devices=SIZE, strategy="ddp",
+                       precision="bf16-mixed" if gpu else "32-true")  # fmt: skip
+    lightning.launch()
+    job, speed = job_of(arguments, device, compiled), Speed(arguments)
+    model, optimizer = lightning.setup(job.model, job.optimizer)
+    for inputs, targets in job.batches:
+        loss = model(inputs, targets)
+        lightning.backward(loss)
+        if job.max_grad_norm:
+            lightning.clip_gradients(model, optimizer, max_norm=job.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
-        speed.step()
+        speed.step(loss)
 
 
-def lightning_resnet50(arguments: argparse.Namespace, device: torch.device) -> None:
+def trainer(arguments: argparse.Namespace, device: torch.device, compiled: bool = False) -> None:
     import lightning
 
-    speed = Speed(arguments)
+    job, speed = job_of(arguments, device, compiled), Speed(arguments)
 
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.model, self.criterion = resnet50(device), nn.CrossEntropyLoss()
+            self.model = job.model
 
         def training_step(self, batch: Any, number: int) -> Tensor:
-            return self.criterion(self.model(batch[0]), batch[1])
+            return self.model(*batch)
 
-        def on_train_batch_end(self, *given: Any) -> None:
-            speed.step()
+        def on_train_batch_end(self, outputs: Any, *given: Any) -> None:
+            speed.step(outputs["loss"])
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            return sgd(self)
+            return job.optimizer
 
     gpu = arguments.device == "cuda"
-    trainer = lightning.Trainer(
+    lightning.Trainer(
         accelerator="gpu" if gpu else "cpu", devices=SIZE, strategy="ddp", max_epochs=1, logger=False, benchmark=True,
         precision="bf16-mixed" if gpu else "32-true", enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, use_distributed_sampler=False,
-    )  # fmt: skip
-    trainer.fit(Module(), Resident(arguments.batch, WARM_UP_STEPS + arguments.steps, device, arguments.side))
+        enable_model_summary=False, use_distributed_sampler=False, gradient_clip_val=job.max_grad_norm,
+    ).fit(Module(), job.batches)  # fmt: skip
 
 
 # --- MNIST ------------------------------------------------------------------------------------------------------------
@@ -277,15 +321,19 @@ def _train_mnist(
     say(epoch_seconds=seconds, accuracy=accuracies[-1], first_accuracy=accuracies[0])
 
 
+RESIDENT: dict[str, Callable[..., None]] = {
+    "plain DDP": plain,
+    "plain DDP, compiled": partial(plain, compiled=True),
+    "DataParallel": data_parallel,
+    "Accelerate": accelerate,
+    "Accelerate, compiled": partial(accelerate, compiled=True),
+    "Lightning Fabric": fabric,
+    "Lightning Trainer": trainer,
+    "Lightning Trainer, compiled": partial(trainer, compiled=True),
+}
 PEERS: dict[str, dict[str, Callable[..., None]]] = {
-    "resnet50": {
-        "plain DDP": plain_resnet50,
-        "plain DDP, compiled": lambda *given: plain_resnet50(*given, compiled=True),
-        "DataParallel": dp_resnet50,
-        "Accelerate": accelerate_resnet50,
-        "Lightning Fabric": fabric_resnet50,
-        "Lightning Trainer": lightning_resnet50,
-    },
+    "images": RESIDENT,
+    "tokens": RESIDENT,
     "mnist": {
         "plain DDP, DataLoader": plain_mnist,
         "plain DDP, DataLoader tuned": tuned_mnist,
@@ -300,9 +348,15 @@ def main() -> None:
     parser.add_argument("work", choices=list(PEERS))
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--data", default="data")
-    parser.add_argument("--batch", type=int, default=64, help="resnet50: images a process and step; mnist: over all")
+    parser.add_argument("--batch", type=int, default=64, help="samples a process and step; mnist: over all")
+    parser.add_argument("--warm-up", type=int, default=30, help="steps before those that count")
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--side", type=int, default=224)
+    parser.add_argument("--optimizer", choices=["sgd", "adamw"], default="sgd")
+    parser.add_argument("--lr", type=float, default=0.001)
+    parser.add_argument("--arch", default="resnet50", help="images: of torchvision")
+    parser.add_argument("--side", type=int, default=224, help="images: their width and height")
+    for name, value in (("length", 1024), ("layers", 12), ("heads", 12), ("width", 768)):
+        parser.add_argument(f"--{name}", type=int, default=value, help="tokens")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--network", choices=list(NETWORKS), default="lenet", help="mnist")
     parser.add_argument("--limit", type=int, help="use only so many samples of each split")

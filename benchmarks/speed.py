@@ -80,7 +80,7 @@ def peer(name: str, work: str, processes: int, *words: str) -> Contender:
 def said(text: str) -> dict[str, float]:
     """What a peer printed."""
     result = json.loads(next(line for line in text.splitlines() if line.startswith("RESULT ")).removeprefix("RESULT "))
-    return {"speed": result["images_per_second"]} if "images_per_second" in result else of_epochs(**result)
+    return {"speed": result["samples_per_second"]} if "samples_per_second" in result else of_epochs(**result)
 
 
 def of_epochs(epoch_seconds: list[float], accuracy: float, first_accuracy: float = float("nan")) -> dict[str, float]:
@@ -161,7 +161,7 @@ def contenders(arguments: argparse.Namespace) -> list[Contender]:
                "strategy.broadcast_buffers=false"),
         resnet("tuning=max, fp16, batch 1024", 4 * b, "tuning=max", "tuning.precision=fp16", view,
                "strategy.broadcast_buffers=false"),
-        *(peer(name, "resnet50", n, *rest) for name in (
+        *(peer(name, "images", n, *rest) for name in (
             "plain DDP", "plain DDP, compiled", "DataParallel", "Accelerate", "Lightning Fabric", "Lightning Trainer")),
     ]  # fmt: skip
 

@@ -30,6 +30,11 @@ CACHES = {".pytest_cache", ".ruff_cache", ".hypothesis", "__pycache__", "build"}
 """Ignored by git. build/ holds SLURM's packages, which tests/slurmlab.py unpacks once."""
 
 
+def pytest_configure() -> None:
+    """A shell has what it starts in the background ignore Ctrl-C, and so would all commands of the tests."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[object]:
     """What is imported stays: to search it for garbage again and again took a tenth of the time."""

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ddp_train.resilience.failure_report import FILE as FAILURE
-from ddp_train.resilience.failure_report import SUMMARY, write_json
+from ddp_train.resilience.failure_report import SUMMARY
+from ddp_train.resilience.whole_files import write_json
 from ddp_train.study.provenance import conditions
 from ddp_train.study.request import Request, read_request
 from ddp_train.study.trials import Outcome, Trial, recorded_outcome

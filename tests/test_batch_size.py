@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddp_train.launcher.stop_requests import StopRequests
-from ddp_train.resilience.failure_report import write_json
+from ddp_train.resilience.whole_files import write_json
 from ddp_train.study import batch_size
 from ddp_train.study.batch_size import limited_memory, search_largest
 from ddp_train.study.trials import Outcome, Trial

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddp_train.resilience.failure_report import write_json
+from ddp_train.resilience.whole_files import write_json, write_text
 from ddp_train.tasks.score import Scorer
 from ddp_train.telemetry.metrics_log import MetricsFile
 
@@ -38,6 +38,13 @@ def test_a_damaged_line_of_metrics_is_set_aside(tmp_path: Path, caplog: pytest.L
     assert caplog.messages == [f"{path}: line 2 is damaged; such lines are now in {path}.damaged"]
     MetricsFile(tmp_path, True, first_step=2)
     assert len(caplog.messages) == 1
+
+
+def test_a_file_that_cannot_take_its_place_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(OSError, match="taken"):
+        write_text(tmp_path / "taken", "text")
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 
 
 def test_files_hold_no_number_that_json_has_not(tmp_path: Path) -> None:

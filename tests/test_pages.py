@@ -24,7 +24,7 @@ from ddp_train.errors import ConfigError
 from ddp_train.launcher.compare import compare
 from ddp_train.launcher.watch import watch
 from ddp_train.resilience import run_lock
-from ddp_train.resilience.failure_report import write_json
+from ddp_train.resilience.whole_files import write_json
 from ddp_train.telemetry.pages.charts import Axis, Bar, Curve, bars, curves, thinned
 from ddp_train.telemetry.pages.compare_page import compare_page
 from ddp_train.telemetry.pages.findings import findings

@@ -23,7 +23,7 @@ from ddp_train.config.overrides import read_overrides
 from ddp_train.errors import ConfigError
 from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.resilience import run_lock
-from ddp_train.resilience.failure_report import write_json
+from ddp_train.resilience.whole_files import write_json
 from ddp_train.study import main, results, trials, variants_report
 from ddp_train.study.provenance import conditions, load_at_start, source_digest
 from ddp_train.study.request import Request, read_request

@@ -274,7 +274,7 @@ def test_a_study_is_pruned_killed_and_goes_on(tmp_path: Path) -> None:
     words = (
         "-m", "hydra/sweeper=pool_optuna", "hydra.sweeper.n_trials=6", "hydra.sweeper.sampler.seed=1",
         "hydra/sweeper/sampler=random", "hydra/sweeper/pruner=median", "hydra.sweeper.pruner.n_startup_trials=1",
-        *foreign_net(delay=0.02), "optimizer.lr=tag(log,interval(0.00001,0.5))", "train.epochs=4", ONE,
+        *foreign_net(delay=0.1), "optimizer.lr=tag(log,interval(0.00001,0.5))", "train.epochs=4", ONE,
         "sweep.processes_at_once=2", "data.validation=0.2",
     )  # fmt: skip
     with running(folder, *words, env=env) as first:

@@ -20,6 +20,7 @@ from ddp_train.config.schema import Config, schema_of
 from ddp_train.errors import ConfigError
 from ddp_train.resilience.failure_report import FILE as FAILURE
 from ddp_train.resilience.failure_report import SUMMARY
+from ddp_train.resilience.whole_files import write_text
 
 FILE = "config.yaml"
 COMMANDS = "commands.jsonl"
@@ -37,9 +38,7 @@ def freeze(config: Config) -> str:
     run_dir = Path(str(config.run_dir))
     try:
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-        part = run_dir / (FILE + ".part")
-        part.write_text(text)
-        part.replace(run_dir / FILE)
+        write_text(run_dir / FILE, text)
         for name in (FAILURE, SUMMARY):  # these two describe the latest run only
             (run_dir / name).unlink(missing_ok=True)
         for name in (FILE, FAILURE, SUMMARY, "metrics.jsonl"):  # of processes that were killed while they wrote

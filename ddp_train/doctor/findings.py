@@ -14,7 +14,7 @@ from rich.text import Text
 
 from ddp_train.doctor.isolated_check import IsolatedCheck, NoAnswerError
 from ddp_train.errors import DataError, LaunchError, WriteError
-from ddp_train.resilience.failure_report import write_json
+from ddp_train.resilience.whole_files import write_json
 from ddp_train.text import counted, first_line
 
 FILE = "doctor.json"

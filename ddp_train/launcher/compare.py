@@ -7,9 +7,9 @@ from pathlib import Path
 
 from ddp_train.config.program import typed
 from ddp_train.errors import ConfigError
+from ddp_train.resilience.whole_files import write_text
 from ddp_train.telemetry.pages.compare_page import compare_page
 from ddp_train.telemetry.pages.page import as_page
-from ddp_train.telemetry.pages.report import replace
 from ddp_train.telemetry.pages.run_files import CONFIG, read_run, runs_in
 from ddp_train.telemetry.pages.tables import show
 from ddp_train.text import did_you_mean
@@ -39,7 +39,7 @@ def compare(words: list[str]) -> int:
     print("\n".join(report.findings))
     if page:
         try:
-            replace(page, as_page(report))
+            write_text(page, as_page(report))
         except OSError as error:
             raise ConfigError([f"{OUTPUT} {page}: cannot be written ({error.strerror}); name another file"]) from None
         print(f"page {page}")

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 from ddp_train.resilience import run_lock
+from ddp_train.resilience.whole_files import write_text
 
 FILE, LOCK = "meeting_point.json", "meeting_point.lock"
 LOCK_SECONDS = 30.0
@@ -48,9 +49,7 @@ def choose(run_dir: Path, lost: str, here: str) -> str:
             return other
         host = socket.gethostname()
         owner = run_lock.owner(run_dir / "hosts" / host)
-        part = run_dir / f"{FILE}.part"
-        part.write_text(json.dumps({"endpoint": here, "host": host, "id": owner.get("id")}))
-        part.replace(run_dir / FILE)
+        write_text(run_dir / FILE, json.dumps({"endpoint": here, "host": host, "id": owner.get("id")}))
         return here
     finally:
         lock.release()

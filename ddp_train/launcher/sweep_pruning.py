@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_train.config.metrics import SPLITS, objective_name
+from ddp_train.resilience.whole_files import write_text
 from ddp_train.telemetry.metrics_log import METRICS
 
 FILE = "pruned.json"
@@ -56,9 +57,7 @@ def mark(run_dir: Path, evaluations: int, value: float) -> None:
     told = {"evaluations": evaluations, "last_value": value if math.isfinite(value) else None}
     with contextlib.suppress(OSError):
         run_dir.mkdir(exist_ok=True)
-        part = run_dir / (FILE + ".part")
-        part.write_text(json.dumps(told))
-        part.replace(run_dir / FILE)
+        write_text(run_dir / FILE, json.dumps(told))
 
 
 def marked(run_dir: Path) -> dict[str, Any] | None:

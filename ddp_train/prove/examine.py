@@ -38,8 +38,8 @@ from ddp_train.prove.data_checks import augmentation, order_of_samples, roots
 from ddp_train.prove.division import Division, GathersError, Pass
 from ddp_train.prove.runs import ANSWER, BY_SIZE_ALLOWED, GRADIENTS_ALLOWED, ONE, SCORES_ALLOWED
 from ddp_train.prove.suspects import changed, state_of, unseeded
-from ddp_train.resilience.failure_report import write_json
 from ddp_train.resilience.heartbeat import RankStatus
+from ddp_train.resilience.whole_files import write_json
 from ddp_train.study.gradients import compare
 from ddp_train.tasks.task import ModelWithTask
 from ddp_train.text import counted, first_line

@@ -25,8 +25,8 @@ from ddp_train.errors import ConfigError
 from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.prove.configs import WORDS, for_proof
 from ddp_train.prove.runs import Proof, StoppedError
-from ddp_train.resilience.failure_report import write_json
 from ddp_train.resilience.preemption import UNSAVED
+from ddp_train.resilience.whole_files import write_json
 from ddp_train.study.provenance import provenance
 from ddp_train.study.request import key_of
 from ddp_train.telemetry.pages.page import write

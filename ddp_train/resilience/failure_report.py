@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import os
 import re
 import signal
@@ -22,6 +21,7 @@ from typing import Any, TextIO
 from ddp_train.errors import LaunchError, NonFiniteLossError, is_out_of_memory
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.resilience.stdio import TolerantStream
+from ddp_train.resilience.whole_files import write_json
 from ddp_train.text import counted, first_line
 
 FILE, SUMMARY = "failure.json", "summary.json"
@@ -230,21 +230,6 @@ def append_to_log(log_file: Path, lines: Sequence[str]) -> None:
             file.write("\n".join([*lines, ""]))
     except OSError as error:
         log.error("%s cannot be written: %s", log_file, error)
-
-
-def write_json(path: Path, values: dict[str, Any]) -> None:
-    """Writes a JSON file atomically. Numbers that are not finite become null, since JSON has none."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(_finite(values), indent=1) + "\n")
-    part.replace(path)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _finite(part) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def headline(failure: Failure, word: str = "FATAL") -> str:

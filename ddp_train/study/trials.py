@@ -23,7 +23,8 @@ from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.linux import adopting_orphans, end_with_parent
 from ddp_train.resilience import run_lock
 from ddp_train.resilience.failure_report import FILE as FAILURE
-from ddp_train.resilience.failure_report import SUMMARY, write_json
+from ddp_train.resilience.failure_report import SUMMARY
+from ddp_train.resilience.whole_files import write_json
 from ddp_train.study.provenance import conditions
 from ddp_train.study.request import Request
 

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ddp_train.resilience.whole_files import write_text
+
 METRICS = "metrics.jsonl"
 DAMAGED = METRICS + ".damaged"
 log = logging.getLogger(__name__)
@@ -48,9 +50,7 @@ class MetricsFile:
             with aside.open("ab") as file:
                 file.writelines(lines[number] for number in damaged)
             log.warning("%s: line %d is damaged; such lines are now in %s", self.path, damaged[0] + 1, aside)
-        part = self.path.with_name(METRICS + ".part")
-        part.write_text("".join(json.dumps(line) + "\n" for line in self.kept))
-        part.replace(self.path)
+        write_text(self.path, "".join(json.dumps(line) + "\n" for line in self.kept))
 
     def has(self, kind: str, step: int) -> bool:
         """Whether it began with a line of this kind and step."""

@@ -22,7 +22,7 @@ from traceback import format_exception
 from typing import Any
 
 from ddp_train.distributed.environment import disable_tracker_telemetry
-from ddp_train.resilience.failure_report import write_json
+from ddp_train.resilience.whole_files import write_json
 from ddp_train.telemetry.hardware_monitor import RULES, combined
 from ddp_train.telemetry.trackers import KINDS, Run, Scalars, Tracker
 from ddp_train.text import first_line, shown

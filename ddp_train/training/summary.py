@@ -15,7 +15,8 @@ from ddp_train.config.schema import Config
 from ddp_train.distributed.process_group import from_leader
 from ddp_train.errors import WriteError
 from ddp_train.models.zoo import parameter_counts
-from ddp_train.resilience.failure_report import SUMMARY, write_json
+from ddp_train.resilience.failure_report import SUMMARY
+from ddp_train.resilience.whole_files import write_json
 from ddp_train.tasks.score import Score
 from ddp_train.tasks.task import ModelWithTask
 from ddp_train.training import averaging, metrics, saved

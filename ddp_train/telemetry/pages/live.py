@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_train.resilience.failure_report import FILE as FAILURE
+from ddp_train.resilience.whole_files import write_text
 from ddp_train.telemetry.metrics_log import METRICS
 from ddp_train.telemetry.pages.timeline import Timeline
 from ddp_train.text import first_line
@@ -68,7 +69,6 @@ class LivePage(NoPage):
     def write(self, is_running: bool = False) -> None:
         """The page of this moment; the last one if the run does not go on."""
         from ddp_train.telemetry.pages.page import as_page  # with the first page: a start imports none of it
-        from ddp_train.telemetry.pages.report import replace
         from ddp_train.telemetry.pages.run_files import read_run
         from ddp_train.telemetry.pages.run_page import run_page
 
@@ -76,7 +76,7 @@ class LivePage(NoPage):
         try:
             self.timeline.write()
             run = dataclasses.replace(read_run(self.run_dir), is_running=is_running)
-            replace(self.run_dir / REPORT, as_page(run_page(run, self.typed, int(EVERY_SECONDS))))
+            write_text(self.run_dir / REPORT, as_page(run_page(run, self.typed, int(EVERY_SECONDS))))
         except Exception as error:  # noqa: BLE001  whatever it is, the run is worth more than its page
             if not self.warned:
                 self.warned = True

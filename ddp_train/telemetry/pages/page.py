@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
+from ddp_train.resilience.whole_files import write_text
 from ddp_train.telemetry.pages.report import (
     CSV,
     HTML,
@@ -28,7 +29,6 @@ from ddp_train.telemetry.pages.report import (
     as_csv,
     as_json,
     as_markdown,
-    replace,
 )
 from ddp_train.telemetry.pages.tables import Link, Table, cells, numeric_columns
 
@@ -52,7 +52,7 @@ def write(report: Report, directory: Path) -> Path:
         (JSON, as_json(report)),
         (HTML, as_page(report)),
     ):
-        replace(directory / name, text)
+        write_text(directory / name, text)
     return directory / HTML
 
 

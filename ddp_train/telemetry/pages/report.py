@@ -9,7 +9,6 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -68,13 +67,6 @@ class Report:
     def plots(self) -> list[Plot]:
         """Those that have something to draw."""
         return [section for section in self.sections if isinstance(section, Plot) and section.chart]
-
-
-def replace(path: Path, text: str) -> None:
-    """Writes a file atomically: a reader finds the old one or the new one. Raises OSError."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)
 
 
 def show(report: Report, console: Console | None = None) -> None:

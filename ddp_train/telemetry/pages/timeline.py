@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ddp_train.resilience.failure_report import write_json
+from ddp_train.resilience.whole_files import write_json
 
 FILE = "timeline.json"
 START = ("start", "data set", "build", "end")
