@@ -9,7 +9,7 @@ device, and shuffles, normalises (or cuts windows) for every step; the peers of 
 batches.
 
 Samples per second over all processes in STEPS steps after 30, one run each; launch.py is stopped when it has done them.
-`--prepare N` runs a few steps of each command before, N at a time: what is compiled then lies in torch's cache, so that
+`--prepare N` runs a few steps before, N commands at a time: what is compiled then lies in torch's cache, so that
 the commands that count begin at once. Results are kept in FILE line by line: a command that was cut off goes on with
 those that it has not.
 """
@@ -18,14 +18,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +51,14 @@ class Model:
 
 def image_model(arch: str, batch: int, optimizer: str = "sgd") -> Model:
     words = ["data=synthetic", "data.image_size=224", "data.classes=1000", "model=torchvision", f"model.arch={arch}",
-             f"optimizer={optimizer}", "optimizer.lr=0.001", "optimizer.weight_decay=5e-5"]  # fmt: skip
+             "schedule=constant", f"optimizer={optimizer}", "optimizer.lr=0.001"]  # fmt: skip
     return Model(arch, batch, words, ["images", "--arch", arch, "--optimizer", optimizer])
 
 
 def gpt(layers: int, heads: int, width: int, length: int, batch: int) -> Model:
     sizes = {"layers": layers, "heads": heads, "width": width}
     words = ["experiment=gpt2_124m", f"data.length={length}", f"data.vocabulary={VOCABULARY}", "optimizer.lr=0.001",
+             "schedule.final_factor=1", "schedule.warmup_steps=0",
              *(f"model.{name}={value}" for name, value in sizes.items())]  # fmt: skip
     flags = [word for name, value in (*sizes.items(), ("length", length)) for word in (f"--{name}", str(value))]
     return Model(f"GPT {layers} x {width}, {length} tokens", batch, words, ["tokens", "--optimizer", "adamw", *flags])
@@ -83,39 +83,42 @@ MODELS = [
 
 def ours(model: Model, processes: int, folder: Path, device: str, words: tuple[str, ...]) -> list[str]:
     batch = model.batch * processes
-    data = [f"data.samples={8 * batch}", f"data.test_samples={batch}"]
+    data = [f"data.samples={16 * batch}", f"data.test_samples={batch}"]
     if model.flags[0] == "tokens":
         data = [f"data.path={folder.parent / CORPUS}", "data.test_part=0.02"]
     return [
         *(sys.executable, "launch.py", *model.words, *data, f"run_dir={folder}", "strategy=ddp"),
         *(f"launch.nproc_per_node={processes}", f"device={device}", f"train.global_batch_size={batch}"),
         *("train.epochs=100000", "train.evaluate_every_epochs=100000", f"train.log_every_steps={LOG_EVERY}"),
-        *("checkpoint.every_steps=100000000", "schedule=constant", *words),
+        *("checkpoint.every_steps=100000000", *words),
     ]
 
 
 def follow(command: list[str], folder: Path, steps: int) -> dict[str, Any]:
     """Runs launch.py until it has done `steps` steps more than the warm-up, and stops it."""
-    log, lines = folder / "metrics.jsonl", []
-    wanted = (WARM_UP_STEPS + steps) // LOG_EVERY if steps else 1
-    folder.parent.mkdir(exist_ok=True)
+    log, lines, last = folder / "metrics.jsonl", [], WARM_UP_STEPS + steps if steps else 1
     with folder.with_suffix(".out").open("w+") as output:
         with subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT) as process:
             deadline = time.monotonic() + LIMIT_SECONDS
-            while len(lines) < wanted and process.poll() is None and time.monotonic() < deadline:
+            while not (done := lines and lines[-1]["step"] >= last) and process.poll() is None:
                 time.sleep(0.1)
-                lines = [line for line in log.read_text().splitlines() if '"train"' in line] if log.exists() else []
+                text = log.read_text() if log.exists() else ""
+                lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+                if time.monotonic() > deadline:
+                    break
             process.terminate()
         output.seek(0)
         said = output.read()
-    if len(lines) < wanted:
+    if not done:
         reasons = [line for line in said.splitlines() if "FATAL" in line or line.startswith("  - ")]
         raise RuntimeError(f"exit code {process.returncode}: {(reasons or [said])[-1][-200:]}")
-    train = [json.loads(line) for line in lines[WARM_UP_STEPS // LOG_EVERY : wanted]]
+    counted = [(line, line["samples_seen"] - before["samples_seen"]) for before, line in pairwise(lines)
+               if before["step"] >= WARM_UP_STEPS and line["step"] <= last]  # fmt: skip
+    seconds = sum(samples / line["samples_per_second"] for line, samples in counted)
     return {
-        "speed": statistics.harmonic_mean(line["samples_per_second"] for line in train) if train else 0.0,
-        "loss": train[-1]["loss"] if train else 0.0,
-        "why": [" ".join(line.split()) for line in said.splitlines() if re.search("compile|cuda.graph", line)][:4],
+        "speed": sum(samples for _, samples in counted) / seconds if counted else 0.0,
+        "loss": lines[-1]["loss"],
+        "why": [" ".join(line.split()) for line in said.splitlines() if line.startswith("tuning")],
     }
 
 
@@ -185,7 +188,8 @@ def main() -> None:
         if arguments.prepare:
             with ThreadPoolExecutor(arguments.prepare) as threads:
                 for number, (name, model) in enumerate(todo):
-                    threads.submit(run, name, model, 1, 0, folder / f"p{number}", arguments.device)
+                    if name in (PEERS[0], "launch.py, recommended"):  # the others compile the same again
+                        threads.submit(run, name, model, 1, 0, folder / f"p{number}", arguments.device)
         for number, (name, model) in enumerate(todo):
             results.append(
                 run(name, model, arguments.processes, arguments.steps, folder / str(number), arguments.device)

@@ -28,12 +28,19 @@ def hardware() -> str:
     return f"{gpus} x {torch.cuda.get_device_name(0)}; {host}" if gpus else host
 
 
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "missing"
+
+
 def conditions(command: str, load: str = "", packages: tuple[str, ...] = ()) -> list[str]:
     """The lines under a table that say where it comes from.
 
     load: the load average before and after, in words. packages: those whose versions matter, beside torch.
     """
-    versions = "".join(f", {name} {importlib.metadata.version(name)}" for name in ("torch", *packages))
+    versions = "".join(f", {name} {_version(name)}" for name in ("torch", *packages))
     return [
         f"- Hardware: {hardware()}",
         *([f"- Other work: load average {load}"] if load else []),
