@@ -2,7 +2,7 @@
 
 First: python examples/get_cifar10.py. Each seed is a fresh `python launch.py experiment=cifar10_race seed=N WORD ...`.
 The table has the accuracy on the test set, with the standard error of the mean, and seconds as the launcher gives them
-in summary.json. docs/examples.md says what they count: the first epoch of a run also compiles and captures.
+in summary.json. docs/examples.md says what they count.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def page(runs: list[Trained], words: list[str]) -> list[str]:
     rows = [COLUMNS, ["---:"] * len(COLUMNS), *(run.row for run in runs)]
     return [
         f"`{asked}`, {len(runs)} runs: accuracy {statistics.mean(accuracies):.3%} on average, standard error "
-        f"{spread / len(runs) ** 0.5:.3%}, standard deviation {spread:.3%}; all epochs {middle:.3f} s (median). Seconds:",
+        f"{spread / len(runs) ** 0.5:.3%}, standard deviation {spread:.3%}; all epochs {middle:.3f} s (median)",
         "",
         *(f"| {' | '.join(row)} |" for row in rows),
         "",

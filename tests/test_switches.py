@@ -859,6 +859,7 @@ ROWS: dict[str, Row] = {
         f"model._target_={__name__}.Biased trusted_modules=[{__name__.partition('.')[0]}]",
     ),
     "tuning.cuda_graph": Row("tuning.cuda_graph=false", steppers, machine=GPU),
+    "tuning.rehearse": Row("tuning.rehearse=true", problems, "tuning.cuda_graph=false", GPU),
     "tuning.gc_freeze": Row("tuning.gc_freeze=false", spared_objects),
     "tuning.optimizer": Row("tuning.optimizer=loop", optimizer),
     "checkpoint.every_steps": Row("checkpoint.every_steps=1", run, f"{SMALL} checkpoint.keep=9"),
