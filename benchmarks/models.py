@@ -129,7 +129,7 @@ def by_hand(contender: str, model: Model, processes: int, steps: int, device: st
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_SECONDS)
     if done.returncode:
         lines = (done.stdout + done.stderr).splitlines()
-        reasons = [line for line in lines if "Error" in line]
+        reasons = [line for line in lines if "Error" in line and "ChildFailedError" not in line]
         raise RuntimeError(f"exit code {done.returncode}: {(reasons or lines)[-1][-200:]}")
     result = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))[7:])
     return {"speed": result["samples_per_second"], "loss": result["loss"]}
@@ -169,13 +169,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--prepare", type=int, default=0, help="commands at a time that compile before")
-    parser.add_argument("--only", nargs="+", help="models whose names begin like one of these")
+    parser.add_argument("--only", nargs="+", help="models whose names begin so, in this order")
     parser.add_argument("--contenders", nargs="+", default=[*PEERS, *OURS])
     parser.add_argument("--kept", type=Path, help="a file for results, one line each; those in it are not repeated")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     load = f"{load_average()} at the start"
-    models = [m for m in MODELS if not arguments.only or m.name.startswith(tuple(arguments.only))]
+    models = [m for begin in arguments.only or [""] for m in MODELS if m.name.startswith(begin)]
     with tempfile.TemporaryDirectory(prefix="models_") as made:
         folder, kept = Path(made), arguments.kept or Path(made, "kept.jsonl")
         from ddp_train.data.corpus import standard_library

@@ -17,10 +17,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -110,6 +112,7 @@ def images(arguments: argparse.Namespace, device: torch.device) -> tuple[nn.Modu
 
 
 def tokens(arguments: argparse.Namespace, device: torch.device) -> tuple[nn.Module, list[Tensor], list[Tensor]]:
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     from ddp_train.models.gpt import Gpt
 
     network = Gpt(VOCABULARY, arguments.length, arguments.layers, arguments.heads, arguments.width).to(device)

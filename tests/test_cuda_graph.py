@@ -22,6 +22,7 @@ from ddp_train.resilience.failure_report import failure_from
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.tensor_tree import map_tensors, tensors
 from ddp_train.training.loop import Job, train
+from ddp_train.training.rehearsal import rehearse
 from tests.jobs import config_of, job_of, table
 
 recorded: list[int] = []
@@ -91,6 +92,27 @@ def test_whole_batches_are_replayed_and_others_are_not(samples: int, optimizer: 
     assert recorded == [whole[WARM_UP_STEPS]] and replayed == whole[WARM_UP_STEPS:] and len(replayed) > 20
     assert len(whole) < plan.steps or samples == 40
     for one, other in zip(*results, strict=True):  # on the CPU, a rate in a tensor has fewer digits than a number
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "lamb"])
+def test_a_rehearsal_leaves_all_as_it_was_and_all_steps_are_replayed(optimizer: str) -> None:
+    results = []
+    for rehearsed in (False, True):
+        made = job(True, 40, optimizer)
+        made.module.model.register_buffer("calls", torch.zeros(()))
+        made.module.model.register_forward_hook(lambda model, *_: (model.calls.add_(model.training), None)[1])
+        recorded.clear(), replayed.clear()
+        if rehearsed:
+            before = [one.clone() for one in made.module.state_dict().values()]
+            rehearse(made)
+            assert all(map(torch.equal, before, made.module.state_dict().values())) and len(recorded) == 1
+            assert made.step == made.stepper.steps_done == 0 and not made.stepper.losses.seen
+        train(made, iter(made.batches), until=made.plan.steps)
+        assert replayed == list(range(0 if rehearsed else WARM_UP_STEPS, made.plan.steps))
+        weights = torch.cat([one.detach().flatten() for one in made.module.state_dict().values()])
+        results.append((weights, made.stepper.mean_loss()))
+    for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 

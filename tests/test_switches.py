@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from unittest import mock
 
 import fsspec
@@ -93,7 +93,8 @@ ALSO = {
     "data=tokens": "data.path=numbers data.length=8 model=gpt",
     "model=gpt": "data=text data.path=corpus data.length=8",
     "model=custom": "model._target_=torch.nn.Linear model.in_features=3 model.out_features=2",
-    "data=custom": f"data._target_={__name__}.Table data.size=9 trusted_modules=[{__name__.partition('.')[0]}]",
+    "data=custom": f"data._target_={__name__}.Table data.size=9 trusted_modules=[{__name__.partition('.')[0]}] "
+    "model=mlp",
     "optimizer=custom": "optimizer._target_=torch.optim.SGD optimizer.lr=0.1",
     "task=custom": f"task._target_={__name__}.OneTask task.factor=1 trusted_modules=[{__name__.partition('.')[0]}]",
 }
@@ -203,6 +204,13 @@ class Table:
 
     def __getitem__(self, number: int) -> tuple[torch.Tensor, int]:
         return torch.full((3,), float(number)), number % 2
+
+    def get_batch(self, numbers: torch.Tensor, epoch: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs, targets = zip(*(self[number] for number in numbers.tolist()), strict=True)
+        return torch.stack(inputs), torch.tensor(targets)
+
+    def to(self, device: torch.device) -> Self:
+        return self
 
 
 class OtherTable(Table):
@@ -851,6 +859,7 @@ ROWS: dict[str, Row] = {
         f"model._target_={__name__}.Biased trusted_modules=[{__name__.partition('.')[0]}]",
     ),
     "tuning.cuda_graph": Row("tuning.cuda_graph=false", steppers, machine=GPU),
+    "tuning.rehearse": Row("tuning.rehearse=true", problems, "tuning.cuda_graph=false", GPU),
     "tuning.gc_freeze": Row("tuning.gc_freeze=false", spared_objects),
     "tuning.optimizer": Row("tuning.optimizer=loop", optimizer),
     "checkpoint.every_steps": Row("checkpoint.every_steps=1", run, f"{SMALL} checkpoint.keep=9"),

@@ -187,6 +187,7 @@ def _on_unless(why: str, *against: tuple[bool, str]) -> Choice:
 def capture_blockers(config: Config) -> dict[str, str]:
     """Reasons a step cannot be captured: key -> `required value (why)`. All keys but tuning.cuda_graph are resolved."""
     train, strategy, tuning = config.train, config.strategy, config.tuning
+    promised = isinstance(config.optimizer, CustomConfig) and tuning.cuda_graph is True  # the worker asks the class
     no_python = "a captured step runs no Python"
     rules = {
         "hooks": (bool(config.hooks), "[]", no_python),
@@ -198,7 +199,7 @@ def capture_blockers(config: Config) -> dict[str, str]:
             strategy.has_process_group and config.launch.backend == "gloo", "nccl", "gloo copies gradients to the host"
         ),
         "optimizer": (
-            not config.optimizer.can_be_captured,
+            not (config.optimizer.can_be_captured or promised),
             " or ".join(name for name, one in OPTIONS["optimizer"].items() if one.can_be_captured),
             "others wait for the host"
         ),

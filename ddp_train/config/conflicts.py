@@ -149,6 +149,16 @@ def _tuning(asked: Config, config: Config, hardware: Hardware, world: World | No
             f"tuning.cuda_graph=true: needs {key}={rule}; or use tuning.cuda_graph=false"
             for key, rule in capture_blockers(config).items()
         ]
+    if tuning.rehearse and config.device == "cuda":
+        needed = {
+            "tuning.cuda_graph": ("true", tuning.cuda_graph),
+            "train.ema_decay": ("null", not config.train.ema_decay),
+        }
+        found += [
+            f"tuning.rehearse=true: needs {key}={value}; or leave it out"
+            for key, (value, ok) in needed.items()
+            if not ok
+        ]
     if (tuning.compile or config.model.fused) and config.device == "cpu" and not shutil.which("g++"):
         key = "tuning.compile" if tuning.compile else "model.fused"
         found.append(f"{key}=true: torch.compile needs a C++ compiler on CPU and there is no g++; install one")
@@ -276,7 +286,7 @@ def notices(asked: Config, config: Config) -> list[str]:
     tuning, strategy, model, launch = config.tuning, config.strategy, config.model, config.launch
     on_cpu, optimizer, prefetch = config.device == "cpu", config.optimizer, asked.tuning.prefetch_factor
     stopping, resume, which = config.train.early_stopping, config.checkpoint.resume, config.checkpoint.which
-    on_gpus_only = ("pin_memory", "non_blocking", "copy_stream", "cudnn_benchmark", "tf32", "cuda_graph")
+    on_gpus_only = ("pin_memory", "non_blocking", "copy_stream", "cudnn_benchmark", "tf32", "cuda_graph", "rehearse")
     applies = {
         f"tuning.{name}=true has no effect on CPU": on_cpu and getattr(asked.tuning, name) is True
         for name in on_gpus_only

@@ -184,6 +184,9 @@ class TuningConfig:
     cuda_graph: Union[bool, str] = key(
         "auto", "capture training steps as a CUDA graph; auto: small models on GPUs", **AUTO
     )
+    rehearse: bool = key(
+        False, "compile and capture before the first step, by steps that are undone: the first epoch is like the others"
+    )
     gc_freeze: bool = key(True, "exclude what exists before the model is built from garbage collection")
     bias_lint: bool = key(True, "report biases directly before a norm layer, which cancels them")
     optimizer: str = key(

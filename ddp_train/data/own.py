@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
+from ddp_train.data.copy_stream import to_device
 from ddp_train.data.rng import global_states, hash_key, keyed_generators
 from ddp_train.errors import ConfigError, DataError
 from ddp_train.tensor_tree import tensors
@@ -30,10 +31,10 @@ MODES = ("L", "LA", "RGB", "RGBA")
 
 
 class UserDataset:
-    """Any map-style data set as a BatchSource.
+    """Any map-style data set as a BatchSource; a HeldSource if it has `get_batch(numbers, epoch)` and `to(device)`.
 
     The random draws of its samples and transforms (from torch's, numpy's and Python's global generators) are keyed by
-    seed, epoch and sample.
+    seed, epoch and sample. What its own `get_batch` draws is its own business.
     """
 
     def __init__(
@@ -59,6 +60,9 @@ class UserDataset:
         if not len(dataset):
             raise DataError(f"data._target_: {self.name} has no samples", "check its arguments, data.NAME=VALUE")
         self.collate = collate or getattr(dataset, "collate_fn", None) or collated
+        self.gives_batches = hasattr(dataset, "get_batch") and not (fields or collate)
+        """Itself, which transforms of samples would not change."""
+        self.device = torch.device("cpu")
         self.numbers: np.ndarray | None = None
         """Those of the data set's samples that belong to this split; None: all."""
 
@@ -74,6 +78,24 @@ class UserDataset:
         """The same samples with other transforms."""
         other = copy.copy(self)
         other.transforms = transforms
+        return other
+
+    @property
+    def sample_bytes(self) -> int:
+        """With its target."""
+        return sum(tensor.nbytes for tensor in tensors(self.get_batch(np.zeros(1, np.int64), None)))
+
+    def to(self, device: torch.device, channels_last: bool = False) -> UserDataset:
+        """See HeldSource; whoever places a batch sees to its memory format. Raises ConfigError if it cannot be held."""
+        batch = self.get_batch(np.zeros(1, np.int64), None) if self.gives_batches and not self.transforms else None
+        is_pair = isinstance(batch, tuple | list) and len(batch) == 2 and all(isinstance(one, Tensor) for one in batch)
+        if not is_pair or not hasattr(self.dataset, "to"):
+            rule = "get_batch(numbers, epoch), which returns (inputs, targets), two tensors, and to(device)"
+            keys = "data.transform, data.fields and data.collate_fn"
+            why = f"{self.name} needs the methods {rule}, and no {keys}; use data.placement=host"
+            raise ConfigError([f"data.placement=device: {why}"])
+        other = copy.copy(self)
+        other.dataset, other.device = self.dataset.to(device), device
         return other
 
     @property
@@ -97,7 +119,10 @@ class UserDataset:
         )
 
     def get_batch(self, indices: np.ndarray, epoch: int | None) -> Any:
-        numbers = (indices if self.numbers is None else self.numbers[indices]).tolist()
+        chosen = indices if self.numbers is None else self.numbers[indices]
+        if self.gives_batches and not self.transforms:
+            return self.dataset.get_batch(to_device(torch.from_numpy(chosen), self.device), epoch)
+        numbers = chosen.tolist()
         with keyed_generators() as seed:
             samples = [self._sample(number, epoch, seed) for number in numbers]
             seed(self._key(epoch, numbers[0], "collate"))

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddp_train.data.batch_plan import MicroBatch
+from ddp_train.data.loader import Batch
 from ddp_train.errors import LaunchError, is_out_of_memory
 from ddp_train.optim.stepper import Stepper
 from ddp_train.tensor_tree import map_tensors, tensors
@@ -92,14 +94,7 @@ class GraphedStepper(Stepper):
         """
         full = self.is_full(self.steps_done)
         if full and self.graph is None and not self.warm_up_left:
-            try:
-                self._capture(data)
-            except RuntimeError as error:
-                for cause in (error, error.__context__):  # ending a capture that failed may fail too
-                    if cause and is_out_of_memory(cause):
-                        raise cause from None
-                why = f"the training step cannot be captured as a CUDA graph: {first_line(error)}"
-                raise LaunchError(why, "use tuning.cuda_graph=false") from error
+            self._capture_or_explain(data)
         if full and self.graph is not None:
             batch = list(tensors(data))
             if [tensor.shape for tensor in batch] != self.shapes:
@@ -130,6 +125,52 @@ class GraphedStepper(Stepper):
             self.warm_up_left = max(0, self.warm_up_left - 1)
         with on_stream(self.stream):
             super().step()
+
+    def rehearse(
+        self, batch: Batch, module: nn.Module, sync_gradients: Callable[[MicroBatch], AbstractContextManager[Any]]
+    ) -> None:
+        """Warms up and captures before training begins, and undoes what these steps did. To be called when all that the
+        step looks at is built and loaded. module: with all parameters and buffers. sync_gradients: see `Strategy`.
+
+        What the optimizer remembers of a parameter begins with zeros; it has no average of the weights beside it.
+        """
+        with self._undone(module):
+            while self.warm_up_left:
+                with sync_gradients(batch.micro_batch):
+                    with on_stream(self.stream):
+                        loss, units = self.wrapped(batch.data)
+                    super().backward(loss, units, batch.micro_batch)
+                with on_stream(self.stream):
+                    super().step()
+                self.warm_up_left -= 1
+            self._capture_or_explain(batch.data)
+
+    @contextlib.contextmanager
+    def _undone(self, module: nn.Module) -> Iterator[None]:
+        """Afterwards every tensor holds what it held before, in its place: the graph refers to it."""
+        check = self.check_finite
+        flags = [one for name in ("stopped", "steps_skipped") if isinstance(one := getattr(check, name, None), Tensor)]
+        held = [*module.parameters(), *module.buffers(), *flags, *tensors(list(self.optimizer.state.values()))]
+        before, scaler, steps_done = [one.detach().clone() for one in held], self.scaler.state_dict(), self.steps_done
+        yield
+        with torch.no_grad():
+            for tensor in tensors(list(self.optimizer.state.values())):
+                tensor.zero_()
+            for tensor, value in zip(held, before, strict=True):
+                tensor.copy_(value)
+        self.scaler.load_state_dict(scaler)
+        self.steps_done, self.norm = steps_done, None
+        self.losses.__init__()
+
+    def _capture_or_explain(self, data: Any) -> None:
+        try:
+            self._capture(data)
+        except RuntimeError as error:
+            for cause in (error, error.__context__):  # ending a capture that failed may fail too
+                if cause and is_out_of_memory(cause):
+                    raise cause from None
+            why = f"the training step cannot be captured as a CUDA graph: {first_line(error)}"
+            raise LaunchError(why, "use tuning.cuda_graph=false") from error
 
     def _capture(self, data: Any) -> None:
         """Captures a step for batches of this shape; none is taken."""

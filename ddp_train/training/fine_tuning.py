@@ -91,6 +91,8 @@ class UnfreezeHook:
             job.wrapped = self.wrap()
 
 
+READS_FLAG = "_step_supports_amp_scaling"
+"""torch's own name for it: `found_inf` on the device leaves the step out, and nothing waits for the host."""
 BESIDE_OPTIMIZER = ("name", "lr_scaling", "lr_base_batch", "groups", "layer_decay", "matrices")
 """Keys of `optimizer` that are no arguments of its class."""
 
@@ -112,6 +114,9 @@ def optimizer_of(config: Config, module: ModelWithTask, captured: bool) -> torch
         implementation = config.tuning.optimizer
         return build_optimizer(groups, section.name, implementation=implementation, captured=captured, **arguments)
     made = instantiate("optimizer", section, groups if len(groups) > 1 or section.groups else groups[0]["params"])
+    if captured and not getattr(made, READS_FLAG, False):
+        rule = f"{section.target} has no attribute {READS_FLAG}: it may wait for the host (docs/optimizers.md)"
+        raise ConfigError([f"tuning.cuda_graph=true: {rule}; use tuning.cuda_graph=false"])
     taken = list(made.defaults)
     for group in section.groups:
         if unknown := [name for name in group if name != MATCH and name not in taken]:

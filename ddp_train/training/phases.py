@@ -67,6 +67,10 @@ class ReportedStepper:
     def __init__(self, stepper: Stepper, status: RankStatus) -> None:
         vars(self).update(_stepper=stepper, _status=status, _publish=None, _published=Mean(), _arrive=_nothing)
 
+    @property
+    def unreported(self) -> Stepper:
+        return self._stepper
+
     def publish_to(self, publish: Publish) -> None:
         """With each step from now on, before its gradients are exchanged. On the CPU, where looking at a loss costs
         nothing."""

@@ -49,6 +49,7 @@ from ddp_train.training.own_hooks import OwnHooks
 from ddp_train.training.phases import ReportedHook
 from ddp_train.training.plan_report import plan_rows, selects_by_test
 from ddp_train.training.profile_hook import profile_hooks
+from ddp_train.training.rehearsal import rehearse
 from ddp_train.training.resize_hook import ResizeHook, changes_of_hosts
 from ddp_train.training.summary import Scores
 from ddp_train.training.summary import write as write_summary
@@ -298,6 +299,9 @@ class Run(RunContext):
                 stack.enter_context(own.entered())
                 stack.push(self._leave_hooks)
                 stack.enter_context(offer)
+                if self.config.tuning.rehearse:
+                    rehearse(job)
+                    record.start_clocks(job.step)
                 if hooks_owed:
                     for hook in job.hooks:
                         hook.act(job)

@@ -71,12 +71,18 @@ class CustomDataConfig(CustomConfig):
     outputs: int | None = key(
         None, "outputs that a model needs, the number of classes; null: the data set's own `classes`", at_least=1
     )
+    placement: str = key(
+        "host", "where the data are held; device: whole, by get_batch and to of your class", choices=("host", "device")
+    )
     collate_fn: str | None = key(None, "package.function from samples to a batch; null: the data set's, or torch's own")
 
     @property
     def download(self) -> bool:
         arguments = (self.arguments, *(part for part in self.splits.values() if isinstance(part, dict)))
         return any(part.get("download") is True for part in arguments)
+
+    def in_memory_bytes(self) -> int | None:
+        return 0 if self.placement == "device" else None  # as small as any; whether it fits, its owner knows
 
     def writes_files(self) -> bool:
         return self.download or self.target.startswith("ddp_train.data.shards.")
