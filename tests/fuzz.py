@@ -330,8 +330,7 @@ def check_left(stage: Stage, before: set[str], killed: bool = False) -> None:
         fuzz_faults.send(pid, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
             os.waitpid(pid, 0)
-    # Nothing tells a worker of torchrun that its agent was killed before the worker could ask for that.
-    expect(not left or (killed and stage.torchrun), f"processes are left: {list(left.values())}")
+    expect(not left, f"processes are left: {list(left.values())}")
     while run_lock.is_held(stage.run_dir / run_lock.FILE):
         expect(time.monotonic() < deadline + LEAVE_SECONDS, "the lock is still held")
         time.sleep(0.02)

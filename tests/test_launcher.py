@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -78,6 +79,26 @@ def test_a_run_that_is_started_again_ends_where_it_would_have(tmp_path: Path) ->
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_worker_whose_torchrun_has_died_already_ends_too(tmp_path: Path, rank: int) -> None:
+    """Before it could ask the kernel to be ended with it; torch would look for the agent's store for ten minutes."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    as_worker = {
+        **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"},
+        **{"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"},
+        **{"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"},
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+    }
+    began = time.monotonic()
+    done = run(*SMALL, f"run_dir={tmp_path / 'run'}", env=as_worker)
+    assert done.returncode == 69
+    assert time.monotonic() - began < 30
+    (fatal,) = fatal_lines(done.stderr)
+    assert fatal.startswith(f"FATAL peer (rank {rank})")
+    assert "torchrun's agent, which served it, has ended" in fatal
+
+
 def test_torchrun_restarts_a_lost_rank_into_the_same_run_directory(tmp_path: Path) -> None:
     marker = tmp_path / "vanished"
     words = foreign_net(fault="vanish once", rank=2, call=5, marker=str(marker))

@@ -48,6 +48,18 @@ def test_operations_of_a_convolution() -> None:
     assert flops_of(model, Classification(10), batch) == 2 * convolution + 3 * linear
 
 
+class SeveralViews(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        once = super().forward(input)
+        return once if self.training else once + super().forward(-input)
+
+
+def test_counted_is_what_training_does() -> None:
+    batch = torch.zeros(1, 4), torch.zeros(1, dtype=torch.int64)
+    model = nn.Sequential(nn.BatchNorm1d(4), SeveralViews(4, 2)).eval()
+    assert flops_of(model, Classification(2), batch) == 3 * 2 * 4 * 2 and not model.training
+
+
 class LooksAtValues(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return super().forward(input if input.sum() > 0 else -input)

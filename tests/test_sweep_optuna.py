@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import re
 import resource
 import signal
 import time
@@ -299,5 +300,8 @@ def test_a_study_is_pruned_killed_and_goes_on(tmp_path: Path) -> None:
     assert states == {row["trial"]: {"completed": "COMPLETE", "pruned": "PRUNED"}[row["status"]] for row in rows}
     values = {row["trial"]: row["objective"] for row in rows if row["status"] == "completed"}
     assert study.best_value == min(values.values())
+    assert [int(number) for number in re.findall(r"^ +(\d+)   ", again.stdout, re.M)] == list(range(6)), (
+        "of both starts"
+    )
     assert f"best trial {min(values, key=lambda trial: values[trial])}:" in again.stdout
     assert "Sharing: trial " in again.stdout and "Sharing: trial " in (folder / "report.md").read_text()

@@ -1016,6 +1016,10 @@ def test_the_plan_says_why() -> None:
         "cudnn_benchmark, tf32, gc_freeze, optimizer foreach (no fused lars)",
         "left off": "compile (under 2000 steps), cuda_graph (not a small model of ours)",
     }
+    small = "model=gpt data=text model.layers=6 model.heads=6 model.width=384 train.global_batch_size=16"
+    assert "cuda_graph (a small model)" in rows(small, GPU)["tuning"]
+    many = f"{small} train.global_batch_size=256"
+    assert "compile (a large model)" in rows(many, GPU)["tuning"], "a step of 65 ms"
     largest = rows("tuning=max optimizer=rmsprop deterministic=true data=image_folder", GPU)
     assert "num_workers 4 (4 cores each)" in largest["tuning"]
     assert largest["left off"] == (

@@ -160,6 +160,7 @@ def _choices(config: Config, hardware: Hardware) -> dict[str, Choice]:
             repeatable,
             shapes,
             (not largest and not model.worth_compiling(), "no model known to be large"),
+            (not largest and is_launch_bound(config), "a small model"),
             (not largest and steps is not None and steps < COMPILING_PAYS_STEPS, f"under {COMPILING_PAYS_STEPS} steps"),
         ),
     }
@@ -171,12 +172,19 @@ def _choice_of_cuda_graph(config: Config, hardware: Hardware) -> dict[str, Choic
     choice = _on_unless(
         "tuning=max" if largest else "a small model",
         (config.device != "cuda", "no GPU"),
-        (not largest and not config.model.is_launch_bound(), "not a small model of ours"),
+        (not largest and not is_launch_bound(config), "not a small model of ours"),
         # It may do what a capture forbids: ddp_train.all_gather reads sizes from the device.
         (config.task.name == "custom", "a task of your own"),
         *((True, f"because of {key}") for key in capture_blockers(config)),
     )
     return {"cuda_graph": choice}
+
+
+def is_launch_bound(config: Config) -> bool:
+    """Whether a GPU runs the model's kernels faster than a host launches them. All keys outside of `tuning` are
+    resolved."""
+    samples = config.train.global_batch_size / (config.train.accumulation_steps * process_count(config))
+    return config.model.is_launch_bound(samples * getattr(config.data, "length", 1))
 
 
 def _on_unless(why: str, *against: tuple[bool, str]) -> Choice:

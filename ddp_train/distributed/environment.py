@@ -303,6 +303,11 @@ def launcher_pid() -> int | None:
     return int(pid) if pid else None
 
 
+def has_agent_store() -> bool:
+    """Whether the store at MASTER_ADDR was there before this process: that of torchrun's agent."""
+    return launcher_pid() is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def status_descriptor() -> int | None:
     """The file descriptor of the status board; None under torchrun. Removes the variable, so that children of this
     process do not see it."""

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # pyright: ignore[reportPrivateImportUsage]
 
-from ddp_train.distributed.connections import check_peers, noting_sockets, trusted
+from ddp_train.distributed.connections import check_agent_lives, check_peers, noting_sockets, trusted
 from ddp_train.distributed.environment import LISTEN_SOCKET
 from ddp_train.distributed.preflight import acknowledge
 from ddp_train.distributed.world import World
@@ -30,12 +30,14 @@ def open_store(world: World, timeout_seconds: float) -> Store:
     """Opens the key-value store of this run.
 
     Under our launcher rank 0 serves it on a socket that the launcher has bound to loopback: no other process can take
-    the port, and nothing listens on other interfaces. Under torchrun it is the agent's store. Raises PeerError if it
-    cannot be reached within `timeout_seconds`.
+    the port, and nothing listens on other interfaces. Under torchrun it is the agent's store, which listens before any
+    worker starts: where nobody listens, the agent has died. Raises PeerError, then at once, or if the store cannot be
+    reached within `timeout_seconds`.
     """
     timeout = timedelta(seconds=timeout_seconds)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     listen_fd = os.environ.pop(LISTEN_SOCKET, None)
+    check_agent_lives(world, address, port)
     try:
         if listen_fd is not None:
             store = TCPStore(

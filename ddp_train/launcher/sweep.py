@@ -30,7 +30,6 @@ from ddp_train.launcher.sweep_baseline import MARK, Baseline
 from ddp_train.launcher.sweep_numbers import Numbers
 from ddp_train.launcher.sweep_pruning import Reports
 from ddp_train.launcher.sweep_report import SweepPage, print_results
-from ddp_train.launcher.sweep_rows import RESULTS
 from ddp_train.launcher.trial_pool import TrialPool
 from ddp_train.resilience.preemption import SAVED, UNSAVED
 from hydra_plugins.ddp_train_pool._jobs import SweepEnd
@@ -59,6 +58,8 @@ class Trials:
         """Whether the user knows that the test set selects."""
         self.total = 0
         """The number of trials in the grid; 0 if a sweeper other than the grid decides it."""
+        self.drawn = 0
+        """How many trials our own sweeper draws by Optuna."""
         self.rows: list[dict[str, Any]] = []
         self.job_launcher = ""
         """The Hydra launcher that runs the trials as jobs; empty if they run in this process."""
@@ -134,7 +135,8 @@ class Trials:
             self.objective = objective_name(config.objective, validation)
             self._tell_if_by_test(self.objective)
         self.swept = {*read.swept, *sweep_words.params(read.arguments)}
-        self.total = sweep_words.drawn_by_optuna(read.arguments) or math.prod(map(len, read.swept.values()))
+        self.drawn = sweep_words.drawn_by_optuna(read.arguments)
+        self.total = self.drawn or math.prod(map(len, read.swept.values()))
         if not self.job_launcher:
             for note in trial_pool.notes(config, resolved[-1], told):
                 print(f"note: {note}", file=sys.stderr)
@@ -150,8 +152,7 @@ class Trials:
         self.numbers = Numbers(self.sweep_dir, self.total, new_run_id(None))
         self.writer = sweep_rows.Writer(self.sweep_dir)
         if self.job_launcher:
-            results = self.sweep_dir / RESULTS
-            print(f"trials are run by hydra/launcher={self.job_launcher}; results: {results}", flush=True)
+            print(f"trials are run by hydra/launcher={self.job_launcher}; results: {self.writer.path}", flush=True)
         return [*hydra_argv, f"hydra.sweep.dir={sweep_words.quoted(self.sweep_dir)}"]
 
     @contextlib.contextmanager
@@ -159,6 +160,8 @@ class Trials:
         """Holds the directory of the sweep."""
         with sweep_lock.alone(self.sweep_dir):
             self.rows_begin = sweep_rows.size(self.sweep_dir)
+            if self.drawn:  # Optuna asks for no trial again that has ended
+                self.rows = sweep_rows.of_sweep(self.swept, sweep_rows.read(self.sweep_dir))
             yield
 
     def _direction(self, arguments: list[str], config: Config) -> tuple[list[str], list[str]]:
@@ -241,8 +244,7 @@ class Trials:
     def _new_row(self, number: int, words: list[str], run_dir: str) -> dict[str, Any]:
         """Of a trial that has failed so far. words: all that it was given, by which it is found again."""
         row = {"trial": number, "overrides": self._swept_among(words), "words": sorted(words), "status": "failed"}
-        row |= {"run_dir": run_dir}
-        row |= {"exit_code": ConfigError.exit_code}
+        row |= {"run_dir": run_dir, "exit_code": ConfigError.exit_code}
         if number == self.baseline.number:
             return row | {"at_once": 1, MARK: self.baseline.row[MARK]}
         return row | ({"at_once": self.pool.at_once} if self.pool else {})
@@ -285,9 +287,9 @@ class Trials:
         if row is None:
             return None
         self.begun.add(number)
-        self._add(row | {"trial": number})
+        self.rows = sweep_rows.by_trial([*self.rows, row | {"trial": number}])
         as_another = "" if row["trial"] == number else f", as trial {row['trial']}"
-        print(f"trial {number} was {row['status']} before{as_another}: {self.sweep_dir / RESULTS}", flush=True)
+        print(f"trial {number} was {row['status']} before{as_another}: {self.writer.path}", flush=True)
         return sweep_rows.value_of(row)
 
     def reports(self, number: int) -> list[float]:
@@ -324,16 +326,13 @@ class Trials:
         if number == self.baseline.number:
             self.baseline.row = row
         else:
-            self._add(row)
+            self.rows = sweep_rows.by_trial([*self.rows, row])
         if contradiction := self._learn(row):
             returned.status, returned.return_value = JobStatus.FAILED, SweepEnd(ConfigError.exit_code)
             print(contradiction, file=sys.stderr)
         self._write_page()
         log = self.sweep_dir / str(number) / trial_pool.LOG
         print(f"trial {number}: {sweep_rows.ended(row, log)}  {seconds:.1f} s", flush=True)
-
-    def _add(self, row: dict[str, Any]) -> None:
-        self.rows = sorted([*self.rows, row], key=lambda row: row["trial"])
 
     def end_by_signal(self, number: int, _: object) -> None:
         """The handler of a stop signal, while no trial runs and after those of the pool have been stopped by it."""
@@ -363,13 +362,13 @@ class Trials:
     def finish(self) -> int:
         """Prints the results. Returns 0 if all trials were completed, else the exit code of the first failed one."""
         if self.job_launcher:
-            rows = [row for row in sweep_rows.read(self.sweep_dir, self.rows_begin) if MARK not in row]
-            self.rows = sorted(rows, key=lambda row: row["trial"])
+            rows = sweep_rows.read(self.sweep_dir, self.rows_begin)
+            self.rows = sweep_rows.by_trial([row for row in rows if MARK not in row])
         self.writer.add()
         if self.rows:
             for row in self.rows:  # those of jobs are read here first
                 self._learn(row)
             self.page.note, at_once = self.baseline.text(self.rows), self.pool.at_once if self.pool else 1
             print_results(self.rows, self.objective, self.better, at_once, self.page.note)
-            print(f"results {self.sweep_dir / RESULTS}")
+            print(f"results {self.writer.path}")
         return next((row["exit_code"] for row in self.rows if row["exit_code"]), 0)

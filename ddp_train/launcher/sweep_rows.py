@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 from ddp_train.config.metrics import SPLITS, read_objective
 from ddp_train.config.schema import Config
 from ddp_train.errors import ConfigError, LaunchError
+from ddp_train.launcher import sweep_words
 from ddp_train.resilience.failure_report import FILE as FAILURE
 from ddp_train.resilience.failure_report import SUMMARY
 from ddp_train.resilience.preemption import SIGNALS, UNSAVED
@@ -78,6 +79,7 @@ class Writer:
 
     def __init__(self, sweep_dir: Path) -> None:
         self.sweep_dir = sweep_dir
+        self.path = sweep_dir / RESULTS
         self.waiting: list[dict[str, Any]] = []
         self.told = False
 
@@ -91,8 +93,9 @@ class Writer:
         except OSError as error:
             if not self.told:
                 self.told = True
-                path = self.sweep_dir / RESULTS
-                print(f"note: {path} cannot be written: {error}; it is tried again after each trial", file=sys.stderr)
+                print(
+                    f"note: {self.path} cannot be written: {error}; it is tried again after each trial", file=sys.stderr
+                )
         return not self.waiting
 
 
@@ -119,6 +122,18 @@ def size(sweep_dir: Path) -> int:
 def read(sweep_dir: Path, begin: int = 0) -> list[dict[str, Any]]:
     """The rows from a place on."""
     return [row for row in read_lines(sweep_dir / RESULTS, begin) if {"trial", "status"} <= row.keys()]
+
+
+def by_trial(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """In the order of their numbers; the last one of those with the same number."""
+    return [row for _, row in sorted({row["trial"]: row for row in rows}.items())]
+
+
+def of_sweep(swept: set[str], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those that vary the same keys; a run of `sweep.baseline` varies none."""
+    return by_trial(
+        [row for row in rows if "alone" not in row and set(map(sweep_words.key, row["overrides"])) == swept]
+    )
 
 
 def completed_before(sweep_dir: Path, words: list[str]) -> dict[str, Any] | None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.flop_counter import FlopCounterMode
 
 from ddp_train.performance.activation_checkpointing import without_recomputation
@@ -51,13 +52,15 @@ def peak_flops(gpu_name: str, precision: str, tf32: bool) -> float | None:
 def flops_of(model: nn.Module, task: Task, batch: Any) -> int | None:
     """The operations of a forward and a backward pass over a batch. Only the shapes of the batch matter.
 
-    A copy of the model runs on the meta device: nothing is computed, and the model stays as it is. In eval mode: batch
-    norm over all processes would wait for the others. None where that fails, as in a model that looks at values: the
-    log says why.
+    A copy of the model runs on the meta device: nothing is computed, and the model stays as it is. It trains, but for
+    its batch norms, which over all processes would wait for the others. None where that fails, as in a model that looks
+    at values: the log says why.
     """
     counter = FlopCounterMode(display=False)
     try:
-        shapes = empty_copy(model).eval()
+        shapes = empty_copy(model).train()
+        for norm in (module for module in shapes.modules() if isinstance(module, _BatchNorm)):
+            norm.eval()
         without_recomputation(shapes)
         inputs = map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"), batch)
         with nothing_compiled(), torch.enable_grad(), counter:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ddp_train.config.auto import warmup_asked
+from ddp_train.config.auto import is_launch_bound, warmup_asked
 from ddp_train.config.metrics import further
 from ddp_train.config.options.model import FineTuning
 from ddp_train.config.schema import Config
@@ -138,7 +138,7 @@ def build_rates(config: Config, world: World, device: str, job: Job, source: Bat
     unit = None if task.units_are_samples else task.unit
     if not world.is_leader:
         return Rates(unit)
-    if not gpu or config.model.is_launch_bound() or config.data.batch_by == "tokens":  # there samples differ in cost
+    if not gpu or is_launch_bound(config) or config.data.batch_by == "tokens":  # there samples differ in cost
         return Rates(unit)  # utilisation says nothing there, and counting calls the model and delays the first step
     flops = flops_of(job.module.model, task, _one_sample(source, job.module.model))
     peak = peak_flops(torch.cuda.get_device_name(device), config.tuning.precision, bool(config.tuning.tf32))

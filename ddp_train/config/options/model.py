@@ -21,8 +21,9 @@ class ModelFacts:
     """Numbers of channels of its images; (): any."""
     fused = False
 
-    def is_launch_bound(self) -> bool:
-        """Whether a GPU runs its kernels faster than a host launches them."""
+    def is_launch_bound(self, units: float) -> bool:
+        """Whether a GPU runs its kernels faster than a host launches them. units: samples, or tokens, of a process in a
+        step."""
         return False
 
     def worth_compiling(self) -> bool:
@@ -67,7 +68,7 @@ class CnnConfig(ModelConfig):
     norm: str = key("group", "norm layer after each convolution", choices=("none", "batch", "group"))
     dropout: float = key(0.0, "dropout before the last layer", at_least=0, below=1)
 
-    def is_launch_bound(self) -> bool:
+    def is_launch_bound(self, units: float) -> bool:
         return True
 
     def has_batch_norm(self) -> bool:
@@ -80,7 +81,7 @@ class _DenseConfig(ModelConfig):
 
     takes_images: ClassVar[bool | None] = False
 
-    def is_launch_bound(self) -> bool:
+    def is_launch_bound(self, units: float) -> bool:
         return True
 
     def has_batch_norm(self) -> bool:
@@ -132,6 +133,9 @@ class TorchvisionConfig(ModelConfig):
 
 _LAUNCH_BOUND_BLOCKS = 10**6
 """Layers times width squared: a block has twelve times its width squared parameters. GPT-2's smallest has 7 million."""
+_LAUNCH_BOUND_OPERATIONS = 10**12
+"""Of a step, six for each parameter of a block and token. 6 x 384 with 65,536 tokens has 4.2e12, takes 65 ms on an H200
+if it is only captured, and 37 if it is compiled: docs/log.md, 2026-11-23."""
 
 
 @dataclass
@@ -149,11 +153,12 @@ class GptConfig(ModelConfig):
         64, "round the vocabulary up to a multiple, for faster matrix products: 50,257 to 50,304", at_least=1
     )
 
-    def is_launch_bound(self) -> bool:
-        return self.layers * self.width**2 < _LAUNCH_BOUND_BLOCKS
+    def is_launch_bound(self, units: float) -> bool:
+        blocks = self.layers * self.width**2
+        return blocks < _LAUNCH_BOUND_BLOCKS and 6 * 12 * blocks * units < _LAUNCH_BOUND_OPERATIONS
 
     def worth_compiling(self) -> bool:
-        return not self.is_launch_bound()
+        return True
 
     def has_batch_norm(self) -> bool:
         return False

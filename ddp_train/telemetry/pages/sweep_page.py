@@ -119,7 +119,7 @@ def sweep_page(
         state = f"failed: {len(failed)} of {counted(len(rows), 'trial')}"
     return Report(
         "Sweep",
-        f"One run for each combination, each in new processes; the sweep optimizes {objective}"
+        f"Each trial is a run in new processes; the sweep optimizes {objective}"
         + (f", {'higher' if better == 'max' else 'lower'} is better." if better else "."),
         sections,
         facts,
