@@ -2,10 +2,11 @@
 
     torchrun --nproc_per_node=N benchmarks/peers.py PEER WORK --device cuda --data data --batch 256 --steps 100
 
-Rank 0 prints one line, `RESULT {...}`: samples per second of the steps after a warm-up and the last loss, or the
-seconds of each epoch with its test and the accuracies. Every peer has what its documentation recommends: bf16 on GPUs,
-channels_last, cuDNN's auto-tuner, fused optimizers, its own way to DDP. None is compiled unless its name says so; then
-the network is compiled as one with its loss, before it is wrapped. Imports no ddp_train but the network of `tokens`.
+Rank 0 prints one line, `RESULT {...}`: samples per second of the steps after a warm-up, altogether and as the median of
+ten steps at a time, and the last loss; or the seconds of each epoch with its test and the accuracies. Every peer has
+what its documentation recommends: bf16 on GPUs, channels_last, cuDNN's auto-tuner, fused optimizers, its own way to
+DDP. None is compiled unless its name says so; then the network is compiled as one with its loss, before it is wrapped.
+Imports no ddp_train but the network of `tokens`.
 
 images     a network of torchvision (--arch) on images that lie on the device as floats, normalised: no data loading
 tokens     a GPT (--layers --heads --width) on windows of --length random tokens that lie on the device; clipped to 1.0
@@ -16,12 +17,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +38,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 RANK, LOCAL_RANK, SIZE = (int(os.environ.get(name, default)) for name, default in
                           (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))  # fmt: skip
-VOCABULARY = 50_304
+VOCABULARY, BLOCK_STEPS = 50_304, 10
 
 
 class Resident:
@@ -63,21 +67,35 @@ class WithLoss(nn.Module):
 
 
 class Speed:
-    """Samples per second from the end of the warm-up to the last step."""
+    """Samples per second from the end of the warm-up to the last step: of all, and of the median block of steps."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments, self.steps, self.batch = arguments, 0, arguments.batch
+        self.marks: list[Any] = []
+        """At the end of the warm-up, and after each block."""
 
     def step(self, loss: Tensor) -> None:
         self.steps += 1
-        if self.steps in (self.arguments.warm_up, self.arguments.warm_up + self.arguments.steps):
-            if self.arguments.device == "cuda":
+        done, on_gpu = self.steps - self.arguments.warm_up, self.arguments.device == "cuda"
+        if done >= 0 and (done % BLOCK_STEPS == 0 or done == self.arguments.steps):
+            self.marks.append(torch.cuda.Event(enable_timing=True) if on_gpu else time.perf_counter())
+            if on_gpu:  # the host is ahead of the GPU, and does not wait for it
+                self.marks[-1].record()
+        if done == self.arguments.steps:
+            if on_gpu:
                 torch.cuda.synchronize()
-            if self.steps == self.arguments.warm_up:
-                self.began = time.perf_counter()
-            else:
-                seconds = time.perf_counter() - self.began
-                say(samples_per_second=self.arguments.steps * self.batch * SIZE / seconds, loss=loss.item())
+            blocks = [seconds_between(*pair) for pair in pairwise(self.marks)]
+            whole = blocks[: done // BLOCK_STEPS] or [math.inf]
+            samples = self.batch * SIZE
+            say(
+                samples_per_second=done * samples / sum(blocks),
+                median=BLOCK_STEPS * samples / statistics.median(whole),
+                loss=loss.item(),
+            )
+
+
+def seconds_between(first: Any, second: Any) -> float:
+    return second - first if isinstance(first, float) else first.elapsed_time(second) / 1000
 
 
 def say(**result: Any) -> None:
