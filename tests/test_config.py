@@ -44,7 +44,7 @@ from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
 from ddp_train.launcher.cli import _meant, usage, wrapped
 from ddp_train.launcher.sweep import Trials
-from ddp_train.launcher.sweep_rows import outcome
+from ddp_train.launcher.sweep_rows import Writer, outcome
 from ddp_train.resilience.checkpoint_files import digest_of
 from ddp_train.telemetry.pages import page
 from ddp_train.text import shown
@@ -1388,7 +1388,7 @@ def test_a_report_that_fails_does_not_hide_the_results(
 
     monkeypatch.setattr(page, "write", failing)
     trials = Trials(PROGRAM, None)
-    trials.sweep_dir = tmp_path
+    trials.sweep_dir, trials.writer = tmp_path, Writer(tmp_path)
     trials.rows = [{"trial": 0, "overrides": [], "status": "failed", "exit_code": 3, "kind": "crash", "reason": "bad"}]
     assert trials.finish() == 3
     assert trials.page.write(tmp_path, trials.rows, "test.loss", "min") is None

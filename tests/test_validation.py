@@ -575,6 +575,11 @@ def test_one_rank_validates_on_the_same_samples(stopped: tuple[Path, str], tmp_p
     assert all(0 < line["grad_norm"] < 1000 and len(line["lrs"]) == 2 for line in trained)
 
 
+@pytest.mark.parametrize(("data", "remedy"), [("digits", "data.validation=0.1"), ("text", "another text")])
+def test_what_helps_against_selection_by_the_test_set_can_be_done_with_these_data(data: str, remedy: str) -> None:
+    assert remedy in metrics.by_test(Config(data=OPTIONS["data"][data]()))
+
+
 @pytest.mark.slow
 def test_without_a_validation_set_the_test_set_selects_and_that_is_said(tmp_path: Path) -> None:
     done = run(f"run_dir={tmp_path}/run", ONE, *SMALL, "train.epochs=2", "checkpoint.best=true")

@@ -183,7 +183,8 @@ def _choice_of_cuda_graph(config: Config, hardware: Hardware) -> dict[str, Choic
 def is_launch_bound(config: Config) -> bool:
     """Whether a GPU runs the model's kernels faster than a host launches them. All keys outside of `tuning` are
     resolved."""
-    samples = config.train.global_batch_size / (config.train.accumulation_steps * process_count(config))
+    parts = config.train.accumulation_steps * process_count(config)  # 0 without a GPU that is asked for
+    samples = config.train.global_batch_size / max(1, parts)
     return config.model.is_launch_bound(samples * getattr(config.data, "length", 1))
 
 

@@ -17,7 +17,7 @@ AUTO = "auto"
 SPLITS = ("validation", "test")
 MEASURED = {"samples_per_second": "max", "seconds": "min"}
 """Numbers of summary.json that are no metrics, and the better direction."""
-BY_TEST = "selects by the test set, whose score then flatters what was selected; add data.validation=0.1"
+BY_TEST = "selects by the test set, whose score then flatters what was selected; "
 LIBRARY = "torchmetrics"
 
 
@@ -136,6 +136,12 @@ def unusable(config: Config, names: list[str], better: Mapping[str, str | None])
                 "better: min, to its item of metrics"
             )
     return problems
+
+
+def by_test(config: Config) -> str:
+    """What a user must know who selects by the test set. Windows of a text cannot be held out: see `conflicts`."""
+    windows = config.data.task == "language_model"
+    return BY_TEST + ("keep another text for the final score" if windows else "add data.validation=0.1")
 
 
 def has_validation(config: Config) -> bool | None:

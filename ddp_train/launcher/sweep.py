@@ -15,7 +15,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import DictConfig
 
 from ddp_train.config.hardware import detect_hardware
-from ddp_train.config.metrics import BY_TEST, direction_of, has_validation, objective_name
+from ddp_train.config.metrics import by_test, direction_of, has_validation, objective_name
 from ddp_train.config.overrides import read_overrides
 from ddp_train.config.prepare import prepare, read_run, resolve_and_check
 from ddp_train.config.program import Program
@@ -54,8 +54,8 @@ class Trials:
         """max or min; None until a trial tells, where only the task knows."""
         self.sweeper = ""
         """The one that must know the better direction; empty if none must."""
-        self.told_by_test = False
-        """Whether the user knows that the test set selects."""
+        self.by_test = ""
+        """What the user must know if the test set selects; empty once it was said."""
         self.total = 0
         """The number of trials in the grid; 0 if a sweeper other than the grid decides it."""
         self.drawn = 0
@@ -131,6 +131,7 @@ class Trials:
         if not sweep:
             return hydra_argv
         hydra_argv += direction
+        self.by_test = by_test(config)
         if (validation := has_validation(config)) is not None:
             self.objective = objective_name(config.objective, validation)
             self._tell_if_by_test(self.objective)
@@ -177,9 +178,9 @@ class Trials:
 
     def _tell_if_by_test(self, name: str) -> None:
         """Says once that the test set selects."""
-        if name.startswith("test.") and not self.told_by_test:
-            self.told_by_test = True
-            print(f"note: objective={name}: {BY_TEST}", file=sys.stderr)
+        if name.startswith("test.") and self.by_test:
+            print(f"note: objective={name}: {self.by_test}", file=sys.stderr)
+            self.by_test = ""
 
     def run(self, _: DictConfig) -> float:
         """Runs one trial. Returns its objective; NaN if it has none or failed, so that the sweep continues."""

@@ -210,4 +210,4 @@ def selects_by_test(config: Config, validates: bool) -> list[str]:
     by = [key for key, applies in asked.items() if applies]
     if not by or validates:
         return []
-    return [f"note: {' and '.join(by)}: {metrics.BY_TEST}"]
+    return [f"note: {' and '.join(by)}: {metrics.by_test(config)}"]
