@@ -103,7 +103,8 @@ class Stage:
                 "step": self.draw.randrange(1, 5),
             }
             asked |= {"of_train": self.draw.random() < 0.7, "sample": self.draw.randrange(30)}
-            if self.draw.random() < 0.5:
+            # Again in the first step of the next attempt it would last the 120 s that a first step may take.
+            if self.draw.random() < 0.5 or (fault.code == "hang" and self.command.restarts):
                 asked["once"] = str(self.folder / "happened")
             self.say(str(asked))
         return asked

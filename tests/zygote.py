@@ -315,8 +315,8 @@ def _become(request: Request, descriptors: list[int], writing: int, between: int
             if signal.getsignal(number) not in (signal.SIG_DFL, signal.SIG_IGN, None):
                 signal.signal(number, signal.SIG_DFL)
         signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        for number in (signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
         if request.start_new_session:
             os.setsid()
         script = [sys.executable] * (request.argv[0] != sys.executable) + request.argv  # as the kernel reads `#!`
@@ -327,6 +327,7 @@ def _become(request: Request, descriptors: list[int], writing: int, between: int
             select.select([between], [], [])  # getppid() is 0 where the parent is of another PID namespace
         _renew_files(request.numbers, descriptors)
         _renew_python(request, target, words)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         if request.preexec:
             request.preexec()
         if target == AGENT:
