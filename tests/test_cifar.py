@@ -31,6 +31,8 @@ from tests.commands import ROOT, read, run
 from tests.jobs import config_of, job_of
 
 BATCH = ("train.global_batch_size=12", "train.epochs=2", "train.evaluate_batch_size=8", "model.widths=[4,4,4]")
+COMPILED = (pytest.mark.nightly, pytest.mark.timeout(400))
+"""Each of its three commands compiles C++ for half a minute, on two cores with nothing beside."""
 GPU = Hardware(cpus=4, gpus=1, gpu_name="NVIDIA H200", compute_capability=(9, 0))
 
 
@@ -201,11 +203,15 @@ def digest(run_dir: Path) -> str:
 
 
 @pytest.mark.slow
-def test_the_command_trains_alike_on_one_and_three_processes_and_after_a_resume(path: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=COMPILED)])
+def test_the_command_trains_alike_on_one_and_three_processes_and_after_a_resume(
+    path: str, tmp_path: Path, compiled: bool
+) -> None:
     words = (
         "experiment=cifar10_race",
         f"data.path={path}",
         *BATCH,
+        f"optimizer.compiled={compiled}",
         "tuning.precision=fp64",
         "checkpoint.every_steps=3",
     )
