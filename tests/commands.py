@@ -78,6 +78,9 @@ class Net(nn.Module):
             if self.fault == "vanish once" and not Path(self.marker).exists():
                 Path(self.marker).touch()
                 os._exit(13)
+            if self.fault == "remove and vanish":
+                Path(self.marker).unlink()
+                os._exit(13)
         return outputs
 
 

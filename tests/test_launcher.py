@@ -138,6 +138,17 @@ def failures(allowed: int, run_dir: Path, *seen: tuple[int, ...]) -> list[str]:
     return said
 
 
+@pytest.mark.slow
+def test_a_restart_that_finds_no_config_says_so_once(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    words = foreign_net(fault="remove and vanish", rank=2, call=3, marker=str(run_dir / "config.yaml"))
+    done = run(*words, THREE, "launch.max_restarts=2", f"run_dir={run_dir}", env=foreign_code(tmp_path))
+    again = done.stderr.partition("restarting (1 of 2 restarts)")[2]
+    assert done.returncode == 73 and "Traceback" not in again, done.stderr
+    assert len(fatal_lines(again)) == 1 and f"{run_dir}/config.yaml cannot be read as a process starts" in again
+    assert read(run_dir, "failure.json")["kind"] == "write"
+
+
 def test_restarts_are_counted_between_checkpoints(tmp_path: Path) -> None:
     used_up = failures(2, tmp_path / "a", (1, 0), (2, 0), (3, 0))
     assert used_up == ["", "", "launch.max_restarts=2 used up without a new checkpoint"]

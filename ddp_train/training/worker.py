@@ -32,7 +32,7 @@ from ddp_train.resilience.preemption import SAVED
 from ddp_train.resilience.stdio import tolerate_closed_streams
 from ddp_train.telemetry.console import Display, start_logging
 from ddp_train.telemetry.pages.live import LivePage
-from ddp_train.training.failure_reporter import FailureReporter
+from ddp_train.training.failure_reporter import FailureReporter, report_no_config
 from ddp_train.training.run import Run
 
 LAUNCHER_FIRST_SECONDS = 5.0
@@ -49,7 +49,11 @@ def main() -> NoReturn:
     import_from_working_folder()
     world = world_from_environment()
     assert world, "the launcher sets the environment of its workers"
-    config = load_frozen(Path(sys.argv[1], FILE).read_text())
+    run_dir = Path(sys.argv[1])
+    try:
+        config = load_frozen((run_dir / FILE).read_text())
+    except OSError as error:
+        leave(report_no_config(run_dir / FILE, world, error))
     leave(run(config, world, lambda: open_store(world, config.launch.join_timeout_seconds)))
 
 
