@@ -19,7 +19,7 @@ from pathlib import Path
 from ddp_train.config.schema import Config
 from ddp_train.distributed.environment import worker_descriptors, worker_environment
 from ddp_train.distributed.world import World
-from ddp_train.errors import ConfigError, DataError, HangError, LaunchError, WriteError
+from ddp_train.errors import ConfigError, DataError, LaunchError, WriteError
 from ddp_train.launcher.elastic import Elastic
 from ddp_train.launcher.fork_server import ForkedWorker, ForkServer, WorkerSpec
 from ddp_train.launcher.size import is_of_device
@@ -314,21 +314,9 @@ class Attempt:
     def _report_hang(self, detector: HangDetector) -> int:
         """Reports the rank that blocks the run, to the user and in that rank's log. Returns the exit code."""
         hang = detector.diagnose(self.run_dir)
-        detail = f"no progress for {hang.seconds:.1f} s (launch.timeout_seconds={self.config.launch.timeout_seconds:g})"
-        detail += "".join(f"; {known}" for known in (hang.reason, hang.others, hang.called) if known)
         log_file = self._log_file(hang.rank)
-        failure = failure_report.Failure(
-            kind=HangError.kind,
-            rank=hang.rank,
-            host=socket.gethostname(),
-            step=hang.snapshot.step,
-            phase=hang.snapshot.phase,
-            detail=detail,
-            remedy="see the stack of that rank; if it is only slow, raise launch.timeout_seconds",
-            log=str(log_file),
-            exit_code=HangError.exit_code,
-        )
-        failure = self.started.worded(failure)
+        timeout_seconds = self.config.launch.timeout_seconds
+        failure = self.started.worded(failure_report.failure_from_hang(hang, log_file, timeout_seconds))
         lines = [failure_report.headline(failure), "stack (most recent call last):", *hang.stack]
         failure_report.append_to_log(log_file, lines)
         stack = failure_report.stack_of(hang.rank, hang.stack)

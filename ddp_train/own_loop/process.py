@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ddp_train.distributed import flight_record, process_group
-from ddp_train.distributed.environment import status_descriptor, threads_asked
+from ddp_train.distributed.environment import threads_asked
 from ddp_train.distributed.world import World
 from ddp_train.errors import WriteError
 from ddp_train.own_loop.run import Run
@@ -24,7 +24,7 @@ from ddp_train.own_loop.settings import Settings, in_words, is_interactive
 from ddp_train.own_loop.steps import Steps, StoppedError
 from ddp_train.performance.memory_snapshot import snapshot_file, take_when_out_of_memory
 from ddp_train.resilience import collectives, failure_report, heartbeat, peer_check, run_lock
-from ddp_train.resilience.heartbeat import RankStatus, StatusBoard
+from ddp_train.resilience.heartbeat import RankStatus, status_on_board
 from ddp_train.resilience.preemption import INTERRUPTED, SAVED, StopController, exit_code, stop_signals
 from ddp_train.resilience.stdio import tolerate_closed_streams
 from ddp_train.telemetry.console import LogFile, redirect_streams
@@ -42,9 +42,7 @@ def joined(settings: Settings, world: World, alone: bool) -> Iterator[Run]:
     if not alone:
         tolerate_closed_streams()
         die_with_parent()
-    descriptor = status_descriptor()
-    board = None if descriptor is None else StatusBoard(descriptor, world.local_size)
-    status = board.ranks[world.rank] if board else RankStatus()
+    board, status = status_on_board(world)
     facts = settings.facts(world.size)
     reporter = FailureReporter(settings.run_dir, facts, world, status, board, in_words)
     store = None

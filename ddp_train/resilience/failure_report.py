@@ -18,7 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from ddp_train.errors import LaunchError, NonFiniteLossError, is_out_of_memory
+from ddp_train.errors import HangError, LaunchError, NonFiniteLossError, is_out_of_memory
+from ddp_train.resilience.hang_detector import Hang
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.resilience.stdio import TolerantStream
 from ddp_train.resilience.whole_files import write_json
@@ -156,6 +157,23 @@ def failure_from_exit(
             remedy = "a worker must not exit by itself: look for os._exit() and similar calls"
     step, phase = status.step, status.phase
     return Failure(kind, rank, socket.gethostname(), step, phase, detail, remedy, str(log_file), 70)
+
+
+def failure_from_hang(hang: Hang, log_file: Path, timeout_seconds: float) -> Failure:
+    """The Failure for the rank that blocks a run, as the launcher found it."""
+    detail = f"no progress for {hang.seconds:.1f} s (launch.timeout_seconds={timeout_seconds:g})"
+    detail += "".join(f"; {known}" for known in (hang.reason, hang.others, hang.called) if known)
+    return Failure(
+        kind=HangError.kind,
+        rank=hang.rank,
+        host=socket.gethostname(),
+        step=hang.snapshot.step,
+        phase=hang.snapshot.phase,
+        detail=detail,
+        remedy="see the stack of that rank; if it is only slow, raise launch.timeout_seconds",
+        log=str(log_file),
+        exit_code=HangError.exit_code,
+    )
 
 
 def traceback_of(error: BaseException) -> str:

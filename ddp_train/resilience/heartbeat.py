@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ddp_train.distributed.environment import status_descriptor
+from ddp_train.distributed.world import World
 from ddp_train.linux import resident_bytes
 
 BEAT_SECONDS = 0.2
@@ -218,6 +220,15 @@ class StatusBoard:
         return ", ".join(
             f"rank {rank} {status.resident_bytes / 2**30:.2f} GiB" for rank, status in enumerate(self.ranks)
         )
+
+
+def status_on_board(world: World) -> tuple[StatusBoard | None, RankStatus]:
+    """Of this process: the board of our own launcher, None under torchrun, and its status."""
+    descriptor = status_descriptor()
+    if descriptor is None:
+        return None, RankStatus()
+    board = StatusBoard(descriptor, world.local_size)
+    return board, board.ranks[world.rank]
 
 
 def stack_file(run_dir: Path, rank: int) -> Path:

@@ -9,15 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ddp_train.distributed.environment import (
-    restarts_left,
-    status_descriptor,
-    write_reported,
-    write_torchrun_error_file,
-)
+from ddp_train.distributed.environment import restarts_left, write_reported, write_torchrun_error_file
 from ddp_train.distributed.process_group import Store
 from ddp_train.distributed.world import World
-from ddp_train.errors import LaunchError, WriteError
+from ddp_train.errors import LaunchError
 from ddp_train.performance.memory_snapshot import VIEWER, snapshot_file
 from ddp_train.resilience import failure_report, lost_hosts, peer_check
 from ddp_train.resilience.checkpoint_files import places, step_of
@@ -28,17 +23,6 @@ PEER_ERROR_GRACE_SECONDS = 3.0
 """Grace period in which a worker with a peer error lets the failing rank report first."""
 HOST_GRACE_SECONDS = 1.0
 """The same where others go on once this one has ended."""
-
-
-def report_no_config(path: Path, world: World, error: OSError) -> int:
-    """For a worker of our own launcher whose frozen config cannot be read any more. Returns the exit code."""
-    descriptor = status_descriptor()
-    assert descriptor is not None, "the launcher hands it on"
-    board = StatusBoard(descriptor, world.local_size)
-    status = board.ranks[world.rank]
-    remedy = "start the same command again, and leave the run directory alone while it runs"
-    lost = WriteError(f"{path} cannot be read as a process starts: {error.strerror}", remedy)
-    return status.leaving(FailureReporter(path.parent, {}, world, status, board).report(lost, None))
 
 
 class FailureReporter:

@@ -19,7 +19,7 @@ from ddp_train.config.freeze import FILE, load_frozen, not_default
 from ddp_train.config.program import import_from_working_folder
 from ddp_train.config.schema import Config
 from ddp_train.distributed import flight_record
-from ddp_train.distributed.environment import launcher_pid, status_descriptor, world_from_environment, write_exit_code
+from ddp_train.distributed.environment import launcher_pid, world_from_environment, write_exit_code
 from ddp_train.distributed.preflight import agree
 from ddp_train.distributed.process_group import Store, open_store, session, share_config
 from ddp_train.distributed.world import World
@@ -27,12 +27,12 @@ from ddp_train.errors import LaunchError, NonFiniteLossError, PeerError, WriteEr
 from ddp_train.linux import end_with_parent
 from ddp_train.performance.memory_snapshot import snapshot_file, take_when_out_of_memory
 from ddp_train.resilience import collectives, heartbeat, peer_check
-from ddp_train.resilience.heartbeat import RankStatus, StatusBoard
+from ddp_train.resilience.heartbeat import status_on_board
 from ddp_train.resilience.preemption import SAVED
 from ddp_train.resilience.stdio import tolerate_closed_streams
 from ddp_train.telemetry.console import Display, start_logging
 from ddp_train.telemetry.pages.live import LivePage
-from ddp_train.training.failure_reporter import FailureReporter, report_no_config
+from ddp_train.training.failure_reporter import FailureReporter
 from ddp_train.training.run import Run
 
 LAUNCHER_FIRST_SECONDS = 5.0
@@ -49,11 +49,14 @@ def main() -> NoReturn:
     import_from_working_folder()
     world = world_from_environment()
     assert world, "the launcher sets the environment of its workers"
-    run_dir = Path(sys.argv[1])
+    file = Path(sys.argv[1], FILE)
     try:
-        config = load_frozen((run_dir / FILE).read_text())
+        config = load_frozen(file.read_text())
     except OSError as error:
-        leave(report_no_config(run_dir / FILE, world, error))
+        board, status = status_on_board(world)
+        remedy = "start the same command again, and leave the run directory alone while it runs"
+        gone = WriteError(f"{file} cannot be read as a process starts: {error.strerror}", remedy)
+        leave(status.leaving(FailureReporter(file.parent, {}, world, status, board).report(gone, None)))
     leave(run(config, world, lambda: open_store(world, config.launch.join_timeout_seconds)))
 
 
@@ -87,9 +90,7 @@ def run_under_torchrun(store: Store, world: World, argv: list[str], config: Conf
 def run(config: Config, world: World, get_store: Callable[[], Store]) -> int:
     """Trains or evaluates. Returns the exit code; reports what went wrong. get_store: may raise LaunchError."""
     run_dir = Path(str(config.run_dir))
-    descriptor = status_descriptor()
-    board = None if descriptor is None else StatusBoard(descriptor, world.local_size)  # torchrun has none
-    status = board.ranks[world.rank] if board else RankStatus()
+    board, status = status_on_board(world)
     reporter = FailureReporter(run_dir, described(config), world, status, board)
     reporter.hosts_may_leave = config.host_range is not None
     store = None
