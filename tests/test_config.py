@@ -944,14 +944,17 @@ def test_a_file_that_gives_a_wrong_value_is_named() -> None:
         "conf/schedule/cosine.yaml: ddp_train has schedule=cosine of its own; rename it; if conf belongs to another "
         "program, name yours with --config-dir=FOLDER",
     ]
-    own_presets(experiment__late="seed: 5\n", modle__big="hidden: 3\n", nginx__a="port: 80\n")
+    own_presets(
+        experiment__late="# late\n# @package _global_\nseed: 5\n", modle__big="hidden: 3\n", nginx__a="port: 80\n"
+    )
+    own_presets(experiment__early="\n#@package  _global_\nseed: 5\n", traces__a="port: 80\n")
     Path("conf/experiment/late.yaml").with_name("other.yml").write_text("# @package _global_\n")
     for ours in ("conf/config.yaml", "conf/schedule/cosine.yaml"):
         Path(ours).unlink()
     with pytest.raises(ConfigError) as refused:
         program.check()
     assert [problem.partition("; if conf")[0] for problem in refused.value.problems] == [
-        "conf/experiment/late.yaml: needs the line `# @package _global_` at its top, to set keys of a run",
+        "conf/experiment/late.yaml: its first line must be `# @package _global_`, to set keys of a run",
         "conf/experiment/other.yml: only *.yaml is read; rename it to other.yaml",
         "conf/modle/big.yaml: there is no group modle; did you mean model?",
     ]

@@ -37,7 +37,7 @@ from ddp_train.training.checkpoint import Writer
 from ddp_train.training.mirror import Mirror, Mirroring, owner_of
 from ddp_train.training.mirrored import fetch_alone, finish
 from tests.commands import PROGRAM, SMALL, THREE, checkpoints, fatal_lines, read, run, weights
-from tests.test_checkpoint import snapshot
+from tests.test_checkpoint import snapshot, write
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -187,6 +187,26 @@ def test_a_store_that_fails_for_a_while_gets_the_newest(mirror: Mirror, tmp_path
     assert mirror.steps() == [5, 4], "what an earlier process could not copy is copied at the start"
 
 
+def test_what_is_written_while_another_is_copied_is_copied_too(mirror: Mirror, tmp_path: Path) -> None:
+    """Also a step that the store has: it was damaged here, passed over, and is trained again."""
+    run_dir, whole, held = tmp_path / "run", mirror.steps, threading.Event()
+    written(run_dir, mirror, 1, 2)
+    shutil.rmtree(place_of(run_dir, 2))
+
+    def steps() -> list[int]:
+        held.wait(10)
+        if not place_of(run_dir, 2).exists():
+            mirroring.submit(write(run_dir, snapshot(2, answer=42)))
+        return whole()
+
+    with mock.patch.object(mirror, "steps", steps):
+        mirroring = Mirroring(mirror, run_dir)
+        held.set()
+        mirroring.pool.submit(int).result(30)
+        copied(mirroring)
+    assert mirror.manifests()[2]["answer"] == 42
+
+
 def at_the_end(mirroring: Mirroring, stop: StopController, config: Config) -> bool:
     return finish(mirroring, config, stop, RankStatus(), "cpu")
 
@@ -305,7 +325,9 @@ def test_a_run_whose_disk_is_lost_goes_on_from_its_mirror(tmp_path: Path) -> Non
     ("url", "said"),
     [
         ("runs/mirror", "must be a URL; use s3://BUCKET/RUN, or file:///"),
-        ("file://HERE/run/", "is the run directory itself; name a folder on another disk"),
+        ("file://HERE/run/", "lies in the run directory; name a folder on another disk"),
+        ("file://HERE/run/checkpoints", "lies in the run directory"),
+        ("memory://run", "ends with the process; name a folder on another disk"),
         ("s4://bucket/run", "fsspec knows no s4://; did you mean s3?"),
     ],
 )

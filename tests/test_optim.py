@@ -64,6 +64,15 @@ def test_warm_up_is_linear_and_the_schedule_runs_after_it(config: Any) -> None:
     assert [ours(step) for step in range(10, STEPS)] == [without(step) for step in range(STEPS - 10)]
 
 
+@pytest.mark.parametrize(
+    "config", [CosineConfig(), PolynomialConfig(power=0.9), OneCycleConfig(), StepConfig(), ConstantConfig()]
+)
+def test_steps_behind_the_end_have_a_rate_too(config: Any) -> None:
+    """A rehearsal of captured steps may be longer than what is left of the plan."""
+    ours = schedule_of(config, STEPS, 10)
+    assert all(isinstance(ours(STEPS + more), float) and ours(STEPS + more) >= 0 for more in range(1, 12))
+
+
 @pytest.mark.parametrize("stopped", [False, True])
 @pytest.mark.parametrize("tensor_rate", [False, True])
 @pytest.mark.parametrize("config", [SgdConfig(nesterov=True, weight_decay=0.1), SgdConfig(momentum=0.0), AdamConfig(),

@@ -152,7 +152,7 @@ def _choices(config: Config, hardware: Hardware) -> dict[str, Choice]:
         else ("fused" if fused else "foreach", why_fused),
         # It takes most of a minute, and saves a third of the time of a large model's step.
         "compile": _on_unless(
-            "tuning=max" if largest else "a large model",
+            "tuning=max" if largest else "long steps",
             no_gpu,
             (config.mode != "train", "an evaluation"),
             no_dp,

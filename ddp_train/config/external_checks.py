@@ -243,11 +243,11 @@ def _mirror(asked: Config, config: Config, hardware: Hardware, world: World | No
         return [f"checkpoint.mirror={url}: fsspec knows no {kind}://{guess}"]
     except ImportError as error:
         return [f"checkpoint.mirror={url}: {error}, with {sys.executable} -m pip install"]
-    if (
-        kind in ("file", "local")
-        and Path(fsspec.core.strip_protocol(url)).resolve() == Path(str(config.run_dir)).resolve()
-    ):
-        return [f"checkpoint.mirror={url}: is the run directory itself; name a folder on another disk"]
+    if kind == "memory":
+        return [f"checkpoint.mirror={url}: ends with the process; name a folder on another disk, file:///..."]
+    place = Path(fsspec.core.strip_protocol(url)).resolve()
+    if kind in ("file", "local") and place.is_relative_to(Path(str(config.run_dir)).resolve()):
+        return [f"checkpoint.mirror={url}: lies in the run directory; name a folder on another disk"]
     return []
 
 

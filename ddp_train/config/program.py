@@ -16,8 +16,8 @@ PACKAGE = Path(__file__).resolve().parent.parent
 CONFIG_DIR = ("-cd", "--config-dir")
 PRESETS = ("experiment", "debug")
 """Groups of whole runs, of which none need be chosen: their files set keys of all sections."""
-CLOSE = 0.7
-"""The likeness of two names from which one is a typo of the other: modle and dataset are, nginx is none of ours."""
+CLOSE = 0.8
+"""The likeness of two names from which one is a typo of the other: modle is, and traces is no tracker."""
 PACKAGE_LINE = "# @package _global_"
 FOLDER = "conf"
 """Your own presets: in the working folder, or beside launch.py."""
@@ -100,8 +100,8 @@ class Program:
                 problems.append(f"{self.own / path}: there is no group {group}; did you mean {meant[0]}?")
             elif path.suffix == ".yml" and group in groups:
                 problems.append(f"{self.own / path}: only *.yaml is read; rename it to {path.stem}.yaml")
-            elif group in PRESETS and PACKAGE_LINE not in (self.own / path).read_text(errors="replace"):
-                problems.append(f"{self.own / path}: needs the line `{PACKAGE_LINE}` at its top, to set keys of a run")
+            elif group in PRESETS and not sets_a_run((self.own / path).read_text(errors="replace")):
+                problems.append(f"{self.own / path}: its first line must be `{PACKAGE_LINE}`, to set keys of a run")
             elif str(path) == "config.yaml":
                 remedy = f"put what it sets into {self.own}/experiment/NAME.yaml, and choose that: experiment=NAME"
                 problems.append(f"{self.own / path}: ddp_train has a {path} of its own; {remedy}")
@@ -110,6 +110,12 @@ class Program:
         if problems:
             problems[-1] += f"; if {self.own} belongs to another program, name yours with {CONFIG_DIR[1]}=FOLDER"
             raise ConfigError(problems)
+
+
+def sets_a_run(text: str) -> bool:
+    """Whether the file of a preset says so where Hydra looks for it: in its first line."""
+    first = text.lstrip().partition("\n")[0]
+    return first.startswith("#") and first.lstrip("#").split() == PACKAGE_LINE.split()[1:]
 
 
 def started(script: Path | None, argv: list[str]) -> tuple[Program, list[str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from ddp_train.data.copy_stream import to_device
 from ddp_train.data.rng import global_states, hash_key, keyed_generators
 from ddp_train.errors import ConfigError, DataError
 from ddp_train.tensor_tree import tensors
-from ddp_train.text import first_line
+from ddp_train.text import counted, first_line
 
 Transform = Callable[..., Any]
 MAP_STYLE = (
@@ -60,7 +61,7 @@ class UserDataset:
         if not len(dataset):
             raise DataError(f"data._target_: {self.name} has no samples", "check its arguments, data.NAME=VALUE")
         self.collate = collate or getattr(dataset, "collate_fn", None) or collated
-        self.gives_batches = hasattr(dataset, "get_batch") and not (fields or collate)
+        self.gives_batches = has_get_batch(dataset) and not (fields or collate)
         """Itself, which transforms of samples would not change."""
         self.device = torch.device("cpu")
         self.numbers: np.ndarray | None = None
@@ -121,7 +122,15 @@ class UserDataset:
     def get_batch(self, indices: np.ndarray, epoch: int | None) -> Any:
         chosen = indices if self.numbers is None else self.numbers[indices]
         if self.gives_batches and not self.transforms:
-            return self.dataset.get_batch(to_device(torch.from_numpy(chosen), self.device), epoch)
+            batch = self.dataset.get_batch(to_device(torch.from_numpy(chosen), self.device), epoch)
+            odd = next((one for one in tensors(batch) if one.ndim and len(one) != len(chosen)), None)
+            if odd is not None:
+                asked = counted(len(chosen), "number")
+                raise DataError(
+                    f"data._target_: {self.name}.get_batch gave {counted(len(odd), 'row')} for {asked}",
+                    "return one row for each of `numbers`, in their order",
+                )
+            return batch
         numbers = chosen.tolist()
         with keyed_generators() as seed:
             samples = [self._sample(number, epoch, seed) for number in numbers]
@@ -181,6 +190,16 @@ class UserDataset:
             there = ", ".join(map(str, sample))
             raise ConfigError([f"{asked}: a sample of {self.name} has no {missing[0]}; it has {there}"])
         return tuple(sample[name] for name in self.fields)
+
+
+def has_get_batch(dataset: Any) -> bool:
+    """Whether a data set makes batches itself, by what the method and its parameters are called: others have a
+    `get_batch` too, of a size or a split."""
+    try:
+        names = [*inspect.signature(dataset.get_batch).parameters]
+    except (AttributeError, TypeError, ValueError):  # it has none; it is no function; it is one in C
+        return False
+    return names[:2] == ["numbers", "epoch"]
 
 
 def as_torchvision_has_them(dataset: Any) -> Any:

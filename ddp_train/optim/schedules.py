@@ -36,7 +36,7 @@ def _cosine(steps: int, final_factor: float) -> Factor:
 
 
 def _polynomial(steps: int, power: float, final_factor: float) -> Factor:
-    return lambda step: final_factor + (1 - final_factor) * (1 - step / steps) ** power
+    return lambda step: final_factor + (1 - final_factor) * max(0.0, 1 - step / steps) ** power
 
 
 def _one_cycle(steps: int, pct_start: float, div_factor: float, final_div_factor: float) -> Factor:

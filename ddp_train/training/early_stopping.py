@@ -17,8 +17,8 @@ from ddp_train.training.selection import Best
 class TimeLimit:
     """Whether the minutes for training are over, by the clock of rank 0.
 
-    It is looked at after the first step and then after half of the steps that seem to fit: every look waits for the
-    device and for the other ranks, and so there are few of them.
+    It is looked at after the first step, then after half of the steps that seem to fit, and after each epoch, whose
+    evaluation may have taken long: every look waits for the device and for the other ranks, and so there are few.
     """
 
     def __init__(self, minutes: float, record: MetricsHook) -> None:
@@ -34,7 +34,7 @@ class TimeLimit:
 
     def is_over(self, job: Job) -> bool:
         """The same on all ranks. A collective, if it is time for a look."""
-        if self.last_look is None or job.step < self.next_look:
+        if self.last_look is None or (job.step < self.next_look and not job.plan.ends_epoch(job.step)):
             return False
         if job.stepper.device != "cpu":
             torch.cuda.synchronize()
@@ -74,7 +74,8 @@ class SelectionHook:
 
     def act(self, job: Job) -> None:
         if self.limit and job.step < job.plan.steps and self.limit.is_over(job):
-            self._end(job, job.step + 1, f"train.max_minutes={self.limit.minutes:g} are over")  # `record` has acted
+            last = job.step if self.record.score else job.step + 1  # `record` has acted: without a score of this step
+            self._end(job, last, f"train.max_minutes={self.limit.minutes:g} are over")
         if self.record.score is None:
             return
         for one in filter(None, (self.best, self.stopping)):

@@ -287,7 +287,7 @@ class Mirroring:
         return COPYING
 
     def _copy(self) -> None:
-        place, self.mirror.moved_at = self.newest, time.monotonic()
+        place, self.mirror.moved_at, before = self.newest, time.monotonic(), {*self.written}
         kept = {step_of(one): one for one in places(self.run_dir)}
         try:
             self.mirror.check_owner(self.owner)
@@ -297,7 +297,7 @@ class Mirroring:
                     self.mirror.push(kept[step])
                     self.written.discard(kept[step])
             self.mirror.remove_all_but({*kept})
-            self.written &= {*kept.values()}
+            self.written -= before - {*kept.values()}  # not what is written meanwhile
             self.error = None
         except Exception as error:  # noqa: BLE001  `finish` raises it if no later one succeeds
             if place != self.newest:  # it is superseded, and was removed meanwhile

@@ -272,8 +272,9 @@ class Run(RunContext):
                 self.display.line(line)
         select.stop_if_due(job)
         if job.step >= job.plan.steps:
-            done = counted(job.step, "step")
-            self.display.line(f"nothing is left to train: {done} done, {job.plan.steps:,} were asked for")
+            done, early = counted(job.step, "step"), select.stopped_early
+            why = early["reason"] if early else f"{job.plan.steps:,} were asked for"
+            self.display.line(f"nothing is left to train: {done} done, {why}")
         self.display.start(job.plan.steps, lambda: job.step)
 
     def fit(
