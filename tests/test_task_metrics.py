@@ -27,7 +27,8 @@ from ddp_train.data.rng import global_states
 from ddp_train.data.splits import Splits
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, DataError
-from ddp_train.tasks.builtin import Classification, LanguageModel, Multilabel, Regression, Segmentation
+from ddp_train.tasks.builtin import Classification, Multilabel, Regression, Segmentation
+from ddp_train.tasks.language_model import LanguageModel
 from ddp_train.tasks.score import Score
 from ddp_train.tasks.task import ModelWithTask, can_predict, complete
 from ddp_train.telemetry.score_lines import headline, score_line

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,20 +15,25 @@ from torch.nn import functional
 from torch.utils.data import default_collate
 
 from ddp_train.config.options.custom import CustomConfig
+from ddp_train.config.options.model import MlpConfig
 from ddp_train.config.options.task import ClassificationConfig
+from ddp_train.config.schema import Config
+from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.datasets import ArraySource
+from ddp_train.data.loader import Loader
 from ddp_train.data.own import UserDataset
 from ddp_train.distributed.world import World
-from ddp_train.errors import ConfigError, TaskError
-from ddp_train.tasks.builtin import Classification, LanguageModel, Multilabel, Regression, Segmentation
+from ddp_train.errors import ConfigError, DataError, TaskError
+from ddp_train.tasks.builtin import BuiltIn, Classification, Multilabel, Regression, Segmentation
 from ddp_train.tasks.choose import choose
+from ddp_train.tasks.language_model import LanguageModel
 from ddp_train.tasks.score import Score, Scorer
 from ddp_train.tasks.task import ModelWithTask, Task, complete
-from ddp_train.tasks.try_out import check_loss
+from ddp_train.tasks.try_out import check_loss, check_scores
 from ddp_train.tensor_tree import map_tensors
 from ddp_train.training.loop import evaluate, fit
 from ddp_train.training.plan_report import _task as plan_of_task
-from ddp_train.training.setup import build_plan
+from ddp_train.training.setup import build_plan, build_task, loader_options
 from tests.jobs import config_of, job_of, largest_difference
 from tests.ranks import on_ranks
 
@@ -332,7 +338,8 @@ def test_auto_takes_what_has_one_meaning(targets: Tensor, task: str) -> None:
         ((INPUTS, SOFT), ("task=auto: the targets are numbers of shape [n, 3]", "multilabel", "regression", "classif")),
         ((IMAGES, MASKS), ("integers of shape [n, 4, 4]", "segmentation")),
         ((IDS, NEXT), ("integers of shape [n, 6]", "language_model", "multilabel")),
-        ({"words": IDS}, ("a sample is no (input, target)", "task._target_=")),
+        ((INPUTS, LABELS[:, None]), ("integers of shape [n, 1]", "return its number, not a list of one")),
+        ({"words": IDS, "label": LABELS}, ("a dict of words, label;", "data.fields=[INPUT,TARGET]", "task._target_=")),
         (IDS, ("a sample is no (input, target)", "task=language_model")),
         ((INPUTS, {"boxes": IDS}), ("whose target is a dict", "task._target_=")),
         ((INPUTS, ("cat", "dog")), ("whose target is a text, 'cat'; return the number of the class",)),
@@ -348,7 +355,7 @@ def test_auto_never_guesses(sample: Any, words: tuple[str, ...]) -> None:
     ("task", "targets", "instead"),
     [
         ("classification", INPUTS[:, 0], "use task=regression"),
-        ("regression", LABELS, "use task=classification"),
+        ("regression", LABELS, "return them as float32; or use task=classification"),
         ("multilabel", LABELS, "use task=classification"),
         ("segmentation", LABELS, "use task=classification"),
         ("classification", MASKS, "use task=segmentation"),
@@ -453,6 +460,10 @@ def test_a_loss_that_is_a_sum_passes_the_trial(loss: Callable[[Tensor], Any]) ->
             OfOutputs(lambda outputs: (outputs.sum(), len(outputs.unique(dim=0)) + len(outputs) - 1), True),
             r"counts 13 units in a batch of 7",  # right for copies, wrong for samples that differ
         ),
+        (
+            OfOutputs(lambda outputs: (outputs.sum(), len(outputs) * outputs.round().max())),  # as padding would
+            r"counts 21 units in a batch of 7 samples, and 14 in each of them by itself: .* count what is valid",
+        ),
     ],
 )
 def test_a_mean_and_wrong_units_are_refused_before_the_first_step(task: Any, message: str) -> None:
@@ -501,6 +512,129 @@ def test_scores_of_another_form_are_told(found: Any, words: str) -> None:
     with pytest.raises(TaskError) as caught:
         module.score(torch.zeros(2))
     assert words in str(caught.value) and "(sum, weight)" in caught.value.remedy and caught.value.kind == "task"
+
+
+def sound(batch: Tensor) -> dict[str, Any]:
+    return {"loss": (batch.sum(), len(batch))}
+
+
+def tried_scores(score: Callable[[Tensor], Any]) -> None:
+    """Tries a task with these scores on seven samples of two numbers. Raises what the trial raises."""
+    samples = torch.tensor([[1.0, 2], [4, 1], [0, 3], [2, 2], [5, 1], [1, 1], [0, 2]])
+    task = Scores(None)
+    task.score = lambda model, batch: score(batch)  # type: ignore[method-assign]
+    module = ModelWithTask(nn.Identity(), complete(task), "cpu", None)
+    check_scores(module, lambda numbers: samples[torch.from_numpy(numbers)], len(samples), "task._target_=mine.Task")
+
+
+@pytest.mark.parametrize(
+    "score",
+    [
+        lambda batch: {"loss": (batch.sum(), batch.numel()), "iou": ((batch > 1).sum(0), (batch > 0).sum(0))},
+        lambda batch: {"loss": (0.0, 0), "top1": ((batch[:, 0] > 3).sum(), len(batch))},
+        lambda batch: {"loss": contrast(batch), "top1": ((batch @ batch.T).argmax(1).eq(0).sum(), len(batch))},
+        lambda batch: {"loss": (batch.std(0).sum() * len(batch), len(batch))},
+    ],
+)
+def test_scores_that_are_sums_pass_the_trial(score: Callable[[Tensor], Any]) -> None:
+    tried_scores(score)
+
+
+@pytest.mark.parametrize(
+    ("score", "message"),
+    [
+        (lambda batch: {"mae": (batch.mean(), len(batch)), **sound(batch)}, "mae = (1.78571, 7) for 7"),
+        (lambda batch: {"loss": (batch.clamp(min=1).mean(), (batch > 0).sum())}, "not (mean, weight)"),
+        (lambda batch: {"loss": (batch.mean(), 1)}, "would depend on train.evaluate_batch_size"),
+        (lambda batch: {"top1": ((batch[:, 0] > 3).float().mean(), len(batch)), **sound(batch)}, "top1"),
+    ],
+)
+def test_scores_that_are_means_are_refused(score: Callable[[Tensor], Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        tried_scores(score)
+    assert message in str(caught.value), str(caught.value)
+
+
+def wrong_targets(
+    task: BuiltIn, targets: Tensor, outputs: Tensor | None = None, error: type[Exception] = ConfigError
+) -> str:
+    """What is said of them: of the data alone, or where the outputs show it."""
+    with pytest.raises(error) as caught:
+        task.check((targets, targets)) if outputs is None else task.loss(nn.Identity(), (outputs, targets))
+    return f"{caught.value}; {getattr(caught.value, 'remedy', '')}"
+
+
+def test_targets_that_cannot_be_right_are_named() -> None:
+    hot = torch.tensor([[1.0, 0, 1, 1]])
+    said = wrong_targets(Classification(), hot)
+    assert "soft label is [1, 0, 1, 1], whose sum is 3; " in said and "use task=multilabel" in said
+    assert "the first sample's targets are [3, 0]" in wrong_targets(Multilabel(), torch.tensor([[3.0, 0]]))
+    masks = torch.tensor([[[0, 1], [2, 255]]])
+    assert "go from 0 to 255, the data have 3 classes" in (said := wrong_targets(Segmentation(3), masks))
+    assert "if 255 marks what is to be left out, use task.ignore_index=255" in said
+    Segmentation(3, ignore_index=255).check((masks, masks))
+    said = wrong_targets(Segmentation(), masks, torch.zeros(1, 3, 2, 2), DataError)
+    assert "go from 0 to 255, the model gives 3 classes" in said and "task.ignore_index=255" in said
+    assert "is -1; those that are to be left out must be -100" in wrong_targets(
+        LanguageModel(), torch.tensor([[4, -1]])
+    )
+    unlabelled = wrong_targets(Classification(), torch.tensor([1, -100]), torch.zeros(2, 3), DataError)
+    assert "the labels go from -100 to 1" in unlabelled, "torch would leave it out, and the mean would count it"
+
+
+def test_numbers_for_classes_are_counted() -> None:
+    four, logits = [1.0, 1.0, 1.0, 1.0], torch.zeros(1, 3, 2, 2)
+    said = wrong_targets(Segmentation(class_weights=four), torch.zeros(1, 2, 2, dtype=torch.long), logits, DataError)
+    assert said == "task.class_weights has 4 numbers, the model 3 outputs; give one number for each output"
+    said = wrong_targets(Multilabel(pos_weight=four), torch.zeros(1, 3), torch.zeros(1, 3), DataError)
+    assert said.startswith("task.pos_weight has 4 numbers, the model 3 outputs")
+    assert wrong_targets(Classification(class_weights=four), LABELS, torch.zeros(len(LABELS), 3), DataError)
+
+
+def test_one_label_may_be_a_number_each() -> None:
+    logits, labels = torch.tensor([[0.3], [-2.0], [1.0]]), torch.tensor([1.0, 0.0, 0.0])
+    loss, units = Multilabel().loss(nn.Identity(), (logits, labels))
+    expected = nn.functional.binary_cross_entropy_with_logits(logits[:, 0], labels, reduction="sum")
+    assert (loss, units) == (expected, 3)
+
+
+def test_numbers_of_0_and_1_alone_are_no_regression_unasked() -> None:
+    """Behind a first sample of each: they may be sorted by class."""
+    config = Config(model=MlpConfig())
+    binary = ArraySource(torch.randn(40, 3), (torch.arange(40) > 19).float())
+    sample = binary.get_batch(np.array([0]), None)
+    with pytest.raises(ConfigError, match="0 or 1; choose task=multilabel if they say yes or no"):
+        build_task(config.task, binary, sample)
+    numbers = ArraySource(torch.randn(40, 3), torch.arange(40.0))
+    assert type(build_task(config.task, numbers, numbers.get_batch(np.array([0]), None))).__name__ == "Regression"
+
+
+@pytest.mark.parametrize("kept", [[0, 2], [0, 1, 2, 0, 1, 2]])
+def test_a_collate_function_that_drops_samples_or_adds_some_is_refused(kept: list[int]) -> None:
+    data = [(torch.ones(2), number % 2) for number in range(6)]
+
+    def other(samples: list[Any]) -> Any:
+        inputs, labels = zip(*(samples[number] for number in kept), strict=True)
+        return torch.stack(inputs), torch.tensor(labels)
+
+    source = UserDataset(data, 0, outputs=2, collate=other)
+    plan = [MicroBatch(0, 0, np.arange(3), 3, 1.0, True)]
+    for task, refused in ((Classification(), True), (Segmentation(), False), (complete(Returns(None)), False)):
+        loader = Loader(source, plan, "cpu", loader_options(config_of(World()), task))
+        if refused:
+            with pytest.raises(DataError, match=f"a batch of 3 samples has {len(kept)} targets") as caught:
+                next(iter(loader))
+            assert "let collate_fn keep each sample once" in caught.value.remedy
+        else:
+            assert len(next(iter(loader)).data[1]) == len(kept)
+
+
+def test_data_without_a_unit_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    scorer = Scorer(1, "cpu", LanguageModel().derive)
+    scorer.add(0, {"loss": (torch.zeros(()), torch.tensor(0))}, 3)
+    scorer.result()
+    assert "the perplexity of an evaluation is" in caplog.text
+    assert "there is no unit in all of the data: each target is left out" in caplog.text
 
 
 def test_what_is_no_task_is_refused() -> None:

@@ -32,7 +32,7 @@ from ddp_train.errors import ConfigError, DataError
 from ddp_train.launcher import sweep_words
 from ddp_train.launcher.sweep import Trials
 from ddp_train.launcher.sweep_rows import outcome
-from ddp_train.tasks.builtin import TASKS
+from ddp_train.tasks.choose import TASKS
 from ddp_train.training.checkpoint import Writer
 from ddp_train.training.early_stopping import SelectionHook
 from ddp_train.training.open_data import open_datasets

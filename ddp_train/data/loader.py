@@ -18,10 +18,11 @@ from ddp_train.data.datasets import BatchSource, HeldSource
 from ddp_train.data.image_folder import FolderSource
 from ddp_train.data.mix import Mix
 from ddp_train.data.prefetch import GpuDecoder
-from ddp_train.errors import LaunchError
+from ddp_train.errors import DataError, LaunchError
 from ddp_train.linux import end_loader_with_parent
 from ddp_train.resilience.preemption import ignore_signals
 from ddp_train.tensor_tree import map_tensors
+from ddp_train.text import counted
 
 
 @dataclass(slots=True)
@@ -53,14 +54,28 @@ class Batch:
 class _Batches(Dataset):
     """A dataset whose index is a micro-batch: the DataLoader's worker processes need no epoch and keep no state."""
 
-    def __init__(self, source: BatchSource) -> None:
-        self.source = source
+    def __init__(self, source: BatchSource, a_target_each: bool) -> None:
+        self.source, self.a_target_each = source, a_target_each
 
     def __getitem__(self, micro_batch: MicroBatch) -> Batch | LaunchError:
         try:
-            return Batch(self.source.get_batch(micro_batch.indices, micro_batch.epoch), micro_batch)
+            data = self.source.get_batch(micro_batch.indices, micro_batch.epoch)
+            if self.a_target_each:
+                _check_number(data, len(micro_batch.indices))
+            return Batch(data, micro_batch)
         except LaunchError as error:  # as a value: the DataLoader would wrap it into text and drop its remedy
             return error
+
+
+def _check_number(data: Any, samples: int) -> None:
+    """Raises DataError if a `collate_fn` has dropped samples, or made more of them."""
+    targets = data[1] if isinstance(data, tuple | list) and len(data) == 2 else None
+    if isinstance(targets, Tensor) and targets.ndim and len(targets) != samples:
+        raise DataError(
+            f"a batch of {counted(samples, 'sample')} has {counted(len(targets), 'target')}",
+            "let collate_fn keep each sample once, since the mean of the loss is over as many as the plan says; leave "
+            "samples out in the data set itself, or write a task of your own that counts its units",
+        )
 
 
 def _enter_worker(worker: int) -> None:
@@ -142,6 +157,8 @@ class LoaderOptions:
     pin_memory: bool = False
     non_blocking: bool = False
     copy_stream: bool = False
+    a_target_each: bool = False
+    """Whether a batch must have a target for each of its samples."""
 
 
 class Loader:
@@ -190,7 +207,7 @@ class Loader:
     def _data_loader(self, source: BatchSource, micro_batches: Iterable[MicroBatch]) -> DataLoader[Any]:
         workers = self.options.num_workers
         return DataLoader(
-            _Batches(source),
+            _Batches(source, self.options.a_target_each),
             batch_size=None,  # an item is a batch already
             sampler=_Noted(micro_batches, self.in_flight) if workers else micro_batches,
             num_workers=workers,

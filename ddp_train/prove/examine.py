@@ -130,7 +130,7 @@ class Bench:
             config, World(), "cpu", self.module, self.strategy, self.splits, self.status, first_step=0
         )
         mix = cast(ReportedBatches, self.job.batches).loader.mix
-        options = dataclasses.replace(setup.loader_options(config), num_workers=0)
+        options = dataclasses.replace(setup.loader_options(config, self.module.task), num_workers=0)
         self.division = Division(self.module, self.splits.train, self.plan, options, mix)
 
     @property

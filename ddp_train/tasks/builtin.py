@@ -1,10 +1,10 @@
-"""The built-in tasks. Inputs and targets are tensors [n, ...]; a model takes the inputs and returns its outputs."""
+"""The built-in tasks of inputs and targets, tensors [n, ...]. A model takes the inputs and returns its outputs."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -13,9 +13,12 @@ from torch.nn import functional
 
 from ddp_train.errors import ConfigError, DataError
 from ddp_train.tasks.task import ScoreSums, Task
+from ddp_train.text import counted
 
 IGNORED = -100
 """torch's own: a target of this value is no unit."""
+NO_LABEL = -(2**31)
+"""torch leaves out labels of -100 without a word, which would count as samples here; no label has this value."""
 TOP = 5
 REGRESSION_LOSSES = {
     "mse": functional.mse_loss,
@@ -25,8 +28,11 @@ REGRESSION_LOSSES = {
 }
 
 
-class _BuiltIn(Task, ABC):
+class BuiltIn(Task, ABC):
     """Scores and predictions from the same forward pass."""
+
+    def check(self, batch: Any) -> None:
+        """Of some samples: raises ConfigError if the targets cannot be right, whatever the model."""
 
     @abstractmethod
     def outputs_and_targets(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
@@ -51,7 +57,7 @@ class _BuiltIn(Task, ABC):
         return self.scores_of(*both), self.predictions_of(*both)
 
 
-class _Supervised(_BuiltIn):
+class Supervised(BuiltIn):
     """Inputs and targets, and one tensor as the model's output."""
 
     unit = "sample"
@@ -68,6 +74,12 @@ class _Supervised(_BuiltIn):
             return batch[0], targets if targets.is_floating_point() else targets.long()
         what = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, tuple | list) else type(batch).__name__
         raise DataError(f"a batch is a {what}", "return (input, target) for each sample, or write a task of your own")
+
+    def check(self, batch: Any) -> None:
+        self.check_targets(self.pair(batch)[1])
+
+    def check_targets(self, targets: Tensor) -> None:
+        """See `BuiltIn.check`."""
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | float]:
         outputs, targets = self.outputs_and_targets(model, batch)
@@ -89,7 +101,7 @@ class _Supervised(_BuiltIn):
         """What a model's outputs say of each sample."""
 
 
-class Classification(_Supervised):
+class Classification(Supervised):
     """Class labels, int64 [n], or soft labels, a part for each class, [n, k]. Outputs: logits [n, k]."""
 
     better: ClassVar[Mapping[str, str]] = {"accuracy": "max", "top5": "max"}
@@ -100,7 +112,7 @@ class Classification(_Supervised):
         """classes: 0 if the data set does not say. class_weights: a factor on the loss of each class; the mean is over
         samples all the same, not over weights as in torch's `reduction="mean"`."""
         self.classes, self.loss_name, self.label_smoothing = classes, loss, label_smoothing
-        self.class_weights = _Constant(class_weights)
+        self.class_weights = _Constant("class_weights", class_weights)
         if class_weights and classes and len(class_weights) != classes:
             raise ConfigError(
                 [f"task.class_weights: has {len(class_weights)} numbers; the data have {classes} classes"]
@@ -108,18 +120,32 @@ class Classification(_Supervised):
 
     def sum_of_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         if outputs.shape[-1] < self.classes:  # a GPU would only say that an assertion failed
-            _refuse(outputs, f"the data have {self.classes} classes")
+            refuse(outputs, f"the data have {self.classes} classes")
         try:
-            wide = _wide(outputs)
-            weight = self.class_weights.like(wide)
+            wide = wide_of(outputs)
+            weight = self.class_weights.like(wide, wide.shape[1])
             more = wide.shape[1] - targets.shape[1] if targets.ndim == 2 else 0
             if more > 0:  # a model may have more outputs than there are classes, as with labels
                 targets = functional.pad(targets, (0, more))
             return functional.cross_entropy(
-                wide, targets, reduction="sum", label_smoothing=self.label_smoothing, weight=weight
+                wide,
+                targets,
+                reduction="sum",
+                ignore_index=NO_LABEL,
+                label_smoothing=self.label_smoothing,
+                weight=weight,
             )
         except IndexError:
-            _refuse(outputs, f"the labels go from {int(targets.min())} to {int(targets.max())}")
+            refuse(outputs, f"the labels go from {int(targets.min())} to {int(targets.max())}")
+
+    def check_targets(self, targets: Tensor) -> None:
+        if targets.ndim != 2:
+            return
+        parts = targets[0].double()
+        if parts.min() < 0 or abs(parts.sum() - 1) > 0.01:
+            problem = f"the first sample's soft label is {_some(parts)}, whose sum is {parts.sum():.4g}"
+            remedy = "parts of classes sum to 1; for several labels of a sample use task=multilabel"
+            raise ConfigError([f"task=classification: {problem}; {remedy}"])
 
     def scores_of(self, outputs: Tensor, targets: Tensor) -> ScoreSums:
         samples = len(targets)
@@ -133,13 +159,13 @@ class Classification(_Supervised):
         return scores
 
     def predictions_of(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return _wide(outputs).log_softmax(-1), targets.argmax(-1) if targets.ndim == 2 else targets
+        return wide_of(outputs).log_softmax(-1), targets.argmax(-1) if targets.ndim == 2 else targets
 
     def columns(self, outputs: Tensor) -> dict[str, Tensor]:
-        return {"prediction": outputs.argmax(-1), "probability": _wide(outputs).softmax(-1)}
+        return {"prediction": outputs.argmax(-1), "probability": wide_of(outputs).softmax(-1)}
 
 
-class Multilabel(_Supervised):
+class Multilabel(Supervised):
     """Any number of labels per sample: float targets [n, k], each 0 or 1 (or between). Outputs: logits [n, k]."""
 
     better: ClassVar[Mapping[str, str]] = {"f1_macro": "max", "exact_match": "max"}
@@ -147,14 +173,26 @@ class Multilabel(_Supervised):
     def __init__(self, loss: str = "bce", pos_weight: Any = None) -> None:
         """pos_weight: a factor on the loss of a label that applies, one number or one per label. The loss of a sample
         is the mean over its labels."""
-        self.loss_name, self.pos_weight = loss, _Constant(pos_weight)
+        self.loss_name, self.pos_weight = loss, _Constant("pos_weight", pos_weight)
+
+    def outputs_and_targets(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        """Targets [n], of one label, as [n, 1]."""
+        outputs, targets = super().outputs_and_targets(model, batch)
+        return (
+            (outputs.view(-1, 1), targets[:, None]) if targets.ndim == 1 == outputs[0].numel() else (outputs, targets)
+        )
+
+    def check_targets(self, targets: Tensor) -> None:
+        if targets.min() < 0 or targets.max() > 1:
+            problem = f"the first sample's targets are {_some(targets[0])}"
+            raise ConfigError([f"task=multilabel: {problem}; give 1 for each label that applies, and 0 for the others"])
 
     def sum_of_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         if outputs.shape != targets.shape:
-            _refuse(outputs, f"the targets are of shape {list(targets.shape)}")
-        wide = _wide(outputs)
+            refuse(outputs, f"the targets are of shape {list(targets.shape)}")
+        wide = wide_of(outputs)
         losses = functional.binary_cross_entropy_with_logits(
-            wide, targets.to(wide.dtype), reduction="sum", pos_weight=self.pos_weight.like(wide)
+            wide, targets.to(wide.dtype), reduction="sum", pos_weight=self.pos_weight.like(wide, wide.shape[1])
         )
         return losses / targets.shape[1]
 
@@ -168,13 +206,13 @@ class Multilabel(_Supervised):
         }
 
     def predictions_of(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return _wide(outputs).sigmoid(), (targets > 0.5).long()
+        return wide_of(outputs).sigmoid(), (targets > 0.5).long()
 
     def columns(self, outputs: Tensor) -> dict[str, Tensor]:
-        return {"prediction": outputs > 0, "probability": _wide(outputs).sigmoid()}
+        return {"prediction": outputs > 0, "probability": wide_of(outputs).sigmoid()}
 
 
-class Regression(_Supervised):
+class Regression(Supervised):
     """Numbers: float targets [n] or [n, k]. Outputs of as many numbers; dimensions of size 1 may differ."""
 
     def __init__(self, loss: str = "mse") -> None:
@@ -184,7 +222,7 @@ class Regression(_Supervised):
     def outputs_and_targets(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         outputs, targets = super().outputs_and_targets(model, batch)
         if outputs.numel() != targets.numel():
-            _refuse(outputs, f"the targets are of shape {list(targets.shape)}")
+            refuse(outputs, f"the targets are of shape {list(targets.shape)}")
         return outputs.view_as(targets), targets
 
     def sum_of_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -200,31 +238,47 @@ class Regression(_Supervised):
         }
 
     def predictions_of(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return _wide(outputs), targets
+        return wide_of(outputs), targets
 
     def columns(self, outputs: Tensor) -> dict[str, Tensor]:
-        return {"prediction": _wide(outputs.squeeze(-1) if outputs.ndim == 2 else outputs)}
+        return {"prediction": wide_of(outputs.squeeze(-1) if outputs.ndim == 2 else outputs)}
 
     def derive(self, scores: dict[str, float]) -> dict[str, float]:
         return {"rmse": math.sqrt(scores["mse"])}
 
 
-class Segmentation(_Supervised):
+class Segmentation(Supervised):
     """A class for every pixel: int64 targets [n, h, w]. Outputs: logits [n, k, h, w]. The mean is over valid pixels."""
 
     unit = "pixel"
     units_are_samples = False
     better: ClassVar[Mapping[str, str]] = {"pixel_accuracy": "max", "mean_iou": "max"}
 
-    def __init__(self, loss: str = "cross_entropy", ignore_index: int = IGNORED, class_weights: Any = None) -> None:
-        """ignore_index: pixels of this class are no units. class_weights: a factor on the loss of each class."""
-        self.loss_name, self.ignore_index, self.class_weights = loss, ignore_index, _Constant(class_weights)
+    def __init__(
+        self, classes: int = 0, loss: str = "cross_entropy", ignore_index: int = IGNORED, class_weights: Any = None
+    ) -> None:
+        """classes: 0 if the data set does not say. ignore_index: pixels of this class are no units. class_weights: a
+        factor on the loss of each class."""
+        self.classes, self.loss_name, self.ignore_index = classes, loss, ignore_index
+        self.class_weights = _Constant("class_weights", class_weights)
+
+    def check_targets(self, targets: Tensor) -> None:
+        valid = targets[targets != self.ignore_index]
+        if len(valid) and self.classes and (valid.min() < 0 or valid.max() >= self.classes):
+            detail, remedy = self._out_of_range(valid, f"the data have {self.classes} classes")
+            raise ConfigError([f"task=segmentation: {detail}; {remedy}"])
+
+    def _out_of_range(self, valid: Tensor, expected: str) -> tuple[str, str]:
+        low, high = int(valid.min()), int(valid.max())
+        marked = low if low < 0 else high
+        detail = f"the pixels of the first targets go from {low} to {high}, {expected}"
+        return detail, f"if {marked} marks what is to be left out, use task.ignore_index={marked}"
 
     def outputs_and_targets(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         inputs, targets = self.pair(batch)
         outputs = one_tensor(of_torchvision(model(inputs)))
         if outputs.ndim != 4 or outputs.shape[2:] != targets.shape[1:]:
-            _refuse(outputs, f"the targets are of shape {list(targets.shape)}; [n, classes, h, w] is needed")
+            refuse(outputs, f"the targets are of shape {list(targets.shape)}; [n, classes, h, w] is needed")
         return outputs, targets
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | float]:
@@ -232,11 +286,17 @@ class Segmentation(_Supervised):
         return self.sum_of_losses(outputs, targets), (targets != self.ignore_index).sum()
 
     def sum_of_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        wide = _wide(outputs)
-        weight = self.class_weights.like(wide)
+        wide = wide_of(outputs)
+        weight = self.class_weights.like(wide, wide.shape[1])
         if torch.are_deterministic_algorithms_enabled():  # on GPUs torch's kernel for images is refused then
             wide, targets = wide.movedim(1, -1).flatten(0, 2), targets.flatten()
-        return functional.cross_entropy(wide, targets, reduction="sum", ignore_index=self.ignore_index, weight=weight)
+        try:
+            return functional.cross_entropy(
+                wide, targets, reduction="sum", ignore_index=self.ignore_index, weight=weight
+            )
+        except IndexError:  # on GPUs an assertion of the device
+            valid = targets[targets != self.ignore_index]
+            raise DataError(*self._out_of_range(valid, f"the model gives {outputs.shape[1]} classes")) from None
 
     def scores_of(self, outputs: Tensor, targets: Tensor) -> ScoreSums:
         classes = outputs.shape[1]
@@ -251,7 +311,7 @@ class Segmentation(_Supervised):
         }
 
     def predictions_of(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return _wide(outputs).log_softmax(1), targets
+        return wide_of(outputs).log_softmax(1), targets
 
     def columns(self, outputs: Tensor) -> dict[str, Tensor]:
         """Of each pixel the class; the logits would take classes times four bytes a pixel."""
@@ -261,97 +321,30 @@ class Segmentation(_Supervised):
         return self.pair(batch)[1][0].numel()
 
 
-class LanguageModel(_BuiltIn):
-    """The next token: ids, int64 [n, t]; the targets are the ids shifted by one, or given. Outputs: logits [n, t, v].
-
-    A batch is a tensor of ids, (ids, targets), or a dict with `input_ids` and perhaps `labels`, whose other entries are
-    passed to the model by name. Given targets stand beside the position that predicts them; `labels` stand beside their
-    own token, as in transformers. A target of -100 is no unit.
-    """
-
-    unit = "token"
-
-    def __init__(self, loss: str = "cross_entropy", bytes_per_token: float | None = None) -> None:
-        """bytes_per_token: on average over the data, for `bits_per_byte`."""
-        self.loss_name, self.bytes_per_token = loss, bytes_per_token
-
-    def outputs_and_targets(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        """[n, v] and [n]."""
-        logits, targets = self.by_sequence(model, batch)
-        return logits.flatten(0, 1), targets.flatten()
-
-    def predictions(self, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
-        """How well each sequence is predicted: the mean loss of its tokens, in nats, and their number."""
-        logits, targets = self.by_sequence(model, batch)
-        losses = functional.cross_entropy(_wide(logits).transpose(1, 2), targets, reduction="none")
-        tokens = (targets != IGNORED).sum(1)
-        return {"loss": losses.sum(1) / tokens, "tokens": tokens}
-
-    def by_sequence(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        """Logits [n, t, v] and targets [n, t]."""
-        if isinstance(batch, Mapping):
-            given = {name: value for name, value in batch.items() if name != "labels"}
-            labels = batch.get("labels", _padding_ignored(batch))
-            logits, targets = one_tensor(model(**given))[:, :-1], labels[:, 1:]
-        elif isinstance(batch, Tensor):
-            logits, targets = one_tensor(model(batch[:, :-1])), batch[:, 1:]
-        else:
-            ids, targets = batch
-            logits = one_tensor(model(ids))
-        if logits.ndim != 3 or logits.shape[:2] != targets.shape:
-            _refuse(logits, f"the targets are of shape {list(targets.shape)}; [n, tokens, vocabulary] is needed")
-        return logits, targets
-
-    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | float]:
-        return self.sum_of_losses(*self.outputs_and_targets(model, batch))
-
-    def sum_of_losses(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Over valid tokens, and their number."""
-        return functional.cross_entropy(logits, targets, reduction="sum"), (targets != IGNORED).sum()
-
-    def scores_of(self, outputs: Tensor, targets: Tensor) -> ScoreSums:
-        return {"loss": self.sum_of_losses(outputs, targets)}
-
-    def predictions_of(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        valid = targets != IGNORED
-        return _wide(outputs[valid]).log_softmax(-1), targets[valid]
-
-    def derive(self, scores: dict[str, float]) -> dict[str, float]:
-        loss = scores["loss"]
-        found = {"perplexity": math.exp(loss) if loss < 700 else math.inf}
-        if self.bytes_per_token:
-            found["bits_per_byte"] = loss / math.log(2) / self.bytes_per_token
-        return found
-
-    def units_per_sample(self, batch: Any) -> float:
-        ids = batch["input_ids"] if isinstance(batch, Mapping) else batch if isinstance(batch, Tensor) else batch[0]
-        return ids.shape[-1]
-
-
-def _padding_ignored(batch: Mapping[str, Tensor]) -> Tensor:
-    """The ids as labels; those that the attention mask leaves out are no units."""
-    ids = batch["input_ids"]
-    return ids if "attention_mask" not in batch else ids.masked_fill(batch["attention_mask"] == 0, IGNORED)
-
-
 class _Constant:
     """Numbers of the config as a tensor beside the model's outputs, made once."""
 
-    def __init__(self, numbers: Any) -> None:
-        self.numbers = numbers
+    def __init__(self, key: str, numbers: Any) -> None:
+        self.key, self.numbers = key, numbers
         self.tensors: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         """One for each GPU: the threads of DataParallel share this object."""
 
-    def like(self, outputs: Tensor) -> Tensor | None:
+    def like(self, outputs: Tensor, count: int) -> Tensor | None:
+        """count: of classes or labels. Raises DataError if there are more or fewer numbers."""
         if self.numbers is None:
             return None
+        if isinstance(self.numbers, Sequence) and len(self.numbers) not in (1, count):
+            numbers = counted(len(self.numbers), "number")
+            raise DataError(
+                f"task.{self.key} has {numbers}, the model {count} outputs", "give one number for each output"
+            )
         place = outputs.device, outputs.dtype
         if place not in self.tensors:
             self.tensors[place] = torch.tensor(self.numbers, device=outputs.device, dtype=outputs.dtype)
         return self.tensors[place]
 
 
-def _wide(outputs: Tensor) -> Tensor:
+def wide_of(outputs: Tensor) -> Tensor:
     """As float32 at least, as autocast computes losses: weights of classes would be rounded too."""
     return outputs.float() if outputs.dtype in (torch.bfloat16, torch.float16) else outputs
 
@@ -373,17 +366,13 @@ def of_torchvision(outputs: Any) -> Any:
     return outputs["out"] if isinstance(outputs, Mapping) and "out" in outputs else outputs
 
 
-def _refuse(outputs: Tensor, expected: str) -> NoReturn:
+def _some(numbers: Tensor) -> str:
+    shown = ", ".join(f"{number:g}" for number in numbers.flatten()[:TOP].tolist())
+    return f"[{shown}{', ...' if numbers.numel() > TOP else ''}]"
+
+
+def refuse(outputs: Tensor, expected: str) -> NoReturn:
     raise DataError(
         f"the model's outputs are of shape {list(outputs.shape)}, {expected}",
         "correct the model's last layer, or the targets, or choose another task=",
     )
-
-
-TASKS: dict[str, type[Task]] = {
-    "classification": Classification,
-    "multilabel": Multilabel,
-    "regression": Regression,
-    "segmentation": Segmentation,
-    "language_model": LanguageModel,
-}

@@ -97,15 +97,17 @@ class Scorer:
         if not all(samples):
             return None
         whole, sums = round(sum(samples)), iter(map(math.fsum, columns))
-        metrics, counts = {}, {}
+        metrics, counts, empty = {}, {}, False
         for name, classes in self.layout:
             values = [next(sums) for _ in range(max(classes, 1))]
             weights = [next(sums) for _ in range(max(classes, 1))]
             metrics[name] = _mean_over_classes(values, weights)
+            empty = empty or (name == "loss" and not any(weights))
             if not classes and weights == [whole] and values[0].is_integer():
                 counts[name] = round(values[0])
         metrics |= self.derive(metrics)
-        _warn(metrics, "outputs of the model are not finite, or too large")
+        why = "there is no unit in all of the data: each target is left out" if empty else ""
+        _warn(metrics, why or "outputs of the model are not finite, or too large")
         if self.further and self.states is not None:
             found = self.further.merged(self.states)
             _warn(found, "it may have no value for these samples, of a class without a sample for one")

@@ -1,11 +1,12 @@
-"""Tries a task of the user's own before the first step: whether its loss is a sum, and what it is a sum over."""
+"""Tries a task of the user's own before the first step: whether its loss and scores are sums, and what over."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator
+import operator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 
 from ddp_train.distributed.process_group import buffer_places
 from ddp_train.errors import ConfigError, LaunchError
+from ddp_train.tasks.further_metrics import PREDICTIONS
 from ddp_train.tasks.task import ModelWithTask
 from ddp_train.text import first_line
 
@@ -31,7 +33,8 @@ def check_loss(module: ModelWithTask, batch_of: Callable[[np.ndarray], Any], sam
     """Raises ConfigError if `loss` returns a mean, or units that are not those of the batch.
 
     A sum over five copies of a sample is five times that of one, and has five times the units. A mean stays what it
-    is; it would weight the samples of a small micro-batch more than those of a large one. batch_of: a batch of the
+    is; it would weight the samples of a small micro-batch more than those of a large one. Units of a batch are those of
+    its samples one by one: padding, which depends on what else is in the batch, has none. batch_of: a batch of the
     samples of these numbers, on the device. samples: of the data set. key: of the task, with its value.
     """
     numbers = np.arange(min(samples, DIFFERENT))
@@ -39,6 +42,7 @@ def check_loss(module: ModelWithTask, batch_of: Callable[[np.ndarray], Any], sam
         with _undisturbed(module):
             found = [_numbers(module, batch_of(np.zeros(copies, dtype=np.int64))) for copies in COPIES]
             _, of_different = _numbers(module, batch_of(numbers))
+            one_by_one = math.fsum(_numbers(module, batch_of(number))[1] for number in np.split(numbers, len(numbers)))
     except LaunchError:
         raise
     except Exception as error:  # noqa: BLE001  a sound loss may need gradients, or train mode, or other samples
@@ -62,6 +66,55 @@ def check_loss(module: ModelWithTask, batch_of: Callable[[np.ndarray], Any], sam
     if losses[0] and all(math.isclose(loss, losses[0], rel_tol=SAME) for loss in losses):
         problem = f"{seen}: that is a mean, not a sum"
         raise ConfigError([f'{key}: {problem}; {remedy}, as with reduction="sum"'])
+    if not math.isclose(of_different, one_by_one):
+        counted = f"{of_different:g} {module.task.unit}s in a batch of {len(numbers)} samples"
+        problem = f"loss() counts {counted}, and {one_by_one:g} in each of them by itself"
+        why = "the result would depend on the number of processes"
+        raise ConfigError([f"{key}: {problem}: {why}; count what is valid, mask.sum(), and no padding"])
+
+
+@torch.no_grad()
+def check_scores(module: ModelWithTask, batch_of: Callable[[np.ndarray], Any], samples: int, key: str) -> None:
+    """Raises ConfigError if `score` returns a mean; its parameters are those of `check_loss`.
+
+    It is told by a batch of seven samples and each of them by itself: a mean is their mean there, a sum their sum. One
+    that compares samples with each other is neither.
+    """
+    numbers = np.arange(min(samples, DIFFERENT))
+    batches = [numbers, *np.split(numbers, len(numbers))]
+    try:
+        with _undisturbed(module):
+            whole, *each = (_totals(module.score(batch_of(batch))) for batch in batches)
+    except LaunchError:
+        raise
+    except Exception as error:  # noqa: BLE001  the first evaluation tells it, with its place
+        log.warning("%s: its score could not be tried: %s: %s", key, type(error).__name__, first_line(error))
+        return
+    for name, (value, weight) in whole.items():
+        values, weights = zip(*(one.get(name, (math.nan, 0.0)) for one in each), strict=True)
+        if len(each) < 2 or not all(map(math.isfinite, [value, *values])):
+            continue
+        seen = f"score() gives {name} = ({value:.6g}, {weight:g}) for {len(each)} samples"
+        if weight and {*weights} == {weight}:
+            problem = f"{seen} and ({values[0]:.6g}, {weight:g}) for the first of them"
+            why = "the result would depend on train.evaluate_batch_size"
+            raise ConfigError([f"{key}: {problem}: {why}; return (sum, what it is a sum over)"])
+        means = [math.fsum(values) / len(each)]
+        if sum(weights):
+            means.append(math.fsum(map(operator.mul, values, weights)) / sum(weights))
+        is_sum = math.isclose(value, math.fsum(values), rel_tol=SAME)
+        if len({*values}) > 1 and not is_sum and any(math.isclose(value, mean, rel_tol=SAME) for mean in means):
+            problem = f"{seen}, which is the mean of what it gives for each of them"
+            raise ConfigError([f"{key}: {problem}; return (sum, weight), not (mean, weight)"])
+
+
+def _totals(scores: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
+    """Of each metric its sum and weight over all classes."""
+    return {
+        name: tuple(float(torch.as_tensor(part, dtype=torch.float64).sum()) for part in pair)
+        for name, pair in scores.items()
+        if name != PREDICTIONS
+    }  # type: ignore[return-value]
 
 
 def _numbers(module: ModelWithTask, batch: Any) -> tuple[float, float]:

@@ -33,7 +33,7 @@ from ddp_train.telemetry.rates import Rates
 from ddp_train.telemetry.tracker_queue import Tracking, flat, open_trackers
 from ddp_train.telemetry.trackers import Run as TrackedRun
 from ddp_train.text import counted
-from ddp_train.training import averaging, checkpoint, fine_tuning, metrics, mirrored, saved, setup
+from ddp_train.training import averaging, checkpoint, fine_tuning, metrics, mirrored, saved, setup, shown
 from ddp_train.training.checkpoint_hook import CheckpointHook
 from ddp_train.training.context import RunContext
 from ddp_train.training.display_hooks import SAMPLE, SampleHook, tensorboard_details
@@ -134,7 +134,7 @@ class Run(RunContext):
             log_every_steps=config.train.log_every_steps,
             evaluate_every_epochs=config.train.evaluate_every_epochs,
             split=sources.scored[0],
-            rates=setup.build_rates(config, self.world, device, job, sources.train),
+            rates=shown.build_rates(config, self.world, device, job, sources.train),
         )
         select = metrics.build_selection(config, metrics.directions(module), sources, record)
         data_digests |= plan_digests(job.plan, device)
@@ -163,7 +163,7 @@ class Run(RunContext):
             *details,
             *unfreeze,
         ]
-        write = setup.text_writer(config, sources.train)
+        write = shown.text_writer(config, sources.train)
         if write and self.world.is_leader:
             sample = SampleHook(write, self.display, self.run_dir / SAMPLE)
             job.hooks = [*job.hooks, ReportedHook(sample, self.status, "sample")]
@@ -267,7 +267,7 @@ class Run(RunContext):
             facts = {"trained": counts["trained"], "begun": begun and in_words(begun), "optimizer": optimizer}
             rows = plan_rows(config, job.plan, task, counts["all"], lr, warmup, done, validating, rates, **facts)
             self.display.plan(rows)
-            notes = setup.advice(config, job.module, sources.train) + selects_by_test(config, validation is not None)
+            notes = shown.advice(config, job.module, sources.train) + selects_by_test(config, validation is not None)
             for line in notes:
                 self.display.line(line)
         select.stop_if_due(job)

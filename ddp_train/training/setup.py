@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ddp_train.config.auto import is_launch_bound, warmup_asked
+from ddp_train.config.auto import warmup_asked
 from ddp_train.config.metrics import further
 from ddp_train.config.options.model import FineTuning
 from ddp_train.config.schema import Config
@@ -25,7 +25,6 @@ from ddp_train.data.rng import StepSeed, hash_key
 from ddp_train.data.sample_facts import lengths_of
 from ddp_train.data.sampling import LengthBatches, WeightedDraws
 from ddp_train.data.splits import Splits
-from ddp_train.data.tokens import TokenSource
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
 from ddp_train.models.freezing import Frozen
@@ -36,19 +35,13 @@ from ddp_train.optim.stepper import Stepper
 from ddp_train.parallel.ordered_reduction import OrderedReduction
 from ddp_train.parallel.strategy import DataParallel, DistributedDataParallel, Single, Strategy
 from ddp_train.performance import switches
-from ddp_train.performance.bias_lint import biases_before_norm
 from ddp_train.performance.cuda_graph import GraphedStepper, on_stream
-from ddp_train.performance.flops import flops_of, peak_flops
 from ddp_train.resilience.heartbeat import RankStatus
-from ddp_train.tasks.builtin import TASKS, Classification
-from ddp_train.tasks.choose import choose
-from ddp_train.tasks.sampling import write_tokens
+from ddp_train.tasks.builtin import Classification, Supervised
+from ddp_train.tasks.choose import MANY, TASKS, check_numbers, choose
 from ddp_train.tasks.score import Scorer
 from ddp_train.tasks.task import ModelWithTask, Task, complete
-from ddp_train.tasks.try_out import check_loss
-from ddp_train.telemetry.rates import Rates
-from ddp_train.tensor_tree import map_tensors
-from ddp_train.text import counted
+from ddp_train.tasks.try_out import check_loss, check_scores
 from ddp_train.training.fine_tuning import UnfreezeHook, optimizer_of, trained_parameters
 from ddp_train.training.loop import Evaluation, Job
 from ddp_train.training.metrics import build_further
@@ -114,59 +107,29 @@ def build_task(section: Any, source: BatchSource, sample: Any) -> Task:
     """What the model is trained for. sample: a batch of one sample. Raises ConfigError if it does not fit the data."""
     if section.name == "custom":
         return complete(instantiate("task", section))
-    task = TASKS[choose(section.name, sample)]
+    name = choose(section.name, sample)
+    if section.name == "auto" and name == "regression":
+        spread = np.linspace(0, len(source) - 1, MANY).astype(int)  # the first may be of one class
+        check_numbers(source.get_batch(spread, None))
+    task = TASKS[name]
     facts = {"bytes_per_token": getattr(source, "bytes_per_token", None)}
     with contextlib.suppress(ConfigError):  # a data set that does not say how many classes it has
         facts["classes"] = source.outputs
     taken = inspect.signature(task).parameters
-    return task(**keys_taken_by(task, section), **{name: fact for name, fact in facts.items() if name in taken})
+    made = task(**keys_taken_by(task, section), **{name: fact for name, fact in facts.items() if name in taken})
+    made.check(sample)
+    return made
 
 
 def try_own_task(config: Config, module: ModelWithTask, source: BatchSource, device: str) -> None:
-    """Raises ConfigError if the loss of a task of the user's own is not what it must be."""
+    """Raises ConfigError if the loss or the scores of a task of the user's own are not what they must be."""
 
     def batch_of(numbers: np.ndarray) -> Any:
         return _batch(config, source, MicroBatch(None, 0, numbers, len(numbers), 1.0, True), device).data
 
     if config.task.name == "custom":
-        check_loss(module, batch_of, len(source), f"task._target_={config.task.target}")
-
-
-def build_rates(config: Config, world: World, device: str, job: Job, source: BatchSource) -> Rates:
-    """What the speeds of a run are derived from. Operations are counted on one process, which shows them."""
-    task, gpu = job.module.task, config.device == "cuda"
-    unit = None if task.units_are_samples else task.unit
-    if not world.is_leader:
-        return Rates(unit)
-    if not gpu or is_launch_bound(config) or config.data.batch_by == "tokens":  # there samples differ in cost
-        return Rates(unit)  # utilisation says nothing there, and counting calls the model and delays the first step
-    flops = flops_of(job.module.model, task, _one_sample(source, job.module.model))
-    peak = peak_flops(torch.cuda.get_device_name(device), config.tuning.precision, bool(config.tuning.tf32))
-    gpus = torch.cuda.device_count() if config.strategy.spreads_over_gpus else world.size
-    return Rates(unit, flops, peak * gpus if peak else None)
-
-
-def text_writer(config: Config, source: BatchSource) -> Callable[[nn.Module], str] | None:
-    """From the trained model to a text of `task.sample_tokens` tokens; None if none is asked for."""
-    count = getattr(config.task, "sample_tokens", 0)
-    if not count:
-        return None
-    if not isinstance(source, TokenSource):
-        raise ConfigError([f"task.sample_tokens={count}: only data=text and tokens tell how tokens are read; use 0"])
-    prompt, temperature = config.task.sample_prompt, config.task.sample_temperature
-    if prompt and not source.words:
-        raise ConfigError([f"task.sample_prompt={prompt}: data=tokens needs data.tokenizer to read it; add that"])
-
-    first = [source.last_token, *(source.words.encode(prompt) if source.words else [])]
-    if max(first) >= source.vocabulary:
-        has = f"has the token {max(first):,}, and the vocabulary ends with {source.vocabulary - 1:,}"
-        raise ConfigError([f"task.sample_prompt={prompt}: {has}; use the tokenizer that the data were made with"])
-
-    def write(model: nn.Module) -> str:
-        ids = write_tokens(model, first, count, source.length, source.vocabulary, temperature, config.seed)
-        return prompt + source.words.decode(ids) if source.words else " ".join(map(str, ids))
-
-    return write
+        for check in (check_loss, check_scores):
+            check(module, batch_of, len(source), f"task._target_={config.task.target}")
 
 
 def _input_shape(sample: Any, model: str) -> torch.Size:
@@ -283,7 +246,9 @@ def build_job(
     else:
         stepper = Stepper(optimizer, factor, scaler, **options)
     micro_batches = plan.from_step(first_step)
-    loading = replace(loader_options(config), persistent_workers=False)  # one iterator lives through all epochs
+    loading = replace(
+        loader_options(config, module.task), persistent_workers=False
+    )  # one iterator lives through all epochs
     loader = Loader(train_source, micro_batches, device, loading, _resident(config), mix)
     return Job(
         plan=plan,
@@ -311,7 +276,7 @@ def build_evaluation(
     """What `evaluate` needs."""
     batch_size = config.train.evaluate_batch_size
     micro_batches = evaluation_batches(len(source), batch_size, world.rank, world.size)
-    loader = Loader(source, micro_batches, device, loader_options(config), resident=_resident(config))
+    loader = Loader(source, micro_batches, device, loader_options(config, module.task), resident=_resident(config))
     return Evaluation(
         module=module,
         strategy=strategy,
@@ -321,10 +286,11 @@ def build_evaluation(
     )
 
 
-def loader_options(config: Config) -> LoaderOptions:
-    """How batches come to the device."""
+def loader_options(config: Config, task: Task | None = None) -> LoaderOptions:
+    """How batches come to the device. task: None: whatever is in them."""
     dtype = torch.float64 if config.tuning.precision == "fp64" else None
-    return LoaderOptions(dtype=dtype, **keys_taken_by(LoaderOptions, config.tuning))
+    each = isinstance(task, Supervised) and task.units_are_samples
+    return LoaderOptions(dtype=dtype, a_target_each=each, **keys_taken_by(LoaderOptions, config.tuning))
 
 
 def _resident(config: Config) -> bool:
@@ -346,25 +312,3 @@ def _batch(config: Config, source: BatchSource, micro_batch: MicroBatch, device:
     """One batch; no loader process is started for it."""
     options = replace(loader_options(config), num_workers=0)
     return next(iter(Loader(source, [micro_batch], device, options, mix=mix)))
-
-
-def advice(config: Config, module: ModelWithTask, source: BatchSource) -> list[str]:
-    """What the user may want to change in the model, a line each."""
-    sample = _one_sample(source, module.model)
-    if not config.tuning.bias_lint or not isinstance(sample, tuple | list):
-        return []
-    names = biases_before_norm(module.model, sample[0]) or []
-    if not names:
-        return []
-    some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    what = f"{counted(len(names), 'bias')} directly before a norm layer, which subtracts the mean again"
-    return [f"note: {what}: {some}; build such layers with bias=False"]
-
-
-def _one_sample(source: BatchSource, model: nn.Module) -> Any:
-    """A batch of one sample, its numbers and pixels in the model's precision."""
-    dtype = next(model.parameters()).dtype
-    return map_tensors(
-        lambda tensor: tensor.to(dtype) if tensor.is_floating_point() or tensor.dtype == torch.uint8 else tensor,
-        source.get_batch(np.array([0]), None),
-    )

@@ -18,7 +18,7 @@ from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, DataError, TaskError
 from ddp_train.models.zoo import build_model
 from ddp_train.parallel.strategy import Strategy
-from ddp_train.tasks.builtin import TASKS
+from ddp_train.tasks.choose import TASKS
 from ddp_train.tasks.task import ModelWithTask, Task, complete, has_columns
 from ddp_train.training import saved, setup
 

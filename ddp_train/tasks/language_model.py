@@ -1,0 +1,109 @@
+"""The built-in task of texts: which token comes next."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ddp_train.errors import ConfigError
+from ddp_train.tasks.builtin import IGNORED, BuiltIn, one_tensor, refuse, wide_of
+from ddp_train.tasks.task import ScoreSums
+
+
+class LanguageModel(BuiltIn):
+    """The next token: ids, int64 [n, t]; the targets are the ids shifted by one, or given. Outputs: logits [n, t, v].
+
+    A batch is a tensor of ids, (ids, targets), or a dict with `input_ids` and perhaps `labels`, whose other entries are
+    passed to the model by name. Given targets stand beside the position that predicts them; `labels` stand beside their
+    own token, as in transformers. A target of -100 is no unit.
+    """
+
+    unit = "token"
+
+    def __init__(self, loss: str = "cross_entropy", bytes_per_token: float | None = None) -> None:
+        """bytes_per_token: on average over the data, for `bits_per_byte`."""
+        self.loss_name, self.bytes_per_token = loss, bytes_per_token
+
+    def outputs_and_targets(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        """[n, v] and [n]."""
+        logits, targets = self.by_sequence(model, batch)
+        return logits.flatten(0, 1), targets.flatten()
+
+    def predictions(self, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
+        """How well each sequence is predicted: the mean loss of its tokens, in nats, and their number."""
+        logits, targets = self.by_sequence(model, batch)
+        losses = functional.cross_entropy(wide_of(logits).transpose(1, 2), targets, reduction="none")
+        tokens = (targets != IGNORED).sum(1)
+        return {"loss": losses.sum(1) / tokens, "tokens": tokens}
+
+    def by_sequence(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        """Logits [n, t, v] and targets [n, t]."""
+        try:
+            if isinstance(batch, Mapping):
+                given = {name: value for name, value in batch.items() if name != "labels"}
+                labels = batch.get("labels", _padding_ignored(batch))
+                logits, targets = one_tensor(model(**given))[:, :-1], labels[:, 1:]
+            elif isinstance(batch, Tensor):
+                logits, targets = one_tensor(model(batch[:, :-1])), batch[:, 1:]
+            else:
+                ids, targets = batch
+                logits = one_tensor(model(ids))
+        except IndexError as error:
+            ids = ids_of(batch)
+            error.add_note(f"(the token numbers of this batch go from {int(ids.min())} to {int(ids.max())})")
+            raise
+        if logits.ndim != 3 or logits.shape[:2] != targets.shape:
+            refuse(logits, f"the targets are of shape {list(targets.shape)}; [n, tokens, vocabulary] is needed")
+        return logits, targets
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | float]:
+        return self.sum_of_losses(*self.outputs_and_targets(model, batch))
+
+    def sum_of_losses(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Over valid tokens, and their number."""
+        try:
+            return functional.cross_entropy(logits, targets, reduction="sum"), (targets != IGNORED).sum()
+        except IndexError:
+            valid = targets[targets != IGNORED]
+            refuse(logits, f"the targets go from {int(valid.min())} to {int(valid.max())}")
+
+    def check(self, batch: Any) -> None:
+        targets = (
+            batch.get("labels") if isinstance(batch, Mapping) else batch[1] if isinstance(batch, tuple | list) else None
+        )
+        negative = [] if targets is None else sorted({*targets[targets < 0].tolist()} - {IGNORED})
+        if negative:
+            problem = f"a target of the first sample is {negative[-1]}"
+            raise ConfigError([f"task=language_model: {problem}; those that are to be left out must be {IGNORED}"])
+
+    def scores_of(self, outputs: Tensor, targets: Tensor) -> ScoreSums:
+        return {"loss": self.sum_of_losses(outputs, targets)}
+
+    def predictions_of(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        valid = targets != IGNORED
+        return wide_of(outputs[valid]).log_softmax(-1), targets[valid]
+
+    def derive(self, scores: dict[str, float]) -> dict[str, float]:
+        loss = scores["loss"]
+        found = {"perplexity": math.exp(loss) if loss < 700 else math.inf}
+        if self.bytes_per_token:
+            found["bits_per_byte"] = loss / math.log(2) / self.bytes_per_token
+        return found
+
+    def units_per_sample(self, batch: Any) -> float:
+        return ids_of(batch).shape[-1]
+
+
+def ids_of(batch: Any) -> Tensor:
+    """The numbers of the tokens, [n, t]."""
+    return batch["input_ids"] if isinstance(batch, Mapping) else batch if isinstance(batch, Tensor) else batch[0]
+
+
+def _padding_ignored(batch: Mapping[str, Tensor]) -> Tensor:
+    """The ids as labels; those that the attention mask leaves out are no units."""
+    ids = batch["input_ids"]
+    return ids if "attention_mask" not in batch else ids.masked_fill(batch["attention_mask"] == 0, IGNORED)
