@@ -235,6 +235,7 @@ BAD: dict[str, list[str]] = {
     "model=Resnet50": [REFUSED, "did you mean resnet50?"],
     "tracker=wandb,tensorboard": ["for several at once, use tracker=[wandb,tensorboard]; for a sweep, add -m"],
     "optimizer=admw": [REFUSED, "did you mean adamw?"],
+    "optimizer=lbfgs": [REFUSED],
     "model=my_pkg.Net": [REFUSED, "for your own class use model._target_=my_pkg.Net"],
     "model={_target_:my_pkg.Net}": [REFUSED, "for your own class use model._target_=my_pkg.Net"],
     "model=resnet51": [REFUSED, "did you mean resnet50?"],
@@ -915,6 +916,16 @@ def test_the_summary_of_an_earlier_run_goes_when_the_next_begins(tmp_path: Path)
         (tmp_path / name).write_text("{}")
     freeze(resolve(composed(f"run_dir={tmp_path}"), CPU, None))
     assert not any((tmp_path / name).exists() for name in names)
+
+
+def test_an_optimizer_of_torch_is_known_by_its_name() -> None:
+    for name in ("nadam", "NAdam"):
+        read = read_overrides(PROGRAM, [f"optimizer={name}", "optimizer.lr=0.002"])
+        config, problems = read_config(PROGRAM, read)
+        assert not problems
+        assert (config.optimizer.target, config.optimizer.arguments) == ("torch.optim.NAdam", {"lr": 0.002})
+    (problem,) = read_overrides(PROGRAM, ["optimizer=adamw,nadam,radam"], sweep=True).problems
+    assert problem.endswith("sweep over torch's own by optimizer._target_=torch.optim.NAdam,torch.optim.RAdam")
 
 
 def own_presets(**contents: str) -> Program:

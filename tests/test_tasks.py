@@ -462,7 +462,7 @@ def test_a_loss_that_is_a_sum_passes_the_trial(loss: Callable[[Tensor], Any]) ->
         ),
         (
             OfOutputs(lambda outputs: (outputs.sum(), len(outputs) * outputs.round().max())),  # as padding would
-            r"counts 21 units in a batch of 7 samples, and 14 in each of them by itself: .* count what is valid",
+            r"counts 21 units in a batch of 7 samples, and 14 if they come one by one: .* count what is valid",
         ),
     ],
 )

@@ -26,6 +26,7 @@ from ddp_train.config.code_checks import package_of
 from ddp_train.config.options.custom import CustomConfig, hooks_of
 from ddp_train.config.program import PRESETS, Program
 from ddp_train.config.schema import OPTIONS, SCALARS, SECTIONS, Config
+from ddp_train.config.user_code import torch_optimizers
 from ddp_train.config.values import from_environment, leaves
 from ddp_train.errors import ConfigError
 from ddp_train.text import did_you_mean, shown
@@ -171,6 +172,8 @@ def _read_override(program: Program, override: Override, sweep: bool, read: Over
             read.swept[name] = list(override.sweep_string_iterator()) if countable else []
         if is_glob and not is_group:
             read.problems.append(f"{argument}: glob() chooses options of a group, and {name} is none; name the values")
+        elif name == "optimizer" and (targets := torch_optimizers(read.swept[name], program.options(name))):
+            read.problems.append(f"{argument}: sweep over torch's own by {name}._target_={','.join(targets)}")
         elif sweep:
             read.arguments.append(argument if is_group else "++" + argument.lstrip("+"))
         elif name in MULTIPLE_CHOICE:
@@ -209,6 +212,10 @@ def _read_choice(program: Program, group: str, option: Any, argument: str, read:
         read.choices[group] = str(option)
         return
     same = [one for one in options if one == wrong[0].lower().replace("-", "_")]
+    if group == "optimizer" and (targets := torch_optimizers(wrong, options)):
+        read.given[f"{group}._target_"] = targets[0]
+        read.arguments.append(f"++{group}._target_={targets[0]}")
+        return
     if "." in wrong[0] and "custom" in options:
         own = option.get("_target_", wrong[0]) if isinstance(option, dict) else wrong[0]
         guess = f"; for your own class use {group}._target_={own}"

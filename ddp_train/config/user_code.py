@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import enum
-import importlib
+import importlib.util
 import inspect
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from ddp_train.config.code_checks import HOOK_RULE, TRUSTED_HOOKS, TRUSTED_MODULES, is_trusted, trusted_for
@@ -167,3 +169,15 @@ def _is_harmless(target: Any, trusted: tuple[str, ...]) -> bool:
     if isinstance(target, type):
         return is_trusted(made_in, trusted)
     return callable(target) and f"{made_in}.".startswith("torchvision.models.")
+
+
+def torch_optimizers(names: Iterable[str], options: Iterable[str]) -> list[str]:
+    """The classes of torch.optim that are called so, in letters of either case, but for those that are options.
+
+    torch, whose import takes seconds, is not imported. LBFGS needs a closure, which no step here has.
+    """
+    asked = {name.lower() for name in names} - {*options, "lbfgs"}
+    spec = importlib.util.find_spec("torch") if asked else None
+    files = sorted((Path(spec.origin or "").parent / "optim").glob("*.py")) if spec else []
+    found = (name for file in files for name in re.findall(r"^class (\w+)\(Optimizer\)", file.read_text(), re.M))
+    return [f"torch.optim.{name}" for name in found if name.lower() in asked]

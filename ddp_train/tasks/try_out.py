@@ -68,7 +68,7 @@ def check_loss(module: ModelWithTask, batch_of: Callable[[np.ndarray], Any], sam
         raise ConfigError([f'{key}: {problem}; {remedy}, as with reduction="sum"'])
     if not math.isclose(of_different, one_by_one):
         counted = f"{of_different:g} {module.task.unit}s in a batch of {len(numbers)} samples"
-        problem = f"loss() counts {counted}, and {one_by_one:g} in each of them by itself"
+        problem = f"loss() counts {counted}, and {one_by_one:g} if they come one by one"
         why = "the result would depend on the number of processes"
         raise ConfigError([f"{key}: {problem}: {why}; count what is valid, mask.sum(), and no padding"])
 
