@@ -68,11 +68,11 @@ class Launcher:
     def tell(self, method: str, *values: Any, default: Any = None) -> Any:
         if method == "reports":
             return self.reports.get(values[0], default)
-        return self.ended.append((method, *values))
+        return default if method == "compared" else self.ended.append((method, *values))
 
 
 def drawing(folder: Path, launcher: Launcher, n_trials: int = 6, pruner: Any = None, **more: Any) -> Draws:
-    words = OverridesParser.create().parse_overrides(["+x=interval(0,1)", "k=a,b", "m=7"])
+    words = OverridesParser.create().parse_overrides(more.get("words", ["+x=interval(0,1)", "k=a,b", "m=7"]))
     study = open_study(folder / "optuna.log", "sweep", "minimize", pruner or NO_PRUNER)
     sampler = {"name": "tpe", "seed": 3, "n_startup_trials": 2}
     return Draws(study, words, sampler, n_trials, more.get("n_jobs"), launcher)  # type: ignore
@@ -113,6 +113,58 @@ def test_a_study_that_is_cut_off_draws_what_an_undisturbed_one_does(tmp_path: Pa
     assert more.ask() is not None and more.ask() is None, "of the whole study"
     with pytest.raises(PoolError, match="has minimize; name another"):
         open_study(tmp_path / "optuna.log", "sweep", "maximize", NO_PRUNER)
+
+
+def test_a_study_of_other_words_is_refused(tmp_path: Path) -> None:
+    """Its results would be shown as those of these words."""
+    drawing(tmp_path, Launcher()).ask()
+    words = "+x=interval(0,1)", "k=a,b", "m=7"
+
+    def refused(*words: str) -> str:
+        with pytest.raises(PoolError) as found:
+            drawing(tmp_path, Launcher(), words=words)
+        return str(found.value)
+
+    assert drawing(tmp_path, Launcher(), words=("m=6", *words)).ask(), "the last word about a key counts"
+    assert "m=8: the study that would go on has m=7; give the same words, or name another" in refused(*words, "m=8")
+    assert "no m: the study that would go on has m=7" in refused(*words[:2])
+    assert "n=1: the study that would go on has no n" in refused(*words, "n=1")
+    assert "k=a: the study that would go on has k=(drawn)" in refused(*words, "k=a")
+    assert "k: CategoricalDistribution" in (said := refused(*words, "k=a,c"))
+    assert "what is drawn from has changed: name another directory" in said
+    assert drawing(tmp_path, Launcher(), words=("+x=interval(0,2)", *words[1:])).ask(), "a wider interval is no other"
+    assert sweep.Trials(PROGRAM, None).compared(["++launch.nproc_per_node=1", "++sweep.baseline=true", "+m= 7"]) == {
+        "m=7"
+    }, "how trials run makes no other study"
+
+
+def test_the_rows_of_other_words_are_of_another_sweep() -> None:
+    def row(trial: int, *words: str) -> dict[str, Any]:
+        return {"trial": trial, "overrides": ["lr=1"], "words": ["++lr=1", *words]}
+
+    rows = [row(0, "++a=[1, 2]", "launch.x=1"), row(1, "++a=[1,3]"), row(2), row(3, "++a=[1,2]") | {"alone": 0}]
+    assert [one["trial"] for one in sweep_rows.of_sweep({"lr"}, {"a=[1,2]"}, rows)] == [0]
+
+
+def test_one_process_at_a_time_has_a_study(tmp_path: Path) -> None:
+    holder = drawing(tmp_path, Launcher())
+    path = tmp_path / "optuna.log"
+    if not (pid := os.fork()):
+        try:
+            Journal(path)
+        except PoolError as error:
+            os._exit(0 if "another sweep has this study; wait for it, or name another" in str(error) else 2)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0 and holder
+
+
+@pytest.mark.parametrize("text", ["a: 1\n", "{}", '{"op_code": 1\n'])
+def test_a_file_that_is_no_journal_stays_as_it_is(tmp_path: Path, text: str) -> None:
+    (tmp_path / "notes").write_text(text)
+    for path in (tmp_path, tmp_path / "notes"):
+        with pytest.raises(PoolError, match="cannot be the journal of a study: .*; name another"):
+            open_study(path, "sweep", "minimize", NO_PRUNER)
+    assert (tmp_path / "notes").read_text() == text
 
 
 def test_a_study_killed_while_it_draws_loses_that_trial_alone(tmp_path: Path) -> None:
@@ -160,7 +212,7 @@ def test_the_pruner_sees_each_evaluation_once(tmp_path: Path) -> None:
     assert draws.study.get_trials()[2].intermediate_values == {1: 2.0, 2: 1.5}
     end(draws, 1, math.nan)
     assert draws.study.get_trials()[1].state.name == "PRUNED"
-    with pytest.raises(PoolError, match=r"hydra\.sweeper\.pruner="):
+    with pytest.raises(PoolError, match="hydra/sweeper/pruner=median: .*it was given hydra.sweeper.pruner.nonsense=1"):
         open_study(tmp_path / "o", "s", "minimize", {"name": "median", "nonsense": 1})
 
 

@@ -48,6 +48,8 @@ class Trials:
         self.sweep_dir = Path()
         self.swept: set[str] = set()
         """The keys that the sweep varies."""
+        self.fixed: set[str] = set()
+        """What else tells it from another."""
         self.objective = ""
         """As asked for; its name once a trial has told what `auto` is."""
         self.better: str | None = None
@@ -136,14 +138,14 @@ class Trials:
             self.objective = objective_name(config.objective, validation)
             self._tell_if_by_test(self.objective)
         self.swept = {*read.swept, *sweep_words.params(read.arguments)}
+        self.fixed = sweep_words.compared(fixed, self.swept)
         self.drawn = sweep_words.drawn_by_optuna(read.arguments)
         self.total = self.drawn or math.prod(map(len, read.swept.values()))
         if not self.job_launcher:
             for note in trial_pool.notes(config, resolved[-1], told):
                 print(f"note: {note}", file=sys.stderr)
             pool = trial_pool.pool_of(config, resolved, self.total, hardware, told)
-            drawn = sweep_words.drawn_by_optuna(read.arguments)
-            if asked == trial_pool.NAME or (not asked and (pool.at_once > 1 or told or drawn)):
+            if asked == trial_pool.NAME or (not asked and (pool.at_once > 1 or told or self.drawn)):
                 self.pool, self.forks_workers = pool, config.launch.fork_server
                 hydra_argv += pool.words(hydra_argv)
         self.baseline.asked = config.sweep.baseline and bool(self.pool and self.pool.at_once > 1)
@@ -162,7 +164,7 @@ class Trials:
         with sweep_lock.alone(self.sweep_dir):
             self.rows_begin = sweep_rows.size(self.sweep_dir)
             if self.drawn:  # Optuna asks for no trial again that has ended
-                self.rows = sweep_rows.of_sweep(self.swept, sweep_rows.read(self.sweep_dir))
+                self.rows = sweep_rows.of_sweep(self.swept, self.fixed, sweep_rows.read(self.sweep_dir))
             yield
 
     def _direction(self, arguments: list[str], config: Config) -> tuple[list[str], list[str]]:
@@ -266,6 +268,11 @@ class Trials:
 
     # --- what the pool calls, in the process that starts the trials ---
 
+    def refused(self, problem: str) -> int:
+        """Says why the sweep cannot go on. Returns its exit code."""
+        print(ConfigError([problem]), file=sys.stderr)
+        return ConfigError.exit_code
+
     def before_jobs(self) -> None:
         """What all workers need is imported once, here: a server of its own would cost each trial seconds."""
         if self.server:
@@ -292,6 +299,10 @@ class Trials:
         as_another = "" if row["trial"] == number else f", as trial {row['trial']}"
         print(f"trial {number} was {row['status']} before{as_another}: {self.writer.path}", flush=True)
         return sweep_rows.value_of(row)
+
+    def compared(self, words: list[str]) -> set[str]:
+        """The words that tell the study of this sweep from another."""
+        return sweep_words.compared(words, self.swept)
 
     def reports(self, number: int) -> list[float]:
         """The objective of a trial at each evaluation so far."""

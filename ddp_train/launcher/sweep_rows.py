@@ -129,10 +129,16 @@ def by_trial(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [row for _, row in sorted({row["trial"]: row for row in rows}.items())]
 
 
-def of_sweep(swept: set[str], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those that vary the same keys; a run of `sweep.baseline` varies none."""
+def of_sweep(swept: set[str], fixed: set[str], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those that vary the same keys, and have the same other words; a run of `sweep.baseline` varies none."""
     return by_trial(
-        [row for row in rows if "alone" not in row and set(map(sweep_words.key, row["overrides"])) == swept]
+        [
+            row
+            for row in rows
+            if "alone" not in row
+            and set(map(sweep_words.key, row["overrides"])) == swept
+            and sweep_words.compared(row["words"], swept) == fixed
+        ]
     )
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from ddp_train.config.metrics import MEASURED
 from ddp_train.config.schema import Config
@@ -35,6 +36,17 @@ def key(word: str) -> str:
 def last(arguments: list[str], name: str) -> str:
     """The value that a key was given last; "" if it was not."""
     return next((word.partition("=")[2] for word in reversed(arguments) if key(word) == name), "")
+
+
+def compared(words: Iterable[str], swept: set[str]) -> set[str]:
+    """What tells one study from another: the words that are not swept, as Hydra writes them. How the trials run is none
+    of it."""
+    read = [OverridesParser.create().parse_override(word) for word in words_of_trial(words)]
+    return {
+        f"{key(word.get_key_element())}={word.get_value_element_as_str()}"
+        for word in read
+        if key(word.get_key_element()) not in swept and not key(word.get_key_element()).startswith("launch.")
+    }
 
 
 def words_of_trial(overrides: Any) -> list[str]:

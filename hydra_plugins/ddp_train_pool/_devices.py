@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hydra.errors import CompactHydraException
+
 FOLDERS = (Path("/run/lock"), Path("/tmp"))
 """Where the folder of locks lies: in the first into which everybody may write. /run/lock is never swept by age."""
 FOLDER = "hydra_pool"
@@ -22,8 +24,8 @@ EVERYBODY = stat.S_IRWXU | stat.S_IRWXG | stat.S_IRWXO | stat.S_ISVTX
 """Permissions of that folder, as those of /tmp: all may add files, and remove only their own."""
 
 
-class PoolError(Exception):
-    """What is wrong with devices, locks or settings, in words for the user."""
+class PoolError(CompactHydraException):
+    """What is wrong with devices, locks or settings, in words for the user, which Hydra prints without a traceback."""
 
 
 @dataclass(frozen=True)

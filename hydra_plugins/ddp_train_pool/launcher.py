@@ -92,9 +92,10 @@ class PoolLauncher(Launcher):
     the jobs: `before_jobs()`; `job_number(number, overrides)`, once for each job before it starts: the number, and so
     the folder, that it gets; `known_value(number, overrides)`: what it would return, if that is known already, and None
     if it must run; `job_started(number, overrides, devices)`; `job_ended(number, overrides, JobReturn, exit_code,
-    seconds)`; `job_alone()`: the number and the overrides of a job that runs alone after all others, or None. What
-    hydra/sweeper=pool_optuna calls stands there. A signal goes to all jobs, is waited for, and is raised again at the
-    end; the third one kills them.
+    seconds)`; `job_alone()`: the number and the overrides of a job that runs alone after all others, or None;
+    `refused(problem)`: says why the sweep cannot run, or go on, and returns the exit code. What hydra/sweeper=pool_optuna
+    calls stands there. A signal goes to all jobs, is waited for, and is raised again at the end; the third one kills
+    them.
     """
 
     def __init__(
@@ -120,8 +121,19 @@ class PoolLauncher(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         listed = Listed(job_overrides, initial_job_idx)
-        self.launch_from(listed, len(job_overrides))
+        with self.refusing():
+            self.launch_from(listed, len(job_overrides))
         return [listed.returned[number] for number in sorted(listed.returned)]
+
+    @contextlib.contextmanager
+    def refusing(self) -> Iterator[None]:
+        """Lets the application say a PoolError, if it can."""
+        try:
+            yield
+        except PoolError as error:
+            if (code := self.tell("refused", str(error))) is None:
+                raise
+            raise _jobs.SweepEnd(code) from None
 
     def launch_from(self, source: Source, count: int) -> None:
         """Runs what `source` has, one job as soon as there are devices for it. count: of jobs, for the log."""
