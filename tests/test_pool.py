@@ -265,6 +265,13 @@ def test_a_sweep_that_waits_for_others_says_so(tmp_path: Path) -> None:
     assert end_of(sweep).count("note: ") == 0 and [job[1] for job in ledger(tmp_path)] == ["a"]
 
 
+@pytest.mark.slow
+def test_a_mistake_in_any_application_is_a_line(tmp_path: Path) -> None:
+    wrong = app(tmp_path, "+x=1,2", "hydra.launcher.gpus_per_trial=3")
+    assert "gpus_per_trial=3: there are 2 devices; use at most that many" in (said := end_of(wrong))
+    assert wrong.returncode == 1 and "Traceback" not in said
+
+
 def test_a_job_whose_config_cannot_be_composed_ends_no_other() -> None:
     """Grids are composed before they start; other sweepers ask for one after the other."""
     launcher = PoolLauncher(0, 1, None, None, 0.0, None)

@@ -19,7 +19,7 @@ from hydra.core.utils import JobReturn, JobStatus
 
 from ddp_train.config.schema import Config, SweepConfig
 from ddp_train.errors import ConfigError
-from ddp_train.launcher import sweep, sweep_pruning, sweep_rows
+from ddp_train.launcher import cli, sweep, sweep_pruning, sweep_rows
 from ddp_train.launcher.sweep_baseline import Baseline
 from ddp_train.launcher.sweep_numbers import Numbers
 from hydra_plugins.ddp_train_pool._devices import PoolError
@@ -162,7 +162,7 @@ def test_one_process_at_a_time_has_a_study(tmp_path: Path) -> None:
 def test_a_file_that_is_no_journal_stays_as_it_is(tmp_path: Path, text: str) -> None:
     (tmp_path / "notes").write_text(text)
     for path in (tmp_path, tmp_path / "notes"):
-        with pytest.raises(PoolError, match="cannot be the journal of a study: .*; name another"):
+        with pytest.raises(PoolError, match=r"cannot be the journal of a study: .*; name another"):
             open_study(path, "sweep", "minimize", NO_PRUNER)
     assert (tmp_path / "notes").read_text() == text
 
@@ -212,7 +212,7 @@ def test_the_pruner_sees_each_evaluation_once(tmp_path: Path) -> None:
     assert draws.study.get_trials()[2].intermediate_values == {1: 2.0, 2: 1.5}
     end(draws, 1, math.nan)
     assert draws.study.get_trials()[1].state.name == "PRUNED"
-    with pytest.raises(PoolError, match="hydra/sweeper/pruner=median: .*it was given hydra.sweeper.pruner.nonsense=1"):
+    with pytest.raises(PoolError, match=r"hydra/sweeper/pruner=median: .*pruner\.nonsense=1"):
         open_study(tmp_path / "o", "s", "minimize", {"name": "median", "nonsense": 1})
 
 
@@ -316,6 +316,65 @@ def test_what_contradicts_the_sweeper_is_refused(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ConfigError, match=r"needs the package optuna; pip install -e '\.\[optuna\]'"):
         words()
     assert not Config(sweep=SweepConfig()).sweep.baseline
+
+
+LR = "optimizer.lr=interval(0.01,0.1)"
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("model.hidden=interval(8,64)", "model.hidden=64.0: must be a whole number; for whole numbers use model.hidde"),
+        ("optimizer.lr=interval(-0.3,0.1)", "optimizer.lr=-0.3: must be above 0"),
+        ("+optimizer.foo=interval(0.1,0.2)", "optimizer.foo=0.1: no such key"),
+        ("optimizer.lr=interval(0.3,0.001)", "optimizer.lr=interval(0.3,0.001): `low <= high` must hold"),
+        ("seed=1", "nothing to draw; give a key an interval"),
+        (f"{LR} optimizer.lr=0.1", "nothing to draw; give a key an interval"),
+        ("model=glob(nonsense*)", "model: has no value to try: nothing matches"),
+        (f"{LR} hydra/sweeper/pruner=threshold", "hydra/sweeper/pruner=threshold: Either lower or upper must be speci"),
+        (f"{LR} hydra.sweeper.sampler.n_startup_trials=a", "hydra/sweeper/sampler=tpe: '<' not supported"),
+        (f"{LR} hydra/sweeper/pruner=medain", "Could not find 'hydra/sweeper/pruner/medain' Available options"),
+        (f"{LR} hydra/sweeper/sampler=tpe,random", "hydra/sweeper/sampler=tpe,random: is about all trials, and cannot"),
+        (f"{LR} hydra.sweeper.sampler=random", "is an option of a group; use hydra/sweeper/sampler=random"),
+        (f"{LR} hydra.sweeper.storage=sqlite:///x.db", "hydra.sweeper.storage=sqlite:///x.db: must be a file, Optuna'"),
+        (f"{LR} hydra.sweeper.n_trials=0", "hydra.sweeper.n_trials=0: must be at least 1"),
+        (f"{LR} hydra.sweeper.n_trails=3", "Key 'n_trails' not in 'PoolOptunaConf'"),
+        (f"{LR} hydra/sweeper=basic", f"{LR}: a grid needs values; name some, or let Optuna draw: add hydra/sweeper=p"),
+        ("seed=1,2 hydra/sweeper=basic hydra.sweeper.n_trials=3", "hydra.sweeper.n_trials=3: is of a sweeper that dra"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_named_before_anything_starts(words: str, problem: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        sweep.Trials(PROGRAM, None).check(["-m", "hydra/sweeper=pool_optuna", "model=mlp", *words.split()], True)
+    assert problem in str(refused.value)
+
+
+def test_parameters_of_the_sweeper_are_words_as_others() -> None:
+    """Hydra has no keys of that name on a command line."""
+    for given in ("hydra.sweeper.params.seed=int(interval(1,9))", "+hydra.sweeper.params.seed='int(interval(1,9))'"):
+        trials = sweep.Trials(PROGRAM, None)
+        words = trials.check(["-m", "hydra/sweeper=pool_optuna", "seed=7", given], True)
+        assert "++seed=int(interval(1,9))" in words and trials.swept == {"seed"}
+
+
+def test_what_hydra_itself_refuses_has_the_exit_code_of_a_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["launch.py"])
+    with pytest.raises(SystemExit) as end:  # one trial at a time: no pool, which alone has the key
+        words = ["-m", "seed=1,2", ONE, "hydra.launcher.lock_folder=x", f"run_dir={tmp_path}/sweep"]
+        cli.through_hydra(sweep.Trials(PROGRAM, None), words, None)
+    assert end.value.code == 2 and "Key 'lock_folder' not in 'BasicLauncherConf'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_study_that_cannot_go_on_is_one_message(tmp_path: Path) -> None:
+    words = ("-m", "hydra/sweeper=pool_optuna", "hydra.sweeper.n_trials=1", LR, "train.epochs=1", ONE, "model=mlp")
+    assert run(*words, "data.limit=100", f"run_dir={tmp_path}").returncode == 0
+    again = run(*words, "data.limit=120", f"run_dir={tmp_path}")
+    problem = "  - data.limit=120: the study that would go on has data.limit=100; give the same words, or name another"
+    assert again.returncode == 2 and f"1 problem in the configuration:\n{problem}" in again.stderr
+    assert "Traceback" not in again.stderr and "HYDRA" not in again.stderr and "best trial" not in again.stdout
 
 
 @pytest.mark.slow

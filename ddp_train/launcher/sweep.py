@@ -17,13 +17,12 @@ from omegaconf import DictConfig
 from ddp_train.config.hardware import detect_hardware
 from ddp_train.config.metrics import by_test, direction_of, has_validation, objective_name
 from ddp_train.config.overrides import read_overrides
-from ddp_train.config.prepare import prepare, read_run, resolve_and_check
+from ddp_train.config.prepare import prepare
 from ddp_train.config.program import Program
 from ddp_train.config.schema import Config
-from ddp_train.config.validate import check_rules
 from ddp_train.distributed.environment import new_run_id, visible_devices
 from ddp_train.errors import ConfigError
-from ddp_train.launcher import local, sweep_lock, sweep_pruning, sweep_rows, sweep_words, trial_pool
+from ddp_train.launcher import local, sweep_check, sweep_lock, sweep_pruning, sweep_rows, sweep_words, trial_pool
 from ddp_train.launcher.fork_server import ForkServer, preload
 from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.launcher.sweep_baseline import MARK, Baseline
@@ -81,52 +80,24 @@ class Trials:
         """The trials of this start, as far as this process knows."""
 
     def check(self, argv: list[str], sweep: bool) -> list[str]:
-        """Checks the overrides on the command line before Hydra reads it. Returns the command line for Hydra.
-
-        In a sweep, each swept value is checked together with the first values of the other swept keys. Raises
-        ConfigError with all problems.
-        """
+        """Checks the overrides on the command line before Hydra reads it. Returns the command line for Hydra. Raises
+        ConfigError with all problems."""
         self.page = SweepPage(self.program.command(argv))
         overrides = [word for word in argv if not word.startswith("-") and ("=" in word or sweep)]
-        read = read_overrides(self.program, overrides, sweep)
-        problems, config = list(read.problems), Config()
+        words = sweep_check.each_once(overrides) if sweep else overrides
+        read = read_overrides(self.program, words, sweep)
         asked = sweep_words.last(read.arguments, sweep_words.LAUNCHER)
         self.job_launcher = asked if asked not in ("basic", trial_pool.NAME) else ""
+        hardware = detect_hardware(visible_devices())
+        tried = sweep_check.try_values(self.program, read, sweep, self.job_launcher, hardware)
+        problems, config = tried.problems, tried.config
         if self.job_launcher in sweep_words.SLURM:
             problems += sweep_words.missing_for_slurm(self.job_launcher)
-        fixed = [
-            word
-            for word in read.arguments
-            if sweep_words.key(word) not in read.swept and not sweep_words.key(word).startswith(("hydra/", "hydra."))
-        ]
-        first = {key: values[0] for key, values in read.swept.items() if values}
-        trials = [first, *(first | {key: value} for key, values in read.swept.items() for value in values[1:])]
-        hardware, resolved = detect_hardware(visible_devices()), []
-        told, found = trial_pool.told(read.arguments)
-        problems += found
-        problems += [
-            f"{key}: is what all trials share, and cannot be swept; give it one value"
-            for key in read.swept
-            if key.startswith("sweep.")
-        ]
-        for trial in trials:
-            config, found = read_run(
-                self.program, read_overrides(self.program, fixed + [f"{key}={value}" for key, value in trial.items()])
-            )
-            config, more = trial_pool.with_told(config, told)
-            problems += found + more
-            if sweep and not found:
-                found = trial_pool.refused(config)
-                if not found and self.job_launcher:  # it may run on another host
-                    found = check_rules(config)
-                elif not (found := found or trial_pool.problems(config, hardware)):
-                    seen = trial_pool.hardware_of_trial(config, hardware)
-                    run, found = resolve_and_check(config, None, seen)
-                    resolved += [] if found else [run]
-                problems += found
         self.objective, self.better = config.objective, direction_of(config.objective, config)
         direction, found = self._direction(read.arguments, config)
         problems += [*found, *sweep_words.unusable_with_optuna(read.arguments, config.objective)] if sweep else []
+        if sweep and not problems:
+            problems = sweep_check.problems(self.program, [*read.arguments, *direction])
         if problems:
             raise ConfigError(list(dict.fromkeys(problems)))
         hydra_argv = [word for word in argv if word not in overrides] + read.arguments
@@ -138,14 +109,14 @@ class Trials:
             self.objective = objective_name(config.objective, validation)
             self._tell_if_by_test(self.objective)
         self.swept = {*read.swept, *sweep_words.params(read.arguments)}
-        self.fixed = sweep_words.compared(fixed, self.swept)
+        self.fixed = sweep_words.compared(tried.fixed, self.swept)
         self.drawn = sweep_words.drawn_by_optuna(read.arguments)
         self.total = self.drawn or math.prod(map(len, read.swept.values()))
         if not self.job_launcher:
-            for note in trial_pool.notes(config, resolved[-1], told):
+            for note in trial_pool.notes(config, tried.resolved[-1], tried.told):
                 print(f"note: {note}", file=sys.stderr)
-            pool = trial_pool.pool_of(config, resolved, self.total, hardware, told)
-            if asked == trial_pool.NAME or (not asked and (pool.at_once > 1 or told or self.drawn)):
+            pool = trial_pool.pool_of(config, tried.resolved, self.total, hardware, tried.told)
+            if asked == trial_pool.NAME or (not asked and (pool.at_once > 1 or tried.told or self.drawn)):
                 self.pool, self.forks_workers = pool, config.launch.fork_server
                 hydra_argv += pool.words(hydra_argv)
         self.baseline.asked = config.sweep.baseline and bool(self.pool and self.pool.at_once > 1)

@@ -93,9 +93,9 @@ class PoolLauncher(Launcher):
     the folder, that it gets; `known_value(number, overrides)`: what it would return, if that is known already, and None
     if it must run; `job_started(number, overrides, devices)`; `job_ended(number, overrides, JobReturn, exit_code,
     seconds)`; `job_alone()`: the number and the overrides of a job that runs alone after all others, or None;
-    `refused(problem)`: says why the sweep cannot run, or go on, and returns the exit code. What hydra/sweeper=pool_optuna
-    calls stands there. A signal goes to all jobs, is waited for, and is raised again at the end; the third one kills
-    them.
+    `refused(problem)`: says why the sweep cannot run, or go on, and returns the exit code. What
+    hydra/sweeper=pool_optuna calls stands there. A signal goes to all jobs, is waited for, and is raised again at the
+    end; the third one kills them.
     """
 
     def __init__(

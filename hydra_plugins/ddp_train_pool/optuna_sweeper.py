@@ -109,8 +109,7 @@ class PoolOptunaSweeper(Sweeper):
         if "://" in str(self.storage):
             raise PoolError(f"hydra.sweeper.storage={self.storage}: must be a file, Optuna's journal; name a path")
         self.sampler, self.pruner = _plain("sampler", self.sampler), _plain("pruner", self.pruner)
-        params = OmegaConf.to_container(self.params, resolve=True) if self.params else {}
-        assert isinstance(params, dict)
+        params = _plain("params", self.params)
         words = parser.parse_overrides([*(f"{key}={value}" for key, value in _flat(params)), *arguments])
         try_out(words, self.sampler, self.pruner)
         return words
