@@ -441,8 +441,8 @@ def test_a_row_after_a_torn_one_is_found(tmp_path: Path) -> None:
         file.write('{"trial": 1, "status": "comp')
     sweep_rows.append(tmp_path, {"trial": 1, "status": "failed", "words": ["a=2"]})
     assert [row["trial"] for row in sweep_rows.read(tmp_path)] == [0, 1]
-    assert (sweep_rows.completed_before(tmp_path, ["a=1"]) or {})["trial"] == 0
-    assert sweep_rows.completed_before(tmp_path, ["a=2"]) is None, "it failed: it is tried again"
+    assert (sweep_rows.ended_before(tmp_path, ["a=1"], True) or {})["trial"] == 0
+    assert sweep_rows.ended_before(tmp_path, ["a=2"], True) is None, "it failed: it is tried again"
 
 
 def test_what_the_launcher_is_told_directly_is_what_the_trials_share() -> None:

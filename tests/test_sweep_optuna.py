@@ -265,7 +265,7 @@ def test_what_a_run_has_scored_so_far_is_read_from_its_metrics(tmp_path: Path) -
 def test_a_pruned_trial_keeps_its_row_whoever_was_killed(tmp_path: Path) -> None:
     """The mark is there before the trial is stopped: its launcher, or the sweep, may die at any moment after it."""
     trials = sweep.Trials(PROGRAM, None)
-    trials.sweep_dir, trials.writer = tmp_path, sweep_rows.Writer(tmp_path)
+    trials.sweep_dir, trials.writer, trials.pruner = tmp_path, sweep_rows.Writer(tmp_path), "median"
     (tmp_path / "0").mkdir()
     assert trials.known_value(0, ["a=1"]) is None
     trials.prune(0, 3, 0.5)
@@ -277,6 +277,15 @@ def test_a_pruned_trial_keeps_its_row_whoever_was_killed(tmp_path: Path) -> None
     trials.prune(1, 2, 0.25)
     trials.job_ended(1, ["a=2"], returned, -9, 1.0)
     assert isinstance(returned.return_value, Pruned) and trials.finish() == 0
+
+
+def test_what_was_pruned_runs_in_a_sweep_that_prunes_nothing(tmp_path: Path) -> None:
+    trials = sweep.Trials(PROGRAM, None)
+    trials.sweep_dir, trials.writer = tmp_path, sweep_rows.Writer(tmp_path)
+    sweep_rows.append(tmp_path, {"trial": 0, "status": "pruned", "words": ["a=1"], "overrides": ["a=1"]})
+    trials.prune(0, 3, 0.5)
+    assert trials.known_value(0, ["a=1"]) is None
+    assert sweep_pruning.marked(tmp_path / "0") is None, "if it is stopped now, it was not pruned"
 
 
 def test_a_baseline_compares_a_trial_with_itself(tmp_path: Path) -> None:
@@ -293,7 +302,21 @@ def test_a_baseline_compares_a_trial_with_itself(tmp_path: Path) -> None:
     assert again.choose(rows, [*rows, own], Numbers(tmp_path, 2, "later")) is None, "it is known"
     assert "600 samples/s beside 3 others, 800 alone" in again.text(rows) and " 3.00 times the work" in again.text(rows)
     sweep_rows.append(tmp_path, own)
-    assert sweep_rows.completed_before(tmp_path, ["a=2"]) is None, "it is no trial"
+    assert sweep_rows.ended_before(tmp_path, ["a=2"], True) is None, "it is no trial"
+
+
+def test_trials_too_short_to_compare_are_called_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"trial": 0, "status": "completed", "words": ["a=1"], "at_once": 2, "samples_per_second": 9000.0}
+    alone = Baseline(asked=True, number=2, row=row | {"trial": 2, "alone": 0, "samples_per_second": 850.0})
+    assert "Sharing was not measured: trial 0 has 9,000 samples/s beside 1 other, 850 alone; 0.2 s are too short" in (
+        alone.text([row | {"seconds": 0.2}])
+    )
+    assert "as if this host had other work by then" in alone.text([row | {"seconds": 20.0}])
+    assert "do 1.00 times the work" in alone.text([row | {"seconds": 20.0, "samples_per_second": 425.0}])
+    trials = sweep.Trials(PROGRAM, None)
+    trials.baseline, trials.total, trials.begun, trials.swept = alone, 2, {0, 1}, {"a"}
+    trials.job_started(2, ["a=1"], [])
+    assert capsys.readouterr().out == "trial 2: a=1  (trial 0 alone)\n", "it is no third of two"
 
 
 def test_what_contradicts_the_sweeper_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,6 +332,10 @@ def test_what_contradicts_the_sweeper_is_refused(monkeypatch: pytest.MonkeyPatch
             "needs hydra/launcher=pool, which says when a trial has ended; leave out hydra/laun",
         ),
         (["hydra/sweeper/pruner=median", "objective=seconds"], "objective=seconds is known at the end only"),
+        (
+            ["hydra/sweeper/pruner=median", "objective=test.accuracy", "data.validation=0.1"],
+            r"pruner=median: with a validation set objective=test\.accuracy .*; use objective=validation\.accuracy",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             words(*given)
@@ -367,6 +394,16 @@ def test_what_hydra_itself_refuses_has_the_exit_code_of_a_mistake(
     assert end.value.code == 2 and "Key 'lock_folder' not in 'BasicLauncherConf'" in capsys.readouterr().err
 
 
+def test_who_has_a_validation_set_is_told_to_select_by_it(capsys: pytest.CaptureFixture[str]) -> None:
+    trials = sweep.Trials(PROGRAM, None)
+    trials.check(["-m", "seed=1,2", "objective=test.loss", "data.validation=0.1"], True)
+    said = capsys.readouterr().err
+    assert "objective=test.loss: selects by the test set" in said and "; use objective=validation.loss\n" in said
+    trials.pruner, row = "median", {"objective_name": "test.loss", "better": "min"}  # data of one's own: a trial tells
+    assert trials._learn(row) is None
+    assert "use objective=validation.loss" in str(trials._learn(row | {"validation": {"loss": 1.0}}))
+
+
 @pytest.mark.slow
 def test_a_study_that_cannot_go_on_is_one_message(tmp_path: Path) -> None:
     words = ("-m", "hydra/sweeper=pool_optuna", "hydra.sweeper.n_trials=1", LR, "train.epochs=1", ONE, "model=mlp")
@@ -415,4 +452,4 @@ def test_a_study_is_pruned_killed_and_goes_on(tmp_path: Path) -> None:
         "of both starts"
     )
     assert f"best trial {min(values, key=lambda trial: values[trial])}:" in again.stdout
-    assert "Sharing: trial " in again.stdout and "Sharing: trial " in (folder / "report.md").read_text()
+    assert "Sharing" in again.stdout and "Sharing" in (folder / "report.md").read_text()

@@ -15,7 +15,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import DictConfig
 
 from ddp_train.config.hardware import detect_hardware
-from ddp_train.config.metrics import by_test, direction_of, has_validation, objective_name
+from ddp_train.config.metrics import BY_TEST, by_test, direction_of, has_validation, objective_name
 from ddp_train.config.overrides import read_overrides
 from ddp_train.config.prepare import prepare
 from ddp_train.config.program import Program
@@ -55,6 +55,8 @@ class Trials:
         """max or min; None until a trial tells, where only the task knows."""
         self.sweeper = ""
         """The one that must know the better direction; empty if none must."""
+        self.pruner = ""
+        """That of our own sweeper, if it has one."""
         self.by_test = ""
         """What the user must know if the test set selects; empty once it was said."""
         self.total = 0
@@ -95,7 +97,7 @@ class Trials:
             problems += sweep_words.missing_for_slurm(self.job_launcher)
         self.objective, self.better = config.objective, direction_of(config.objective, config)
         direction, found = self._direction(read.arguments, config)
-        problems += [*found, *sweep_words.unusable_with_optuna(read.arguments, config.objective)] if sweep else []
+        problems += [*found, *sweep_words.unusable_with_optuna(read.arguments, config)] if sweep else []
         if sweep and not problems:
             problems = sweep_check.problems(self.program, [*read.arguments, *direction])
         if problems:
@@ -107,10 +109,10 @@ class Trials:
         self.by_test = by_test(config)
         if (validation := has_validation(config)) is not None:
             self.objective = objective_name(config.objective, validation)
-            self._tell_if_by_test(self.objective)
+            self._tell_if_by_test(self.objective, validation)
         self.swept = {*read.swept, *sweep_words.params(read.arguments)}
         self.fixed = sweep_words.compared(tried.fixed, self.swept)
-        self.drawn = sweep_words.drawn_by_optuna(read.arguments)
+        self.drawn, self.pruner = sweep_words.drawn_by_optuna(read.arguments), sweep_words.pruner_of(read.arguments)
         self.total = self.drawn or math.prod(map(len, read.swept.values()))
         if not self.job_launcher:
             for note in trial_pool.notes(config, tried.resolved[-1], tried.told):
@@ -149,10 +151,11 @@ class Trials:
         words, problems, self.better = sweep_words.told_direction(sweeper, arguments, config, self.better)
         return words, problems
 
-    def _tell_if_by_test(self, name: str) -> None:
+    def _tell_if_by_test(self, name: str, validates: bool) -> None:
         """Says once that the test set selects."""
         if name.startswith("test.") and self.by_test:
-            print(f"note: objective={name}: {self.by_test}", file=sys.stderr)
+            instead = f"{BY_TEST}use objective={sweep_words.by_validation(name)}"
+            print(f"note: objective={name}: {instead if validates else self.by_test}", file=sys.stderr)
             self.by_test = ""
 
     def run(self, _: DictConfig) -> float:
@@ -225,6 +228,8 @@ class Trials:
 
     def _named(self, number: int, overrides: list[str]) -> str:
         """A trial that begins in a line: its number, which of how many it is if that is known, and what is its own."""
+        if number == self.baseline.number:  # none of them
+            return f"{number}: {' '.join(self._swept_among(overrides))}"
         self.begun.add(number)
         count = f" ({len(self.begun)} of {self.total})" if self.total and not self._draws() else ""
         return f"{number}{count}: {' '.join(self._swept_among(overrides))}"
@@ -257,9 +262,12 @@ class Trials:
         return self.numbers.of(number, sweep_words.words_of_trial(overrides))
 
     def known_value(self, number: int, overrides: list[str]) -> float | None:
-        """The objective of a trial that the same sweep has completed before it was ended; None: it must run."""
+        """The objective of a trial that the same sweep has completed, or pruned, before it was ended; None: it must
+        run, and so must a pruned one in a sweep that prunes nothing."""
         words, folder = sweep_words.words_of_trial(overrides), self.sweep_dir / str(number)
-        row = sweep_rows.completed_before(self.sweep_dir, words)
+        if not self.pruner:
+            sweep_pruning.unmark(folder)
+        row = sweep_rows.ended_before(self.sweep_dir, words, bool(self.pruner))
         if row is None and (pruned := sweep_pruning.marked(folder)):  # the sweep was killed before the row was there
             row = self._new_row(number, words, str(folder.absolute())) | pruned
             self.writer.add(row)
@@ -325,14 +333,16 @@ class Trials:
         raise SystemExit(stop.exit_code(SAVED if codes == {SAVED} else UNSAVED))
 
     def _learn(self, row: dict[str, Any]) -> ConfigError | None:
-        """What only a trial could tell: what `auto` stands for, and the better direction. Returns an error if the
-        sweeper was told the other one."""
+        """What only a trial could tell: what `auto` stands for, the better direction, and whether there is a validation
+        set. Returns an error if the sweeper was told otherwise."""
         if "objective_name" not in row:
             return None
         told, self.objective, self.better = self.better, row["objective_name"], row["better"]
-        self._tell_if_by_test(self.objective)
-        problem = sweep_words.contradiction(self.sweeper, self.objective, told, row["better"])
-        return ConfigError([problem]) if problem else None
+        validates = bool(row.get("validation"))
+        self._tell_if_by_test(self.objective, validates)
+        problems = sweep_words.unpruned(self.pruner, self.objective, validates)
+        problems += sweep_words.contradiction(self.sweeper, self.objective, told, row["better"])
+        return ConfigError(problems) if problems else None
 
     def write_page(self) -> None:
         """At the end; the terminal is told where it is."""

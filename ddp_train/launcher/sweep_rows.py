@@ -142,9 +142,10 @@ def of_sweep(swept: set[str], fixed: set[str], rows: list[dict[str, Any]]) -> li
     )
 
 
-def completed_before(sweep_dir: Path, words: list[str]) -> dict[str, Any] | None:
-    """The row of a trial with the same words that an earlier start of this sweep has completed, or pruned."""
-    done = [row for row in read(sweep_dir) if row["status"] in ("completed", "pruned") and "alone" not in row]
+def ended_before(sweep_dir: Path, words: list[str], pruned: bool) -> dict[str, Any] | None:
+    """The row of a trial with the same words that an earlier start of this sweep has completed. pruned: or pruned."""
+    ends = ("completed", "pruned") if pruned else ("completed",)
+    done = [row for row in read(sweep_dir) if row["status"] in ends and "alone" not in row]
     found = [row for row in done if row.get("words") == sorted(words)]
     return found[-1] if found else None
 

@@ -106,7 +106,7 @@ class PoolOptunaSweeper(Sweeper):
         for name, value in (("n_trials", self.n_trials), ("n_jobs", self.n_jobs)):
             if value is not None and value < 1:
                 raise PoolError(f"hydra.sweeper.{name}={value}: must be at least 1")
-        if "://" in str(self.storage):
+        if self.storage and ("://" in self.storage or Path(self.storage).expanduser().is_dir()):
             raise PoolError(f"hydra.sweeper.storage={self.storage}: must be a file, Optuna's journal; name a path")
         self.sampler, self.pruner = _plain("sampler", self.sampler), _plain("pruner", self.pruner)
         params = _plain("params", self.params)
