@@ -275,8 +275,7 @@ class Devices:
     def offered(self, taken: set[str]) -> Iterator[tuple[list[str], list[int]] | None]:
         """As many free devices as a job needs, with their locks; None while there are not enough.
 
-        taken: those that jobs of this sweep have. This process lets go of the locks at the end: a job that was forked
-        meanwhile holds them.
+        taken: those that jobs of this sweep have. Locks that are left in the list at the end are let go of.
         """
         found: list[str] = []
         held: list[int] = []

@@ -207,6 +207,7 @@ class PoolLauncher(Launcher):
                         del running[number]
                         last_end = time.monotonic()
                         _jobs.end_adopted(keep | {other.pid for other, _ in running.values()})
+                        job.free_devices()
                         returned, seconds = job.returned(words), time.monotonic() - job.started
                         log.info("\t#%d ended after %.1f s", job.number, seconds)
                         self.tell("job_ended", job.number, words, returned, job.exit_code, seconds)
@@ -217,6 +218,8 @@ class PoolLauncher(Launcher):
                 job.send(signal.SIGKILL)
                 os.waitpid(job.pid, 0)
             _jobs.end_adopted(keep)
+            for job, _ in running.values():
+                job.free_devices()
             _jobs.adopt(False)
 
     def _make_ready(self, number: int, overrides: list[str]) -> tuple[int, DictConfig] | JobReturn:
@@ -248,12 +251,14 @@ class PoolLauncher(Launcher):
                 return None
             folder = Path(str(config.hydra.sweep.dir), str(config.hydra.sweep.subdir)) if self.output else None
             output = folder and folder / str(self.output)
+            of_others = [lock for job, _ in running.values() for lock in job.locks]
             try:
-                job = _jobs.start(number, offer[0], lambda: self._run_job(config), output)
+                job = _jobs.start(number, offer[0], lambda: self._run_job(config), output, of_others)
             except OSError as error:
                 if not running:
                     raise PoolError(f"job {number} cannot be started: {error}") from None
                 return None  # no memory, or no processes left, until another one has ended
+            job.locks, offer[1][:] = offer[1][:], []  # kept here, for its processes that do not hold them
             log.info("\t#%d : %s", number, " ".join([*filter_overrides(overrides), *offer[0]]))
             return job
 
