@@ -80,10 +80,10 @@ def try_values(program: Program, read: Overrides, sweep: bool, job_launcher: str
     swept = {name: values for name, values in (read.swept | ends).items() if values}
     first = {name: values[0] for name, values in swept.items()}
     for trial in [first, *(first | {name: value} for name, values in swept.items() for value in values[1:])]:
-        words = fixed + [f"{name}={value}" for name, value in trial.items()]
+        words = [*fixed, *(f"{name}={value}" for name, value in trial.items())]
         config, found = read_run(program, read_overrides(program, words))
         tried.config, more = trial_pool.with_told(config, told)
-        tried.problems += [_whole_numbers(problem, ends) for problem in found] + more
+        tried.problems += found + more
         if sweep and not found:
             found = trial_pool.refused(tried.config)
             if not found and job_launcher:  # it may run on another host
@@ -92,7 +92,8 @@ def try_values(program: Program, read: Overrides, sweep: bool, job_launcher: str
                 seen = trial_pool.hardware_of_trial(tried.config, hardware)
                 run, found = resolve_and_check(tried.config, None, seen)
                 tried.resolved += [] if found else [run]
-            tried.problems += [_whole_numbers(problem, ends) for problem in found]
+            tried.problems += found
+    tried.problems = [_whole_numbers(problem, ends) for problem in tried.problems]
     return tried
 
 
