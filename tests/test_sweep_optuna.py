@@ -88,7 +88,9 @@ def score(words: list[str]) -> float:
     return float(words[1].partition("=")[2])
 
 
-def test_a_study_that_is_cut_off_draws_what_an_undisturbed_one_does(tmp_path: Path) -> None:
+def test_a_study_that_is_cut_off_draws_what_an_undisturbed_one_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "calm").mkdir()
     calm, expected = drawing(tmp_path / "calm", Launcher()), []
     while drawn := calm.ask():
@@ -109,6 +111,7 @@ def test_a_study_that_is_cut_off_draws_what_an_undisturbed_one_does(tmp_path: Pa
         assert draws.ask() == drawn
         end(draws, drawn[0], score(drawn[1]))
     assert found == expected
+    assert capsys.readouterr().err.count("note: the study has 6 of 6 trials, and no more are run; raise hydra.sw") == 1
     more = drawing(tmp_path, Launcher(), n_trials=7)
     assert more.ask() is not None and more.ask() is None, "of the whole study"
     with pytest.raises(PoolError, match="has minimize; name another"):

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -240,6 +241,9 @@ class Draws:
             elif trial.state == TrialState.RUNNING:  # the sweep was killed while it drew
                 study.tell(trial.number, state=TrialState.FAIL)
         self.pruned: set[int] = set()
+        if self.count >= n_trials and not self.open:
+            rule = "and no more are run; raise hydra.sweeper.n_trials"
+            print(f"note: the study has {self.count} of {n_trials} trials, {rule}", file=sys.stderr)
 
     def _go_on(self) -> None:
         """Refuses a study of other words: its results would be shown as those of these. Raises PoolError."""
