@@ -32,7 +32,7 @@ from ddp_train.launcher.sweep_numbers import Numbers
 from ddp_train.launcher.trial_pool import TrialPool
 from ddp_train.linux import children_of, state_of
 from ddp_train.resilience import run_lock
-from hydra_plugins.ddp_train_pool import _devices
+from hydra_plugins.ddp_train_pool import _devices, _jobs
 from hydra_plugins.ddp_train_pool._devices import EVERYBODY, Devices, Gpu, Locks, PoolError, named
 from hydra_plugins.ddp_train_pool.launcher import PoolLauncher
 from tests.commands import (
@@ -49,13 +49,15 @@ from tests.commands import (
 )
 
 APP = """
-import os, sys, time
+import os, subprocess, sys, time
 import hydra
 
 @hydra.main(config_path=None, config_name=None, version_base="1.3")
 def main(cfg):
     assert "ddp_train" not in sys.modules
     began = time.time()
+    if cfg.x == "child":
+        subprocess.Popen(["sleep", "60"])
     time.sleep(cfg.seconds)
     if cfg.x == "bad":
         raise ValueError("a bad one")
@@ -254,6 +256,42 @@ def test_a_kill_leaves_no_process_and_no_lock(tmp_path: Path, victim: str) -> No
 
 
 @pytest.mark.slow
+def test_a_device_is_not_free_while_a_process_of_its_job_lives(tmp_path: Path) -> None:
+    """One that was started by exec does not hold the lock itself."""
+    sweep = app(tmp_path, "+x=child,2", "+seconds=60.0")
+    wait_until(lambda: len(children_of(sweep.pid)) == 2, "two jobs")
+    first, second = children_of(sweep.pid)
+    wait_until(lambda: children_of(first) != [], "a child of the first one")
+    (child,) = children_of(first)
+    locks, gone = Locks(tmp_path / "locks"), ("", "Z")
+    try:
+        sweep.send_signal(signal.SIGSTOP)
+        os.kill(first, signal.SIGKILL)
+        wait_until(lambda: state_of(first) in gone, "its end")
+        assert state_of(child) not in gone and locks.take("a") is None
+        sweep.send_signal(signal.SIGCONT)
+        wait_until(lambda: locks.take("a") is not None, "the device, which the second job does not hold")
+        assert state_of(child) == "" and state_of(second) not in gone and locks.take("b") is None
+    finally:
+        sweep.kill()
+        end_of(sweep)
+
+
+def test_what_a_dead_job_has_left_ends_to_the_last_process() -> None:
+    keep = _jobs.children()
+    _jobs.adopt(True)
+    try:
+        job = subprocess.Popen(["sh", "-c", "sleep 60 & wait"])
+        wait_until(lambda: children_of(job.pid) != [], "a child of it")
+        (child,) = children_of(job.pid)
+        _jobs.end_adopted(keep)
+        assert state_of(job.pid) == state_of(child) == ""
+    finally:
+        _jobs.adopt(False)
+        job.wait()
+
+
+@pytest.mark.slow
 def test_a_sweep_that_waits_for_others_says_so(tmp_path: Path) -> None:
     locks = Locks(tmp_path / "locks")
     held = [locks.take(name) for name in "ab"]
@@ -263,6 +301,13 @@ def test_a_sweep_that_waits_for_others_says_so(tmp_path: Path) -> None:
     assert said == "note: waits for 1 of a, b: other sweeps have them\n" and held[0] is not None
     os.close(held[0])
     assert end_of(sweep).count("note: ") == 0 and [job[1] for job in ledger(tmp_path)] == ["a"]
+
+
+@pytest.mark.slow
+def test_a_mistake_in_any_application_is_a_line(tmp_path: Path) -> None:
+    wrong = app(tmp_path, "+x=1,2", "hydra.launcher.gpus_per_trial=3")
+    assert "gpus_per_trial=3: there are 2 devices; use at most that many" in (said := end_of(wrong))
+    assert wrong.returncode == 1 and "Traceback" not in said
 
 
 def test_a_job_whose_config_cannot_be_composed_ends_no_other() -> None:
@@ -434,8 +479,8 @@ def test_a_row_after_a_torn_one_is_found(tmp_path: Path) -> None:
         file.write('{"trial": 1, "status": "comp')
     sweep_rows.append(tmp_path, {"trial": 1, "status": "failed", "words": ["a=2"]})
     assert [row["trial"] for row in sweep_rows.read(tmp_path)] == [0, 1]
-    assert (sweep_rows.completed_before(tmp_path, ["a=1"]) or {})["trial"] == 0
-    assert sweep_rows.completed_before(tmp_path, ["a=2"]) is None, "it failed: it is tried again"
+    assert (sweep_rows.ended_before(tmp_path, ["a=1"], True) or {})["trial"] == 0
+    assert sweep_rows.ended_before(tmp_path, ["a=2"], True) is None, "it failed: it is tried again"
 
 
 def test_what_the_launcher_is_told_directly_is_what_the_trials_share() -> None:

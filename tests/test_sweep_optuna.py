@@ -19,7 +19,7 @@ from hydra.core.utils import JobReturn, JobStatus
 
 from ddp_train.config.schema import Config, SweepConfig
 from ddp_train.errors import ConfigError
-from ddp_train.launcher import sweep, sweep_pruning, sweep_rows
+from ddp_train.launcher import cli, sweep, sweep_pruning, sweep_rows
 from ddp_train.launcher.sweep_baseline import Baseline
 from ddp_train.launcher.sweep_numbers import Numbers
 from hydra_plugins.ddp_train_pool._devices import PoolError
@@ -68,11 +68,11 @@ class Launcher:
     def tell(self, method: str, *values: Any, default: Any = None) -> Any:
         if method == "reports":
             return self.reports.get(values[0], default)
-        return self.ended.append((method, *values))
+        return default if method == "compared" else self.ended.append((method, *values))
 
 
 def drawing(folder: Path, launcher: Launcher, n_trials: int = 6, pruner: Any = None, **more: Any) -> Draws:
-    words = OverridesParser.create().parse_overrides(["+x=interval(0,1)", "k=a,b", "m=7"])
+    words = OverridesParser.create().parse_overrides(more.get("words", ["+x=interval(0,1)", "k=a,b", "m=7"]))
     study = open_study(folder / "optuna.log", "sweep", "minimize", pruner or NO_PRUNER)
     sampler = {"name": "tpe", "seed": 3, "n_startup_trials": 2}
     return Draws(study, words, sampler, n_trials, more.get("n_jobs"), launcher)  # type: ignore
@@ -88,7 +88,9 @@ def score(words: list[str]) -> float:
     return float(words[1].partition("=")[2])
 
 
-def test_a_study_that_is_cut_off_draws_what_an_undisturbed_one_does(tmp_path: Path) -> None:
+def test_a_study_that_is_cut_off_draws_what_an_undisturbed_one_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "calm").mkdir()
     calm, expected = drawing(tmp_path / "calm", Launcher()), []
     while drawn := calm.ask():
@@ -109,10 +111,63 @@ def test_a_study_that_is_cut_off_draws_what_an_undisturbed_one_does(tmp_path: Pa
         assert draws.ask() == drawn
         end(draws, drawn[0], score(drawn[1]))
     assert found == expected
+    assert capsys.readouterr().err.count("note: the study has 6 of 6 trials, and no more are run; raise hydra.sw") == 1
     more = drawing(tmp_path, Launcher(), n_trials=7)
     assert more.ask() is not None and more.ask() is None, "of the whole study"
     with pytest.raises(PoolError, match="has minimize; name another"):
         open_study(tmp_path / "optuna.log", "sweep", "maximize", NO_PRUNER)
+
+
+def test_a_study_of_other_words_is_refused(tmp_path: Path) -> None:
+    """Its results would be shown as those of these words."""
+    drawing(tmp_path, Launcher()).ask()
+    words = "+x=interval(0,1)", "k=a,b", "m=7"
+
+    def refused(*words: str) -> str:
+        with pytest.raises(PoolError) as found:
+            drawing(tmp_path, Launcher(), words=words)
+        return str(found.value)
+
+    assert drawing(tmp_path, Launcher(), words=("m=6", *words)).ask(), "the last word about a key counts"
+    assert "m=8: the study that would go on has m=7; give the same words, or name another" in refused(*words, "m=8")
+    assert "no m: the study that would go on has m=7" in refused(*words[:2])
+    assert "n=1: the study that would go on has no n" in refused(*words, "n=1")
+    assert "k=a: the study that would go on has k=(drawn)" in refused(*words, "k=a")
+    assert "k: CategoricalDistribution" in (said := refused(*words, "k=a,c"))
+    assert "what is drawn from has changed: name another directory" in said
+    assert drawing(tmp_path, Launcher(), words=("+x=interval(0,2)", *words[1:])).ask(), "a wider interval is no other"
+    assert sweep.Trials(PROGRAM, None).compared(["++launch.nproc_per_node=1", "++sweep.baseline=true", "+m= 7"]) == {
+        "m=7"
+    }, "how trials run makes no other study"
+
+
+def test_the_rows_of_other_words_are_of_another_sweep() -> None:
+    def row(trial: int, *words: str) -> dict[str, Any]:
+        return {"trial": trial, "overrides": ["lr=1"], "words": ["++lr=1", *words]}
+
+    rows = [row(0, "++a=[1, 2]", "launch.x=1"), row(1, "++a=[1,3]"), row(2), row(3, "++a=[1,2]") | {"alone": 0}]
+    assert [one["trial"] for one in sweep_rows.of_sweep({"lr"}, {"a=[1,2]"}, rows)] == [0]
+
+
+def test_one_process_at_a_time_has_a_study(tmp_path: Path) -> None:
+    holder = drawing(tmp_path, Launcher())
+    path = tmp_path / "optuna.log"
+    if not (pid := os.fork()):
+        try:
+            Journal(path)
+        except PoolError as error:
+            os._exit(0 if "another sweep has this study; wait for it, or name another" in str(error) else 2)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0 and holder
+
+
+@pytest.mark.parametrize("text", ["a: 1\n", "{}", '{"op_code": 1\n'])
+def test_a_file_that_is_no_journal_stays_as_it_is(tmp_path: Path, text: str) -> None:
+    (tmp_path / "notes").write_text(text)
+    for path in (tmp_path, tmp_path / "notes"):
+        with pytest.raises(PoolError, match=r"cannot be the journal of a study: .*; name another"):
+            open_study(path, "sweep", "minimize", NO_PRUNER)
+    assert (tmp_path / "notes").read_text() == text
 
 
 def test_a_study_killed_while_it_draws_loses_that_trial_alone(tmp_path: Path) -> None:
@@ -160,7 +215,7 @@ def test_the_pruner_sees_each_evaluation_once(tmp_path: Path) -> None:
     assert draws.study.get_trials()[2].intermediate_values == {1: 2.0, 2: 1.5}
     end(draws, 1, math.nan)
     assert draws.study.get_trials()[1].state.name == "PRUNED"
-    with pytest.raises(PoolError, match=r"hydra\.sweeper\.pruner="):
+    with pytest.raises(PoolError, match=r"hydra/sweeper/pruner=median: .*pruner\.nonsense=1"):
         open_study(tmp_path / "o", "s", "minimize", {"name": "median", "nonsense": 1})
 
 
@@ -213,7 +268,7 @@ def test_what_a_run_has_scored_so_far_is_read_from_its_metrics(tmp_path: Path) -
 def test_a_pruned_trial_keeps_its_row_whoever_was_killed(tmp_path: Path) -> None:
     """The mark is there before the trial is stopped: its launcher, or the sweep, may die at any moment after it."""
     trials = sweep.Trials(PROGRAM, None)
-    trials.sweep_dir, trials.writer = tmp_path, sweep_rows.Writer(tmp_path)
+    trials.sweep_dir, trials.writer, trials.pruner = tmp_path, sweep_rows.Writer(tmp_path), "median"
     (tmp_path / "0").mkdir()
     assert trials.known_value(0, ["a=1"]) is None
     trials.prune(0, 3, 0.5)
@@ -225,6 +280,15 @@ def test_a_pruned_trial_keeps_its_row_whoever_was_killed(tmp_path: Path) -> None
     trials.prune(1, 2, 0.25)
     trials.job_ended(1, ["a=2"], returned, -9, 1.0)
     assert isinstance(returned.return_value, Pruned) and trials.finish() == 0
+
+
+def test_what_was_pruned_runs_in_a_sweep_that_prunes_nothing(tmp_path: Path) -> None:
+    trials = sweep.Trials(PROGRAM, None)
+    trials.sweep_dir, trials.writer = tmp_path, sweep_rows.Writer(tmp_path)
+    sweep_rows.append(tmp_path, {"trial": 0, "status": "pruned", "words": ["a=1"], "overrides": ["a=1"]})
+    trials.prune(0, 3, 0.5)
+    assert trials.known_value(0, ["a=1"]) is None
+    assert sweep_pruning.marked(tmp_path / "0") is None, "if it is stopped now, it was not pruned"
 
 
 def test_a_baseline_compares_a_trial_with_itself(tmp_path: Path) -> None:
@@ -241,7 +305,21 @@ def test_a_baseline_compares_a_trial_with_itself(tmp_path: Path) -> None:
     assert again.choose(rows, [*rows, own], Numbers(tmp_path, 2, "later")) is None, "it is known"
     assert "600 samples/s beside 3 others, 800 alone" in again.text(rows) and " 3.00 times the work" in again.text(rows)
     sweep_rows.append(tmp_path, own)
-    assert sweep_rows.completed_before(tmp_path, ["a=2"]) is None, "it is no trial"
+    assert sweep_rows.ended_before(tmp_path, ["a=2"], True) is None, "it is no trial"
+
+
+def test_trials_too_short_to_compare_are_called_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"trial": 0, "status": "completed", "words": ["a=1"], "at_once": 2, "samples_per_second": 9000.0}
+    alone = Baseline(asked=True, number=2, row=row | {"trial": 2, "alone": 0, "samples_per_second": 850.0})
+    assert "Sharing was not measured: trial 0 has 9,000 samples/s beside 1 other, 850 alone; 0.2 s are too short" in (
+        alone.text([row | {"seconds": 0.2}])
+    )
+    assert "as if this host had other work by then" in alone.text([row | {"seconds": 20.0}])
+    assert "do 1.00 times the work" in alone.text([row | {"seconds": 20.0, "samples_per_second": 425.0}])
+    trials = sweep.Trials(PROGRAM, None)
+    trials.baseline, trials.total, trials.begun, trials.swept = alone, 2, {0, 1}, {"a"}
+    trials.job_started(2, ["a=1"], [])
+    assert capsys.readouterr().out == "trial 2: a=1  (trial 0 alone)\n", "it is no third of two"
 
 
 def test_what_contradicts_the_sweeper_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,6 +335,10 @@ def test_what_contradicts_the_sweeper_is_refused(monkeypatch: pytest.MonkeyPatch
             "needs hydra/launcher=pool, which says when a trial has ended; leave out hydra/laun",
         ),
         (["hydra/sweeper/pruner=median", "objective=seconds"], "objective=seconds is known at the end only"),
+        (
+            ["hydra/sweeper/pruner=median", "objective=test.accuracy", "data.validation=0.1"],
+            r"pruner=median: with a validation set objective=test\.accuracy .*; use objective=validation\.accuracy",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             words(*given)
@@ -264,6 +346,75 @@ def test_what_contradicts_the_sweeper_is_refused(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ConfigError, match=r"needs the package optuna; pip install -e '\.\[optuna\]'"):
         words()
     assert not Config(sweep=SweepConfig()).sweep.baseline
+
+
+LR = "optimizer.lr=interval(0.01,0.1)"
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("model.hidden=interval(8,64)", "model.hidden=64.0: must be a whole number; for whole numbers use model.hidde"),
+        ("optimizer.lr=interval(-0.3,0.1)", "optimizer.lr=-0.3: must be above 0"),
+        ("+optimizer.foo=interval(0.1,0.2)", "optimizer.foo=0.1: no such key"),
+        ("optimizer.lr=interval(0.3,0.001)", "optimizer.lr=interval(0.3,0.001): `low <= high` must hold"),
+        ("seed=1", "nothing to draw; give a key an interval"),
+        (f"{LR} optimizer.lr=0.1", "nothing to draw; give a key an interval"),
+        ("model=glob(nonsense*)", "model: has no value to try: nothing matches"),
+        (f"{LR} hydra/sweeper/pruner=threshold", "hydra/sweeper/pruner=threshold: Either lower or upper must be speci"),
+        (f"{LR} hydra.sweeper.sampler.n_startup_trials=a", "hydra/sweeper/sampler=tpe: '<' not supported"),
+        (f"{LR} hydra/sweeper/pruner=medain", "Could not find 'hydra/sweeper/pruner/medain' Available options"),
+        (f"{LR} hydra/sweeper/sampler=tpe,random", "hydra/sweeper/sampler=tpe,random: is about all trials, and cannot"),
+        (f"{LR} hydra.sweeper.sampler=random", "is an option of a group; use hydra/sweeper/sampler=random"),
+        (f"{LR} hydra.sweeper.storage=sqlite:///x.db", "hydra.sweeper.storage=sqlite:///x.db: must be a file, Optuna'"),
+        (f"{LR} hydra.sweeper.n_trials=0", "hydra.sweeper.n_trials=0: must be at least 1"),
+        (f"{LR} hydra.sweeper.n_trails=3", "Key 'n_trails' not in 'PoolOptunaConf'"),
+        (f"{LR} hydra/sweeper=basic", f"{LR}: a grid needs values; name some, or let Optuna draw: add hydra/sweeper=p"),
+        ("seed=1,2 hydra/sweeper=basic hydra.sweeper.n_trials=3", "hydra.sweeper.n_trials=3: is of a sweeper that dra"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_named_before_anything_starts(words: str, problem: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        sweep.Trials(PROGRAM, None).check(["-m", "hydra/sweeper=pool_optuna", "model=mlp", *words.split()], True)
+    assert problem in str(refused.value)
+
+
+def test_parameters_of_the_sweeper_are_words_as_others() -> None:
+    """Hydra has no keys of that name on a command line."""
+    for given in ("hydra.sweeper.params.seed=int(interval(1,9))", "+hydra.sweeper.params.seed='int(interval(1,9))'"):
+        trials = sweep.Trials(PROGRAM, None)
+        words = trials.check(["-m", "hydra/sweeper=pool_optuna", "seed=7", given], True)
+        assert "++seed=int(interval(1,9))" in words and trials.swept == {"seed"}
+
+
+def test_what_hydra_itself_refuses_has_the_exit_code_of_a_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["launch.py"])
+    with pytest.raises(SystemExit) as end:  # one trial at a time: no pool, which alone has the key
+        words = ["-m", "seed=1,2", ONE, "hydra.launcher.lock_folder=x", f"run_dir={tmp_path}/sweep"]
+        cli.through_hydra(sweep.Trials(PROGRAM, None), words, None)
+    assert end.value.code == 2 and "Key 'lock_folder' not in 'BasicLauncherConf'" in capsys.readouterr().err
+
+
+def test_who_has_a_validation_set_is_told_to_select_by_it(capsys: pytest.CaptureFixture[str]) -> None:
+    trials = sweep.Trials(PROGRAM, None)
+    trials.check(["-m", "seed=1,2", "objective=test.loss", "data.validation=0.1"], True)
+    said = capsys.readouterr().err
+    assert "objective=test.loss: selects by the test set" in said and "; use objective=validation.loss\n" in said
+    trials.pruner, row = "median", {"objective_name": "test.loss", "better": "min"}  # data of one's own: a trial tells
+    assert trials._learn(row) is None
+    assert "use objective=validation.loss" in str(trials._learn(row | {"validation": {"loss": 1.0}}))
+
+
+@pytest.mark.slow
+def test_a_study_that_cannot_go_on_is_one_message(tmp_path: Path) -> None:
+    words = ("-m", "hydra/sweeper=pool_optuna", "hydra.sweeper.n_trials=1", LR, "train.epochs=1", ONE, "model=mlp")
+    assert run(*words, "data.limit=100", f"run_dir={tmp_path}").returncode == 0
+    again = run(*words, "data.limit=120", f"run_dir={tmp_path}")
+    problem = "  - data.limit=120: the study that would go on has data.limit=100; give the same words, or name another"
+    assert again.returncode == 2 and f"1 problem in the configuration:\n{problem}" in again.stderr
+    assert "Traceback" not in again.stderr and "HYDRA" not in again.stderr and "best trial" not in again.stdout
 
 
 @pytest.mark.slow
@@ -304,4 +455,4 @@ def test_a_study_is_pruned_killed_and_goes_on(tmp_path: Path) -> None:
         "of both starts"
     )
     assert f"best trial {min(values, key=lambda trial: values[trial])}:" in again.stdout
-    assert "Sharing: trial " in again.stdout and "Sharing: trial " in (folder / "report.md").read_text()
+    assert "Sharing" in again.stdout and "Sharing" in (folder / "report.md").read_text()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
-import importlib
 import re
 import shutil
 import signal
@@ -14,6 +13,7 @@ import textwrap
 from pathlib import Path
 
 import hydra
+from hydra.errors import HydraException
 
 import ddp_train
 from ddp_train.config.bind import is_section, key_named_like, own_keys
@@ -93,17 +93,17 @@ def through_hydra(trials: Trials, argv: list[str], world: World | None) -> int:
     own = trials.program.own
     sys.argv = [sys.argv[0], *([f"{CONFIG_DIR[1]}={own}"] if own else []), *argv]
     if trials.pool:
-        for name in ("launcher", "optuna_sweeper"):  # an editable install may hide them from Hydra
-            importlib.import_module(f"hydra_plugins.ddp_train_pool.{name}")
         for number in stop_signals():
             signal.signal(number, trials.end_by_signal)
     only_shows = not {"-c", "--cfg", "-i", "--info"}.isdisjoint(flags)
     with trials.alone() if sweep and not only_shows else contextlib.nullcontext():
         try:
             hydra.main(config_path=str(trials.program.presets), config_name="config", version_base="1.3")(trials.run)()
-        except BaseException:
+        except BaseException as error:
             if trials.sweep_dir != Path():  # show the results of the trials so far
                 trials.finish()
+            if isinstance(error.__context__, HydraException):  # Hydra has printed it, and exits with 1
+                raise SystemExit(ConfigError.exit_code) from None
             raise
         return trials.finish()
 

@@ -15,15 +15,14 @@ from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import DictConfig
 
 from ddp_train.config.hardware import detect_hardware
-from ddp_train.config.metrics import by_test, direction_of, has_validation, objective_name
+from ddp_train.config.metrics import BY_TEST, by_test, direction_of, has_validation, objective_name
 from ddp_train.config.overrides import read_overrides
-from ddp_train.config.prepare import prepare, read_run, resolve_and_check
+from ddp_train.config.prepare import prepare
 from ddp_train.config.program import Program
 from ddp_train.config.schema import Config
-from ddp_train.config.validate import check_rules
 from ddp_train.distributed.environment import new_run_id, visible_devices
 from ddp_train.errors import ConfigError
-from ddp_train.launcher import local, sweep_lock, sweep_pruning, sweep_rows, sweep_words, trial_pool
+from ddp_train.launcher import local, sweep_check, sweep_lock, sweep_pruning, sweep_rows, sweep_words, trial_pool
 from ddp_train.launcher.fork_server import ForkServer, preload
 from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.launcher.sweep_baseline import MARK, Baseline
@@ -48,12 +47,16 @@ class Trials:
         self.sweep_dir = Path()
         self.swept: set[str] = set()
         """The keys that the sweep varies."""
+        self.fixed: set[str] = set()
+        """What else tells it from another."""
         self.objective = ""
         """As asked for; its name once a trial has told what `auto` is."""
         self.better: str | None = None
         """max or min; None until a trial tells, where only the task knows."""
         self.sweeper = ""
         """The one that must know the better direction; empty if none must."""
+        self.pruner = ""
+        """That of our own sweeper, if it has one."""
         self.by_test = ""
         """What the user must know if the test set selects; empty once it was said."""
         self.total = 0
@@ -79,52 +82,24 @@ class Trials:
         """The trials of this start, as far as this process knows."""
 
     def check(self, argv: list[str], sweep: bool) -> list[str]:
-        """Checks the overrides on the command line before Hydra reads it. Returns the command line for Hydra.
-
-        In a sweep, each swept value is checked together with the first values of the other swept keys. Raises
-        ConfigError with all problems.
-        """
+        """Checks the overrides on the command line before Hydra reads it. Returns the command line for Hydra. Raises
+        ConfigError with all problems."""
         self.page = SweepPage(self.program.command(argv))
         overrides = [word for word in argv if not word.startswith("-") and ("=" in word or sweep)]
-        read = read_overrides(self.program, overrides, sweep)
-        problems, config = list(read.problems), Config()
+        words = sweep_check.each_once(overrides) if sweep else overrides
+        read = read_overrides(self.program, words, sweep)
         asked = sweep_words.last(read.arguments, sweep_words.LAUNCHER)
         self.job_launcher = asked if asked not in ("basic", trial_pool.NAME) else ""
+        hardware = detect_hardware(visible_devices())
+        tried = sweep_check.try_values(self.program, read, sweep, self.job_launcher, hardware)
+        problems, config = tried.problems, tried.config
         if self.job_launcher in sweep_words.SLURM:
             problems += sweep_words.missing_for_slurm(self.job_launcher)
-        fixed = [
-            word
-            for word in read.arguments
-            if sweep_words.key(word) not in read.swept and not sweep_words.key(word).startswith(("hydra/", "hydra."))
-        ]
-        first = {key: values[0] for key, values in read.swept.items() if values}
-        trials = [first, *(first | {key: value} for key, values in read.swept.items() for value in values[1:])]
-        hardware, resolved = detect_hardware(visible_devices()), []
-        told, found = trial_pool.told(read.arguments)
-        problems += found
-        problems += [
-            f"{key}: is what all trials share, and cannot be swept; give it one value"
-            for key in read.swept
-            if key.startswith("sweep.")
-        ]
-        for trial in trials:
-            config, found = read_run(
-                self.program, read_overrides(self.program, fixed + [f"{key}={value}" for key, value in trial.items()])
-            )
-            config, more = trial_pool.with_told(config, told)
-            problems += found + more
-            if sweep and not found:
-                found = trial_pool.refused(config)
-                if not found and self.job_launcher:  # it may run on another host
-                    found = check_rules(config)
-                elif not (found := found or trial_pool.problems(config, hardware)):
-                    seen = trial_pool.hardware_of_trial(config, hardware)
-                    run, found = resolve_and_check(config, None, seen)
-                    resolved += [] if found else [run]
-                problems += found
         self.objective, self.better = config.objective, direction_of(config.objective, config)
         direction, found = self._direction(read.arguments, config)
-        problems += [*found, *sweep_words.unusable_with_optuna(read.arguments, config.objective)] if sweep else []
+        problems += [*found, *sweep_words.unusable_with_optuna(read.arguments, config)] if sweep else []
+        if sweep and not problems:
+            problems = sweep_check.problems(self.program, [*read.arguments, *direction])
         if problems:
             raise ConfigError(list(dict.fromkeys(problems)))
         hydra_argv = [word for word in argv if word not in overrides] + read.arguments
@@ -134,16 +109,16 @@ class Trials:
         self.by_test = by_test(config)
         if (validation := has_validation(config)) is not None:
             self.objective = objective_name(config.objective, validation)
-            self._tell_if_by_test(self.objective)
+            self._tell_if_by_test(self.objective, validation)
         self.swept = {*read.swept, *sweep_words.params(read.arguments)}
-        self.drawn = sweep_words.drawn_by_optuna(read.arguments)
+        self.fixed = sweep_words.compared(tried.fixed, self.swept)
+        self.drawn, self.pruner = sweep_words.drawn_by_optuna(read.arguments), sweep_words.pruner_of(read.arguments)
         self.total = self.drawn or math.prod(map(len, read.swept.values()))
         if not self.job_launcher:
-            for note in trial_pool.notes(config, resolved[-1], told):
+            for note in trial_pool.notes(config, tried.resolved[-1], tried.told):
                 print(f"note: {note}", file=sys.stderr)
-            pool = trial_pool.pool_of(config, resolved, self.total, hardware, told)
-            drawn = sweep_words.drawn_by_optuna(read.arguments)
-            if asked == trial_pool.NAME or (not asked and (pool.at_once > 1 or told or drawn)):
+            pool = trial_pool.pool_of(config, tried.resolved, self.total, hardware, tried.told)
+            if asked == trial_pool.NAME or (not asked and (pool.at_once > 1 or tried.told or self.drawn)):
                 self.pool, self.forks_workers = pool, config.launch.fork_server
                 hydra_argv += pool.words(hydra_argv)
         self.baseline.asked = config.sweep.baseline and bool(self.pool and self.pool.at_once > 1)
@@ -162,7 +137,7 @@ class Trials:
         with sweep_lock.alone(self.sweep_dir):
             self.rows_begin = sweep_rows.size(self.sweep_dir)
             if self.drawn:  # Optuna asks for no trial again that has ended
-                self.rows = sweep_rows.of_sweep(self.swept, sweep_rows.read(self.sweep_dir))
+                self.rows = sweep_rows.of_sweep(self.swept, self.fixed, sweep_rows.read(self.sweep_dir))
             yield
 
     def _direction(self, arguments: list[str], config: Config) -> tuple[list[str], list[str]]:
@@ -176,10 +151,11 @@ class Trials:
         words, problems, self.better = sweep_words.told_direction(sweeper, arguments, config, self.better)
         return words, problems
 
-    def _tell_if_by_test(self, name: str) -> None:
+    def _tell_if_by_test(self, name: str, validates: bool) -> None:
         """Says once that the test set selects."""
         if name.startswith("test.") and self.by_test:
-            print(f"note: objective={name}: {self.by_test}", file=sys.stderr)
+            instead = f"{BY_TEST}use objective={sweep_words.by_validation(name)}"
+            print(f"note: objective={name}: {instead if validates else self.by_test}", file=sys.stderr)
             self.by_test = ""
 
     def run(self, _: DictConfig) -> float:
@@ -252,6 +228,8 @@ class Trials:
 
     def _named(self, number: int, overrides: list[str]) -> str:
         """A trial that begins in a line: its number, which of how many it is if that is known, and what is its own."""
+        if number == self.baseline.number:  # none of them
+            return f"{number}: {' '.join(self._swept_among(overrides))}"
         self.begun.add(number)
         count = f" ({len(self.begun)} of {self.total})" if self.total and not self._draws() else ""
         return f"{number}{count}: {' '.join(self._swept_among(overrides))}"
@@ -266,6 +244,11 @@ class Trials:
 
     # --- what the pool calls, in the process that starts the trials ---
 
+    def refused(self, problem: str) -> int:
+        """Says why the sweep cannot go on. Returns its exit code."""
+        print(ConfigError([problem]), file=sys.stderr)
+        return ConfigError.exit_code
+
     def before_jobs(self) -> None:
         """What all workers need is imported once, here: a server of its own would cost each trial seconds."""
         if self.server:
@@ -279,9 +262,12 @@ class Trials:
         return self.numbers.of(number, sweep_words.words_of_trial(overrides))
 
     def known_value(self, number: int, overrides: list[str]) -> float | None:
-        """The objective of a trial that the same sweep has completed before it was ended; None: it must run."""
+        """The objective of a trial that the same sweep has completed, or pruned, before it was ended; None: it must
+        run, and so must a pruned one in a sweep that prunes nothing."""
         words, folder = sweep_words.words_of_trial(overrides), self.sweep_dir / str(number)
-        row = sweep_rows.completed_before(self.sweep_dir, words)
+        if not self.pruner:
+            sweep_pruning.unmark(folder)
+        row = sweep_rows.ended_before(self.sweep_dir, words, bool(self.pruner))
         if row is None and (pruned := sweep_pruning.marked(folder)):  # the sweep was killed before the row was there
             row = self._new_row(number, words, str(folder.absolute())) | pruned
             self.writer.add(row)
@@ -292,6 +278,10 @@ class Trials:
         as_another = "" if row["trial"] == number else f", as trial {row['trial']}"
         print(f"trial {number} was {row['status']} before{as_another}: {self.writer.path}", flush=True)
         return sweep_rows.value_of(row)
+
+    def compared(self, words: list[str]) -> set[str]:
+        """The words that tell the study of this sweep from another."""
+        return sweep_words.compared(words, self.swept)
 
     def reports(self, number: int) -> list[float]:
         """The objective of a trial at each evaluation so far."""
@@ -343,14 +333,16 @@ class Trials:
         raise SystemExit(stop.exit_code(SAVED if codes == {SAVED} else UNSAVED))
 
     def _learn(self, row: dict[str, Any]) -> ConfigError | None:
-        """What only a trial could tell: what `auto` stands for, and the better direction. Returns an error if the
-        sweeper was told the other one."""
+        """What only a trial could tell: what `auto` stands for, the better direction, and whether there is a validation
+        set. Returns an error if the sweeper was told otherwise."""
         if "objective_name" not in row:
             return None
         told, self.objective, self.better = self.better, row["objective_name"], row["better"]
-        self._tell_if_by_test(self.objective)
-        problem = sweep_words.contradiction(self.sweeper, self.objective, told, row["better"])
-        return ConfigError([problem]) if problem else None
+        validates = bool(row.get("validation"))
+        self._tell_if_by_test(self.objective, validates)
+        problems = sweep_words.unpruned(self.pruner, self.objective, validates)
+        problems += sweep_words.contradiction(self.sweeper, self.objective, told, row["better"])
+        return ConfigError(problems) if problems else None
 
     def write_page(self) -> None:
         """At the end; the terminal is told where it is."""

@@ -11,6 +11,11 @@ from ddp_train.text import counted
 MARK = "alone"
 """In its row: the trial that it repeats. Among the words of its folder: which are another trial's too."""
 
+SHORTEST_SECONDS = 2.0
+"""Of training, for its speed to tell anything: below, the first steps are most of it."""
+MOST = 1.1
+"""Times its speed alone, beside others: sharing makes none faster."""
+
 
 @dataclass
 class Baseline:
@@ -41,9 +46,13 @@ class Baseline:
             return ""
         if not (own := self.row.get("samples_per_second")):
             return f"Sharing was not measured: trial {self.row[MARK]} alone has failed, {self.row.get('reason')}."
-        ratio, others = shared["samples_per_second"] / own, shared["at_once"] - 1
-        return (
-            f"Sharing: trial {self.row[MARK]} has {shared['samples_per_second']:,.0f} samples/s beside "
-            f"{counted(others, 'other')}, {own:,.0f} alone, once each: {others + 1} at a time do "
-            f"{ratio * (others + 1):.2f} times the work of one after the other."
+        beside, others = shared["samples_per_second"], shared["at_once"] - 1
+        speeds = (
+            f"trial {self.row[MARK]} has {beside:,.0f} samples/s beside {counted(others, 'other')}, {own:,.0f} alone"
         )
+        if (seconds := shared.get("seconds", SHORTEST_SECONDS)) < SHORTEST_SECONDS:
+            return f"Sharing was not measured: {speeds}; {seconds:.1f} s are too short to compare, use longer trials."
+        if beside > MOST * own:
+            return f"Sharing was not measured: {speeds}, as if this host had other work by then."
+        work = f"{others + 1} at a time do {beside / own * (others + 1):.2f} times the work of one after the other"
+        return f"Sharing: {speeds}, once each: {work}."

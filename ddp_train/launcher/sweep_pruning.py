@@ -60,6 +60,12 @@ def mark(run_dir: Path, evaluations: int, value: float) -> None:
         write_text(run_dir / FILE, json.dumps(told))
 
 
+def unmark(run_dir: Path) -> None:
+    """Before it goes on, or its end would be that of a pruned trial again."""
+    with contextlib.suppress(OSError):
+        (run_dir / FILE).unlink()
+
+
 def marked(run_dir: Path) -> dict[str, Any] | None:
     """What a row says of a trial that is to end; None: it is not."""
     try:

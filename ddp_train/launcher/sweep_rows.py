@@ -129,16 +129,23 @@ def by_trial(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [row for _, row in sorted({row["trial"]: row for row in rows}.items())]
 
 
-def of_sweep(swept: set[str], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those that vary the same keys; a run of `sweep.baseline` varies none."""
+def of_sweep(swept: set[str], fixed: set[str], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those that vary the same keys, and have the same other words; a run of `sweep.baseline` varies none."""
     return by_trial(
-        [row for row in rows if "alone" not in row and set(map(sweep_words.key, row["overrides"])) == swept]
+        [
+            row
+            for row in rows
+            if "alone" not in row
+            and set(map(sweep_words.key, row["overrides"])) == swept
+            and sweep_words.compared(row["words"], swept) == fixed
+        ]
     )
 
 
-def completed_before(sweep_dir: Path, words: list[str]) -> dict[str, Any] | None:
-    """The row of a trial with the same words that an earlier start of this sweep has completed, or pruned."""
-    done = [row for row in read(sweep_dir) if row["status"] in ("completed", "pruned") and "alone" not in row]
+def ended_before(sweep_dir: Path, words: list[str], pruned: bool) -> dict[str, Any] | None:
+    """The row of a trial with the same words that an earlier start of this sweep has completed. pruned: or pruned."""
+    ends = ("completed", "pruned") if pruned else ("completed",)
+    done = [row for row in read(sweep_dir) if row["status"] in ends and "alone" not in row]
     found = [row for row in done if row.get("words") == sorted(words)]
     return found[-1] if found else None
 

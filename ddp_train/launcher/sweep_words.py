@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from ddp_train.config.metrics import MEASURED
+from ddp_train.config.metrics import MEASURED, has_validation
 from ddp_train.config.schema import Config
 
 LAUNCHER, SWEEPER, SLURM = "hydra/launcher", "hydra/sweeper", ("slurm", "submitit_slurm")
@@ -35,6 +36,17 @@ def key(word: str) -> str:
 def last(arguments: list[str], name: str) -> str:
     """The value that a key was given last; "" if it was not."""
     return next((word.partition("=")[2] for word in reversed(arguments) if key(word) == name), "")
+
+
+def compared(words: Iterable[str], swept: set[str]) -> set[str]:
+    """What tells one study from another: the words that are not swept, as Hydra writes them. How the trials run is none
+    of it."""
+    read = [OverridesParser.create().parse_override(word) for word in words_of_trial(words)]
+    return {
+        f"{key(word.get_key_element())}={word.get_value_element_as_str()}"
+        for word in read
+        if key(word.get_key_element()) not in swept and not key(word.get_key_element()).startswith("launch.")
+    }
 
 
 def words_of_trial(overrides: Any) -> list[str]:
@@ -96,20 +108,35 @@ def params(arguments: list[str]) -> set[str]:
     return {key(word).removeprefix(before).lstrip("+") for word in arguments if key(word).startswith(before)}
 
 
-def unusable_with_optuna(arguments: list[str], objective: str) -> list[str]:
+def pruner_of(arguments: list[str]) -> str:
+    """That of our own sweeper; "": no trial is ended before its time."""
+    pruner = last(arguments, f"{SWEEPER}/pruner") if last(arguments, SWEEPER) == OPTUNA else ""
+    return "" if pruner == "none" else pruner
+
+
+def unpruned(pruner: str, objective: str, validates: bool) -> list[str]:
+    """Why a pruner would see nothing of an objective while trials run."""
+    if pruner and objective in MEASURED:
+        return [f"{SWEEPER}/pruner={pruner}: objective={objective} is known at the end only; leave one of them out"]
+    if pruner and validates and objective.startswith("test."):
+        rule = f"with a validation set objective={objective} is known at the end only"
+        return [f"{SWEEPER}/pruner={pruner}: {rule}; use objective={by_validation(objective)}"]
+    return []
+
+
+def by_validation(objective: str) -> str:
+    return f"validation.{objective.partition('.')[2]}"
+
+
+def unusable_with_optuna(arguments: list[str], config: Config) -> list[str]:
     """What contradicts our own sweeper."""
     if last(arguments, SWEEPER) != OPTUNA:
         return []
-    launcher, pruner = last(arguments, LAUNCHER), last(arguments, f"{SWEEPER}/pruner")
-    found = []
+    launcher, found = last(arguments, LAUNCHER), []
     if launcher not in ("", "pool"):
         rule = "needs hydra/launcher=pool, which says when a trial has ended"
         found.append(f"{SWEEPER}={OPTUNA}: {rule}; leave out {LAUNCHER}={launcher}")
-    if pruner not in ("", "none") and objective in MEASURED:
-        found.append(
-            f"{SWEEPER}/pruner={pruner}: objective={objective} is known at the end only; leave one of them out"
-        )
-    return found
+    return found + unpruned(pruner_of(arguments), config.objective, bool(has_validation(config)))
 
 
 def told_direction(
@@ -131,10 +158,10 @@ def told_direction(
     return [] if given else [f"{name}={words[better]}"], [], better
 
 
-def contradiction(sweeper: str, objective: str, told: str | None, better: str) -> str:
-    """What is wrong with the direction that a sweeper was told, once a trial has said the better one; "" if nothing."""
+def contradiction(sweeper: str, objective: str, told: str | None, better: str) -> list[str]:
+    """What is wrong with the direction that a sweeper was told, once a trial has said the better one."""
     if told in (None, better) or not sweeper:
-        return ""
+        return []
     name, words = DIRECTION_KEYS[sweeper]
     rule = f"objective={objective} is better {HIGHER[better]} with this task"
-    return f"{name}={words[str(told)]}: {rule}; use {name}={words[better]}"
+    return [f"{name}={words[str(told)]}: {rule}; use {name}={words[better]}"]

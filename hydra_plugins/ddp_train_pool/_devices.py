@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hydra.errors import CompactHydraException
+
 FOLDERS = (Path("/run/lock"), Path("/tmp"))
 """Where the folder of locks lies: in the first into which everybody may write. /run/lock is never swept by age."""
 FOLDER = "hydra_pool"
@@ -22,8 +24,8 @@ EVERYBODY = stat.S_IRWXU | stat.S_IRWXG | stat.S_IRWXO | stat.S_ISVTX
 """Permissions of that folder, as those of /tmp: all may add files, and remove only their own."""
 
 
-class PoolError(Exception):
-    """What is wrong with devices, locks or settings, in words for the user."""
+class PoolError(CompactHydraException):
+    """What is wrong with devices, locks or settings, in words for the user, which Hydra prints without a traceback."""
 
 
 @dataclass(frozen=True)
@@ -273,8 +275,7 @@ class Devices:
     def offered(self, taken: set[str]) -> Iterator[tuple[list[str], list[int]] | None]:
         """As many free devices as a job needs, with their locks; None while there are not enough.
 
-        taken: those that jobs of this sweep have. This process lets go of the locks at the end: a job that was forked
-        meanwhile holds them.
+        taken: those that jobs of this sweep have. Locks that are left in the list at the end are let go of.
         """
         found: list[str] = []
         held: list[int] = []

@@ -46,6 +46,8 @@ class Job:
     started: float = field(default_factory=time.monotonic)
     exit_code: int | None = None
     """Negative for a signal; None while it runs."""
+    locks: list[int] = field(default_factory=list)
+    """Of its devices. Its forked processes have them too, but those that it starts by exec do not."""
 
     def poll(self) -> bool:
         """Whether it has ended."""
@@ -61,6 +63,11 @@ class Job:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
+    def free_devices(self) -> None:
+        """Once all its processes have ended."""
+        while self.locks:
+            os.close(self.locks.pop())
+
     def returned(self, overrides: list[str]) -> JobReturn:
         """What Hydra gets, once it has ended. overrides: of a job that could not tell them."""
         self.result.seek(0)
@@ -74,9 +81,11 @@ class Job:
             self.result.close()
 
 
-def start(number: int, devices: list[str], run: Callable[[], JobReturn], output: Path | None) -> Job:
+def start(
+    number: int, devices: list[str], run: Callable[[], JobReturn], output: Path | None, locks_of_others: list[int]
+) -> Job:
     """Forks a process that runs a job with CUDA_VISIBLE_DEVICES=devices (none: as it is). output: where all that it
-    prints goes."""
+    prints goes. locks_of_others: of the devices of other jobs, which this one must not hold."""
     parent, result = os.getpid(), os.fdopen(os.memfd_create("result"), "w+b")  # a disk may be full
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -84,6 +93,8 @@ def start(number: int, devices: list[str], run: Callable[[], JobReturn], output:
     try:
         pid = os.fork()
         if not pid:
+            for lock in locks_of_others:
+                os.close(lock)
             _run(parent, devices, run, output, result)
     except OSError:
         result.close()
@@ -189,11 +200,13 @@ def adopt(yes: bool) -> None:
 
 
 def end_adopted(keep: set[int]) -> None:
-    """Kills all children of this process but `keep`. Each job adopts its own orphans, so these are of dead jobs."""
-    for pid in children() - keep:
-        with contextlib.suppress(ProcessLookupError, ChildProcessError):
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+    """Kills all children of this process but `keep`, and waits for their end. Each job adopts its own orphans, so these
+    are of dead jobs; children of theirs come here as they end."""
+    while left := children() - keep:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
 
 
 def children() -> set[int]:

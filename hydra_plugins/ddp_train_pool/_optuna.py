@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import math
 import os
+import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import optuna
 from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 from hydra.core.utils import JobReturn, JobStatus
-from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+    check_distribution_compatibility,
+)
 from optuna.storages.journal import BaseJournalBackend
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
@@ -24,24 +32,39 @@ from hydra_plugins.ddp_train_pool._jobs import Pruned, SweepEnd
 from hydra_plugins.ddp_train_pool.launcher import PoolLauncher
 
 log = logging.getLogger(__name__)
+NAME_ANOTHER = "name another directory, or another file: hydra.sweeper.storage=FILE"
 OVERRIDES = "overrides"
 """Attribute of a trial: the words of its job, by which a later start goes on with it."""
+ASKED = "asked"
+"""Attribute of a study: its words, fixed and drawn. Results under other words are those of another study."""
+DRAWN = "(drawn)"
+LINE = b'{"op_code"'
+"""How each line of Optuna's journal begins."""
 RESEEDED = ("tpe", "random")
 """Samplers that draw from a stream. With `seed` each trial has a stream of its own: a later start goes on with the
 draws that an undisturbed one has, and repeats none. A quasi-random sequence has its place in the study itself."""
 
 
 class Journal(BaseJournalBackend):
-    """The file of Optuna's journal storage, for one process. Half a line, of a process that was killed, goes; lines for
-    which there is no room on the disk wait for the next ones."""
+    """The file of Optuna's journal storage, for one process, which locks it. Half a line, of a process that was killed,
+    goes; lines for which there is no room on the disk wait for the next ones."""
 
     def __init__(self, path: Path) -> None:
+        """Raises PoolError, OSError, and ValueError for a file that is no journal."""
         self.path, self.told = path, False
-        text = path.read_bytes() if path.exists() else b""
-        whole = text[: text.rfind(b"\n") + 1]
-        if len(whole) < len(text):
-            os.truncate(path, len(whole))
-        self.logs: list[dict[str, Any]] = [json.loads(line) for line in whole.splitlines()]
+        self.file = path.open("a+b", buffering=0)
+        try:
+            fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not of the jobs too, as that of flock would be
+        except (BlockingIOError, PermissionError):
+            self.file.close()
+            raise PoolError(f"{path}: another sweep has this study; wait for it, or {NAME_ANOTHER}") from None
+        self.file.seek(0)
+        *whole, half = self.file.read().split(b"\n")
+        if not half.startswith(LINE[: len(half)]) or any(not line.startswith(LINE) for line in whole):
+            raise ValueError("it has other lines")  # somebody's file, of which nothing may be cut off
+        self.logs: list[dict[str, Any]] = [json.loads(line) for line in whole]
+        if half:
+            self.file.truncate(sum(len(line) + 1 for line in whole))
         self.waiting: list[dict[str, Any]] = []
 
     def read_logs(self, log_number_from: int) -> list[dict[str, Any]]:
@@ -53,14 +76,13 @@ class Journal(BaseJournalBackend):
         self.waiting += logs
         text = b"".join(json.dumps(entry, separators=(",", ":")).encode() + b"\n" for entry in self.waiting)
         try:
-            with self.path.open("ab", buffering=0) as file:
-                begin = file.seek(0, os.SEEK_END)
-                try:
-                    while text:
-                        text = text[file.write(text) :]
-                except OSError:
-                    file.truncate(begin)
-                    raise
+            begin = self.file.seek(0, os.SEEK_END)
+            try:
+                while text:
+                    text = text[self.file.write(text) :]
+            except OSError:
+                self.file.truncate(begin)
+                raise
             self.waiting = []
         except OSError as error:
             if not self.told:
@@ -68,20 +90,11 @@ class Journal(BaseJournalBackend):
                 log.warning("%s cannot be written: %s; it is tried again", self.path, error)
 
 
-def open_study(path: Path, name: str, direction: str, pruner: dict[str, Any]) -> optuna.Study:
+def open_study(path: Path, name: str, direction: str, pruner: Mapping[str, Any]) -> optuna.Study:
     """The study in a journal; a new one if there is none. Raises PoolError."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    classes = {
-        "none": optuna.pruners.NopPruner,
-        "median": optuna.pruners.MedianPruner,
-        "percentile": optuna.pruners.PercentilePruner,
-        "halving": optuna.pruners.SuccessiveHalvingPruner,
-        "hyperband": optuna.pruners.HyperbandPruner,
-        "threshold": optuna.pruners.ThresholdPruner,
-    }
-    arguments = {key: value for key, value in pruner.items() if key != "name"}
+    made = made_pruner(pruner)
     try:
-        made = classes[str(pruner.get("name"))](**arguments)
         path.parent.mkdir(parents=True, exist_ok=True)
         storage = optuna.storages.JournalStorage(Journal(path))
         study = optuna.create_study(
@@ -91,12 +104,81 @@ def open_study(path: Path, name: str, direction: str, pruner: dict[str, Any]) ->
             pruner=made,
             load_if_exists=True,
         )
-    except (KeyError, TypeError, ValueError) as error:
-        raise PoolError(f"hydra.sweeper.pruner={pruner}, {path}: {error}") from None
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise PoolError(f"{path}: cannot be the journal of a study: {why}; {NAME_ANOTHER}") from None
     if study.direction.name.lower() != direction:
         before = study.direction.name.lower()
-        raise PoolError(f"hydra.sweeper.direction={direction}: {path} is of a study that has {before}; name another")
+        raise PoolError(f"hydra.sweeper.direction={direction}: {path} is of a study that has {before}; {NAME_ANOTHER}")
     return study
+
+
+def made_pruner(given: Mapping[str, Any]) -> optuna.pruners.BasePruner:
+    """Raises PoolError."""
+    classes = {
+        "none": optuna.pruners.NopPruner,
+        "median": optuna.pruners.MedianPruner,
+        "percentile": optuna.pruners.PercentilePruner,
+        "halving": optuna.pruners.SuccessiveHalvingPruner,
+        "hyperband": optuna.pruners.HyperbandPruner,
+        "threshold": optuna.pruners.ThresholdPruner,
+    }
+    return _made("pruner", classes, given)
+
+
+def made_sampler(given: Mapping[str, Any], count: int = 0) -> optuna.samplers.BaseSampler:
+    """count: of the trials that have begun. Raises PoolError."""
+    classes = {
+        "tpe": optuna.samplers.TPESampler,
+        "random": optuna.samplers.RandomSampler,
+        "qmc": optuna.samplers.QMCSampler,
+    }
+    seed = given.get("seed")
+    if isinstance(seed, int) and given.get("name") in RESEEDED:
+        given = {**given, "seed": seed + count}
+    return _made("sampler", classes, given)
+
+
+def _made(kind: str, classes: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
+    arguments = {name: value for name, value in given.items() if name != "name"}
+    try:
+        with warnings.catch_warnings():  # of options that are new in Optuna
+            warnings.simplefilter("ignore")
+            return classes[str(given.get("name"))](**arguments)
+    except (KeyError, TypeError, ValueError, ImportError) as error:
+        raise PoolError(_unusable(kind, given, error)) from None
+
+
+def _unusable(kind: str, given: Mapping[str, Any], error: Exception) -> str:
+    shown = ", ".join(f"hydra.sweeper.{kind}.{name}={value}" for name, value in given.items() if name != "name")
+    return f"hydra/sweeper/{kind}={given.get('name')}: {str(error).rstrip('.')}; it was given {shown or 'no arguments'}"
+
+
+def drawn_from(words: Sequence[Override]) -> dict[str, BaseDistribution]:
+    """The keys that are drawn. The last word about a key counts. Raises PoolError."""
+    found = {key: distribution(word) for key, word in _last(words).items()}
+    drawn = {key: one for key, one in found.items() if one is not None}
+    if not drawn:
+        raise PoolError("hydra/sweeper=pool_optuna: nothing to draw; give a key an interval(...) or several values")
+    return drawn
+
+
+def _last(words: Sequence[Override]) -> dict[str, Override]:
+    return {word.get_key_element().lstrip("+"): word for word in words}
+
+
+def try_out(words: Sequence[Override], sampler: Mapping[str, Any], pruner: Mapping[str, Any]) -> None:
+    """Draws a trial of a study that is thrown away: Optuna looks at some arguments only then. Raises PoolError."""
+    optuna.logging.set_verbosity(optuna.logging.ERROR)  # what it warns of it says again
+    drawn, kind, given = drawn_from(words), "sampler", sampler
+    study = optuna.create_study(sampler=made_sampler(sampler), pruner=made_pruner(pruner))
+    try:
+        trial = study.ask(drawn)
+        kind, given = "pruner", pruner
+        trial.report(0.0, 1)
+        trial.should_prune()
+    except (KeyError, TypeError, ValueError, ImportError) as error:
+        raise PoolError(_unusable(kind, given, error)) from None
 
 
 def distribution(override: Override) -> BaseDistribution | None:
@@ -104,21 +186,28 @@ def distribution(override: Override) -> BaseDistribution | None:
     out, as everywhere in Hydra. Raises PoolError."""
     if not override.is_sweep_override():
         return None
+    try:
+        return _of_sweep(override)
+    except ValueError as error:
+        raise PoolError(f"{_shown(override)}: {str(error).rstrip('.')}") from None
+
+
+def _of_sweep(override: Override) -> BaseDistribution:
     value = override.value()
     if isinstance(value, IntervalSweep):
-        is_log = "log" in value.tags
         kind = IntDistribution if isinstance(value.start, int) and isinstance(value.end, int) else FloatDistribution
-        try:
-            return kind(value.start, value.end, log=is_log)  # type: ignore
-        except ValueError as error:
-            raise PoolError(f"{override.input_line}: {error}") from None
+        return kind(value.start, value.end, log="log" in value.tags)  # type: ignore
     if isinstance(value, RangeSweep) and not value.shuffle:
         numbers = sorted(value.range())
         if numbers and all(isinstance(number, int) for number in numbers):
             return IntDistribution(numbers[0], numbers[-1], step=int(abs(value.step)))
     if not override.is_discrete_sweep():
-        raise PoolError(f"{override.input_line}: nothing that Optuna can draw from")
+        raise PoolError(f"{_shown(override)}: nothing that Optuna can draw from")
     return CategoricalDistribution(list(override.sweep_string_iterator()))
+
+
+def _shown(override: Override) -> str:
+    return (override.input_line or "").lstrip("+")
 
 
 class Draws:
@@ -130,17 +219,15 @@ class Draws:
     ) -> None:  # fmt: skip
         self.study, self.n_trials, self.n_jobs, self.launcher = study, n_trials, n_jobs, launcher
         self.sampler = sampler
-        drawn = {word.get_key_element(): distribution(word) for word in words}
-        self.distributions = {key.lstrip("+"): found for key, found in drawn.items() if found is not None}
-        self.keys = {key.lstrip("+"): key for key in drawn}
+        self.distributions, last = drawn_from(words), _last(words)
+        self.keys = {key: word.get_key_element() for key, word in last.items()}
         """As they were typed: `+x` adds a key."""
         self.fixed = [
             f"{word.get_key_element()}={word.get_value_element_as_str()}"
-            for word in words
-            if drawn[word.get_key_element()] is None
+            for key, word in last.items()
+            if key not in self.distributions
         ]
-        if not self.distributions:
-            raise PoolError("hydra/sweeper=pool_optuna: nothing to draw; give a key an interval(...) or several values")
+        self._go_on()
         self.running: dict[int, FrozenTrial] = {}
         self.open: list[FrozenTrial] = []
         self.count = 0
@@ -154,6 +241,28 @@ class Draws:
             elif trial.state == TrialState.RUNNING:  # the sweep was killed while it drew
                 study.tell(trial.number, state=TrialState.FAIL)
         self.pruned: set[int] = set()
+        if self.count >= n_trials and not self.open:
+            rule = "and no more are run; raise hydra.sweeper.n_trials"
+            print(f"note: the study has {self.count} of {n_trials} trials, {rule}", file=sys.stderr)
+
+    def _go_on(self) -> None:
+        """Refuses a study of other words: its results would be shown as those of these. Raises PoolError."""
+        compared = self.launcher.tell("compared", self.fixed, default=self.fixed)
+        asked = dict(word.lstrip("+").split("=", 1) for word in compared) | dict.fromkeys(self.distributions, DRAWN)
+        before = self.study.user_attrs.get(ASKED)
+        if before is None:
+            self.study.set_user_attr(ASKED, asked)
+            return
+        for key in sorted({*asked, *before}):
+            mine, its = (f"{key}={of[key]}" if key in of else f"no {key}" for of in (asked, before))
+            if mine != its:
+                raise PoolError(f"{mine}: the study that would go on has {its}; give the same words, or {NAME_ANOTHER}")
+        for trial in self.study.get_trials(deepcopy=False):
+            for key in trial.distributions.keys() & self.distributions.keys():
+                try:
+                    check_distribution_compatibility(trial.distributions[key], self.distributions[key])
+                except ValueError as error:
+                    raise PoolError(f"{key}: {error}; what is drawn from has changed: {NAME_ANOTHER}") from None
 
     def ask(self) -> tuple[int, list[str]] | None:
         if self.n_jobs is not None and len(self.running) >= self.n_jobs:
@@ -162,10 +271,7 @@ class Draws:
             found = self.open.pop(0)
         elif self.count < self.n_trials:
             self.study.sampler = self._sampler()
-            try:
-                trial = self.study.ask(self.distributions)
-            except ValueError as error:
-                raise PoolError(f"{error}; what is drawn from has changed: name another directory") from None
+            trial = self.study.ask(self.distributions)
             words = [
                 f"{self.keys[name]}={value!r}" if isinstance(value, float) else f"{self.keys[name]}={value}"
                 for name, value in trial.params.items()
@@ -222,20 +328,7 @@ class Draws:
         return self.study.get_trials(deepcopy=False)[number]
 
     def _sampler(self) -> optuna.samplers.BaseSampler:
-        classes = {
-            "tpe": optuna.samplers.TPESampler,
-            "random": optuna.samplers.RandomSampler,
-            "qmc": optuna.samplers.QMCSampler,
-        }
-        name, arguments = str(self.sampler.get("name")), {k: v for k, v in self.sampler.items() if k != "name"}
-        if arguments.get("seed") is not None and name in RESEEDED:
-            arguments["seed"] += self.count
-        elif self.stream:
-            return self.stream
-        try:
-            with warnings.catch_warnings():  # of options that are new in Optuna
-                warnings.simplefilter("ignore")
-                self.stream = made = classes[name](**arguments)
-        except (KeyError, TypeError, ValueError) as error:
-            raise PoolError(f"hydra.sweeper.sampler={self.sampler}: {error}") from None
-        return made
+        reseeded = self.sampler.get("seed") is not None and self.sampler.get("name") in RESEEDED
+        if self.stream is None or reseeded:
+            self.stream = made_sampler(self.sampler, self.count)
+        return self.stream

@@ -92,7 +92,8 @@ class PoolLauncher(Launcher):
     the jobs: `before_jobs()`; `job_number(number, overrides)`, once for each job before it starts: the number, and so
     the folder, that it gets; `known_value(number, overrides)`: what it would return, if that is known already, and None
     if it must run; `job_started(number, overrides, devices)`; `job_ended(number, overrides, JobReturn, exit_code,
-    seconds)`; `job_alone()`: the number and the overrides of a job that runs alone after all others, or None. What
+    seconds)`; `job_alone()`: the number and the overrides of a job that runs alone after all others, or None;
+    `refused(problem)`: says why the sweep cannot run, or go on, and returns the exit code. What
     hydra/sweeper=pool_optuna calls stands there. A signal goes to all jobs, is waited for, and is raised again at the
     end; the third one kills them.
     """
@@ -120,8 +121,19 @@ class PoolLauncher(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         listed = Listed(job_overrides, initial_job_idx)
-        self.launch_from(listed, len(job_overrides))
+        with self.refusing():
+            self.launch_from(listed, len(job_overrides))
         return [listed.returned[number] for number in sorted(listed.returned)]
+
+    @contextlib.contextmanager
+    def refusing(self) -> Iterator[None]:
+        """Lets the application say a PoolError, if it can."""
+        try:
+            yield
+        except PoolError as error:
+            if (code := self.tell("refused", str(error))) is None:
+                raise
+            raise _jobs.SweepEnd(code) from None
 
     def launch_from(self, source: Source, count: int) -> None:
         """Runs what `source` has, one job as soon as there are devices for it. count: of jobs, for the log."""
@@ -195,6 +207,7 @@ class PoolLauncher(Launcher):
                         del running[number]
                         last_end = time.monotonic()
                         _jobs.end_adopted(keep | {other.pid for other, _ in running.values()})
+                        job.free_devices()
                         returned, seconds = job.returned(words), time.monotonic() - job.started
                         log.info("\t#%d ended after %.1f s", job.number, seconds)
                         self.tell("job_ended", job.number, words, returned, job.exit_code, seconds)
@@ -205,6 +218,8 @@ class PoolLauncher(Launcher):
                 job.send(signal.SIGKILL)
                 os.waitpid(job.pid, 0)
             _jobs.end_adopted(keep)
+            for job, _ in running.values():
+                job.free_devices()
             _jobs.adopt(False)
 
     def _make_ready(self, number: int, overrides: list[str]) -> tuple[int, DictConfig] | JobReturn:
@@ -236,12 +251,14 @@ class PoolLauncher(Launcher):
                 return None
             folder = Path(str(config.hydra.sweep.dir), str(config.hydra.sweep.subdir)) if self.output else None
             output = folder and folder / str(self.output)
+            of_others = [lock for job, _ in running.values() for lock in job.locks]
             try:
-                job = _jobs.start(number, offer[0], lambda: self._run_job(config), output)
+                job = _jobs.start(number, offer[0], lambda: self._run_job(config), output, of_others)
             except OSError as error:
                 if not running:
                     raise PoolError(f"job {number} cannot be started: {error}") from None
                 return None  # no memory, or no processes left, until another one has ended
+            job.locks, offer[1][:] = offer[1][:], []  # kept here, for its processes that do not hold them
             log.info("\t#%d : %s", number, " ".join([*filter_overrides(overrides), *offer[0]]))
             return job
 

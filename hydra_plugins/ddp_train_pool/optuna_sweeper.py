@@ -8,6 +8,7 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
@@ -50,7 +51,7 @@ class PoolOptunaConf:
     storage: str | None = None
     """A file for Optuna's journal; None: optuna.log in the directory of the sweep."""
     study_name: str | None = None
-    params: dict[str, Any] | None = None
+    params: dict[str, Any] | None = field(default_factory=dict)
     """What is drawn, as on the command line: `x: interval(0, 1)`."""
 
 
@@ -69,13 +70,14 @@ class PoolOptunaSweeper(Sweeper):
 
     The object whose method the application's function is may have, beside what `PoolLauncher` calls: `reports(number)`:
     the values of the objective while a job runs, in their order; `prune(number, count, value)`: it will be stopped
-    after so many of them, the last of which is `value`.
+    after so many of them, the last of which is `value`; `compared(words)`: those of the fixed words that tell one study
+    from another.
     """
 
     def __init__(
         self,
-        sampler: DictConfig,
-        pruner: DictConfig,
+        sampler: Any,
+        pruner: Any,
         direction: str,
         n_trials: int,
         n_jobs: int | None,
@@ -83,14 +85,9 @@ class PoolOptunaSweeper(Sweeper):
         study_name: str | None,
         params: DictConfig | None,
     ) -> None:
-        if direction not in ("minimize", "maximize"):
-            raise PoolError(f"hydra.sweeper.direction={direction}: must be minimize or maximize")
-        for name, value in (("n_trials", n_trials), ("n_jobs", n_jobs)):
-            if value is not None and value < 1:
-                raise PoolError(f"hydra.sweeper.{name}={value}: must be at least 1")
-        self.sampler, self.pruner = _plain(sampler), _plain(pruner)
+        self.sampler, self.pruner = sampler, pruner
         self.direction, self.n_trials, self.n_jobs = direction, n_trials, n_jobs
-        self.storage, self.study_name, self.params = storage, study_name, _plain(params)
+        self.storage, self.study_name, self.params = storage, study_name, params
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self.hydra_context, self.config = hydra_context, config
@@ -98,32 +95,55 @@ class PoolOptunaSweeper(Sweeper):
             hydra_context=hydra_context, task_function=task_function, config=config
         )
 
-    def sweep(self, arguments: list[str]) -> None:
+    def checked(self, arguments: list[str], parser: OverridesParser) -> list[Override]:
+        """All words, those of `params` too. Raises PoolError, before anything is written or runs."""
         try:
-            from hydra_plugins.ddp_train_pool._optuna import Draws, open_study
+            from hydra_plugins.ddp_train_pool._optuna import try_out
         except ImportError as error:
             raise PoolError(f"hydra/sweeper=pool_optuna: {error}; pip install optuna") from None
+        if self.direction not in ("minimize", "maximize"):
+            raise PoolError(f"hydra.sweeper.direction={self.direction}: must be minimize or maximize")
+        for name, value in (("n_trials", self.n_trials), ("n_jobs", self.n_jobs)):
+            if value is not None and value < 1:
+                raise PoolError(f"hydra.sweeper.{name}={value}: must be at least 1")
+        if self.storage and ("://" in self.storage or Path(self.storage).expanduser().is_dir()):
+            raise PoolError(f"hydra.sweeper.storage={self.storage}: must be a file, Optuna's journal; name a path")
+        self.sampler, self.pruner = _plain("sampler", self.sampler), _plain("pruner", self.pruner)
+        params = _plain("params", self.params)
+        words = parser.parse_overrides([*(f"{key}={value}" for key, value in _flat(params)), *arguments])
+        try_out(words, self.sampler, self.pruner)
+        return words
+
+    def sweep(self, arguments: list[str]) -> None:
         if not isinstance(self.launcher, PoolLauncher):
             raise PoolError("hydra/sweeper=pool_optuna: add hydra/launcher=pool, which alone says when a job has ended")
+        with self.launcher.refusing():
+            self._sweep(arguments, self.launcher)
+
+    def _sweep(self, arguments: list[str], launcher: PoolLauncher) -> None:
         assert self.hydra_context is not None and self.config is not None  # since `setup`
-        parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
-        words = [*(f"{key}={value}" for key, value in _flat(self.params)), *arguments]
+        words = self.checked(arguments, OverridesParser.create(config_loader=self.hydra_context.config_loader))
+        from hydra_plugins.ddp_train_pool._optuna import Draws, open_study
+
         folder = Path(str(self.config.hydra.sweep.dir))
         folder.mkdir(parents=True, exist_ok=True)
-        OmegaConf.save(self.config, folder / "multirun.yaml")
         path = Path(self.storage).expanduser() if self.storage else folder / JOURNAL
         study = open_study(path, self.study_name or "sweep", self.direction, self.pruner)
-        draws = Draws(study, parser.parse_overrides(words), self.sampler, self.n_trials, self.n_jobs, self.launcher)
+        draws = Draws(study, words, self.sampler, self.n_trials, self.n_jobs, launcher)
+        OmegaConf.save(self.config, folder / "multirun.yaml")
         try:
-            self.launcher.launch_from(draws, self.n_trials)
+            launcher.launch_from(draws, self.n_trials)
         finally:
             if best := draws.best():
                 result = {"name": "optuna", "best_params": best.params, "best_value": best.value}
                 OmegaConf.save(OmegaConf.create(result), folder / RESULT)
 
 
-def _plain(node: Any) -> dict[str, Any]:
-    return dict(OmegaConf.to_container(node, resolve=True) or {}) if node is not None else {}  # type: ignore
+def _plain(kind: str, node: Any) -> dict[str, Any]:
+    """The option of a group. Raises PoolError."""
+    if isinstance(node, str):
+        raise PoolError(f"hydra.sweeper.{kind}={node}: is an option of a group; use hydra/sweeper/{kind}={node}")
+    return dict(OmegaConf.to_container(node, resolve=True) or {}) if isinstance(node, DictConfig) else dict(node or {})  # type: ignore
 
 
 def _flat(params: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
