@@ -16,7 +16,7 @@ from ddp_train.telemetry.pages.report import Lines, Plot, Report
 from ddp_train.telemetry.pages.run_files import COMPLETED, RUNNING, TRAIN, RunFiles, best, flat
 from ddp_train.telemetry.pages.tables import Table
 from ddp_train.telemetry.score_lines import PERCENT, shown_metric
-from ddp_train.text import OF_AVERAGE, shown
+from ddp_train.text import OF_AVERAGE, shown, word
 
 FIGURES = {
     "gpu_utilisation": "GPU utilisation, %",
@@ -73,16 +73,24 @@ def run_page(run: RunFiles, typed: dict[str, Any], refresh_seconds: int = 0) -> 
 
 def uses(run: RunFiles) -> list[str]:
     """Commands that evaluate a completed run, predict with its model, or train it for longer."""
-    words = shlex.split(run.command)
-    program = words[: next((at for at, word in enumerate(words) if "=" in word or word.startswith("-")), len(words))]
+    program, trained, run_dir = program_of(run.command), run.config.get("train") or {}, near(run.run_dir)
     if not program:
         return []
-    here, trained = Path.cwd(), run.config.get("train") or {}
-    run_dir = run.run_dir.relative_to(here) if run.run_dir.is_relative_to(here) else run.run_dir  # as one types it
     length = next((name for name in ("max_steps", "epochs") if isinstance(trained.get(name), int)), None)
-    asked = [["mode=evaluate", f"checkpoint.resume={run_dir}"], ["mode=predict", f"checkpoint.resume={run_dir}"]]
-    asked += [[f"run_dir={run_dir}", f"train.{length}={2 * trained[length]}"]] if length else []
+    asked = [[f"mode={mode}", word("checkpoint.resume", run_dir)] for mode in ("evaluate", "predict")]
+    asked += [[word("run_dir", run_dir), f"train.{length}={2 * trained[length]}"]] if length else []
     return [shlex.join([*program, *words]) for words in asked]
+
+
+def program_of(command: str) -> list[str]:
+    """The words of a command line before its first flag or setting."""
+    words = shlex.split(command)
+    return words[: next((at for at, one in enumerate(words) if "=" in one or one.startswith("-")), len(words))]
+
+
+def near(path: Path) -> Path:
+    """A path as one types it."""
+    return path.relative_to(here) if path.is_relative_to(here := Path.cwd()) else path
 
 
 def _state(run: RunFiles) -> str:
