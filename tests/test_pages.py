@@ -8,6 +8,8 @@ import io
 import itertools
 import json
 import re
+import shlex
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,11 +21,15 @@ from scipy import stats
 
 from ddp_train.config.freeze import not_default
 from ddp_train.config.options.model import MlpConfig
+from ddp_train.config.overrides import read_overrides
 from ddp_train.config.schema import Config
 from ddp_train.errors import ConfigError
 from ddp_train.launcher.compare import compare
+from ddp_train.launcher.sweep import Trials
+from ddp_train.launcher.sweep_report import SweepPage
 from ddp_train.launcher.watch import watch
 from ddp_train.resilience import run_lock
+from ddp_train.resilience.preemption import INTERRUPTED, SAVED, UNSAVED
 from ddp_train.resilience.whole_files import write_json
 from ddp_train.telemetry.pages.charts import Axis, Bar, Curve, bars, curves, thinned
 from ddp_train.telemetry.pages.compare_page import compare_page
@@ -33,12 +39,12 @@ from ddp_train.telemetry.pages.noise import pooled_deviation, welch
 from ddp_train.telemetry.pages.page import HERE, as_page
 from ddp_train.telemetry.pages.report import Plot, Report
 from ddp_train.telemetry.pages.run_files import RunFiles, is_locked, read_run
-from ddp_train.telemetry.pages.run_page import run_page
-from ddp_train.telemetry.pages.sweep_page import sweep_page
+from ddp_train.telemetry.pages.run_page import run_page, uses
+from ddp_train.telemetry.pages.sweep_page import goes_on, sweep_page
 from ddp_train.telemetry.pages.tables import Table, show
 from ddp_train.telemetry.pages.timeline import Timeline
 from tests.browser import Page, browser, installed
-from tests.commands import SMALL, read, run
+from tests.commands import ENDLESS, ONE, PROGRAM, SMALL, read, run, running, wait_until
 
 NO_BROWSER = "no browser is installed (Debian: apt-get install chromium)"
 BOUND = 2_000_000
@@ -231,6 +237,69 @@ def test_a_sweep_of_hundreds_of_long_trials_stays_small(tmp_path: Path) -> None:
     }
     rows = [{"trial": number, **row} for number in range(301)]
     assert len(as_page(page_of_sweep(tmp_path, rows)).encode()) < BOUND
+
+
+def test_a_living_sweep_shows_the_trials_that_run_and_a_stopped_one_how_to_go_on(tmp_path: Path) -> None:
+    rows = sweep_rows(tmp_path, optimizer__lr=[0.1, 0.2])
+    row = {"trial": 2, "overrides": ["optimizer.lr=0.3"], "run_dir": str(leave_run(tmp_path / "2"))}
+    now = [*rows, {**row, "status": "running", "exit_code": 2}]
+    report = sweep_page(tmp_path, now, "test.accuracy", "max", "python launch.py -m", {}, 10, total=5)
+    assert report.state.startswith("running: 1 now, 2 of 5 trials ended, as of") and report.numbers["running"] == "1"
+    assert [line[:4][-1] for line in report.tables[0].rows] == ["completed", "completed", "running"]
+    assert report.plots[0].chart and len(report.plots[0].chart["curves"]) == 3, "its curve is drawn"
+    first = sweep_page(tmp_path, now[2:], "auto", None, "python launch.py -m", {}, 10)
+    assert first.plots[0].chart and first.plots[0].chart["curves"][0]["level"] == 0, "nothing is the best yet"
+    ended = [*rows, {**row, "status": "failed", "exit_code": 75, "kind": "stopped", "reason": "stopped"}]
+    report = sweep_page(tmp_path, ended, "test.accuracy", "max", "python launch.py -m a=1,2 run_dir=r", {}, total=5)
+    assert report.state == "stopped: 2 of 5 trials completed, 2 not begun" and report.numbers["failed"] == "0"
+    assert report.tables[0].rows[-1][3] == "stopped (75)" and "Failed" not in [table.title for table in report.tables]
+    assert report.sections[-1].lines == [f"python launch.py -m a=1,2 run_dir={tmp_path}"]  # type: ignore
+
+
+def test_the_page_of_a_sweep_is_there_before_a_trial_ends_and_costs_little(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trials, page = Trials(PROGRAM, None), tmp_path / "report.html"
+    trials.sweep_dir, trials.swept, trials.page = tmp_path, {"optimizer.lr"}, SweepPage("python launch.py -m")
+    leave_run(tmp_path / "0")
+    trials.job_started(0, ["++optimizer.lr=0.1"], [])
+    trials.while_waiting()
+    assert "running: 1 now, 0 trials ended" in page.read_text() and "optimizer.lr=0.1" in page.read_text()
+    page.unlink()
+    trials.while_waiting()
+    assert not page.exists() and trials.page.due > time.monotonic() + 9
+    monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    for _ in range(2):
+        trials.page.due = 0.0
+        trials.while_waiting()
+    assert capsys.readouterr().err.count("No space left on device") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("words", "at_once"), [((), 1), (("sweep.processes_at_once=2",), 2)])
+def test_a_sweep_has_a_page_from_the_start_and_tells_who_stops_it_how_to_go_on(
+    tmp_path: Path, words: tuple[str, ...], at_once: int
+) -> None:
+    words = ("-m", "optimizer.lr=0.1,0.2,0.3", ONE, *ENDLESS, *words)
+    with running(tmp_path / "s", *words) as sweep:
+        sweep.wait_for_file("report.html")
+        assert not (tmp_path / "s/results.jsonl").exists()
+        wait_until(lambda: any(tmp_path.glob("s/*/metrics.jsonl")), "metrics.jsonl of a trial")
+        sweep.process.send_signal(signal.SIGINT)
+        assert sweep.end() in (INTERRUPTED, SAVED, UNSAVED)
+    state = f"stopped: 0 of 3 trials completed, {3 - at_once} not begun"
+    assert f"{state}; to go on:\n  python launch.py" in sweep.output.read_text()
+    assert f'<p class="state stopped">{state}</p>' in (tmp_path / "s/report.html").read_text()
+
+
+@pytest.mark.parametrize("name", ["lr=1", "a,b", "it's", 'a"b\\', "my runs", "[x]", "{y:1}"])
+def test_printed_commands_are_read_by_hydra_as_they_are_meant(tmp_path: Path, name: str) -> None:
+    folder = leave_run(tmp_path / name)
+    printed = [*uses(read_run(folder)), goes_on("python launch.py -m seed=1,2", folder)]
+    words = [word for line in printed for word in shlex.split(line) if word.startswith(("run_dir", "checkpoint"))]
+    read_back = [read_overrides(PROGRAM, [word]) for word in words]
+    assert len(words) == 4 and not any(found.problems for found in read_back)
+    assert [*read_back[0].given.values()] == [*read_back[-1].given.values()] == [str(folder)]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from pathlib import Path
@@ -36,23 +37,31 @@ class SweepPage:
         """command: that of the sweep."""
         self.command = command
         self.due = 0.0
+        self.every = EVERY_SECONDS
+        """Seconds between two pages, by what the last one took."""
         self.note = ""
         """Below the table."""
         self.warned = False
 
-    def trial_ended(
-        self, sweep_dir: Path, rows: list[dict[str, Any]], objective: str, better: str | None, total: int
-    ) -> None:
-        """The page of a sweep that goes on, if it is time for one."""
-        if time.monotonic() >= self.due:
-            self.write(sweep_dir, rows, objective, better, total, is_running=True)
+    @property
+    def is_due(self) -> bool:
+        """Asked ten times a second, and by a trial alone fifty times."""
+        return time.monotonic() >= self.due
+
+    def tell_end(self, sweep_dir: Path, rows: list[dict[str, Any]], total: int) -> None:
+        """Says of a sweep that was stopped how far it came, and how to go on."""
+        from ddp_train.telemetry.pages.run_files import STOPPED
+        from ddp_train.telemetry.pages.sweep_page import goes_on, state_of
+
+        if (state := state_of(rows, total)).startswith(STOPPED):
+            print(f"{state}; to go on:\n  {goes_on(self.command, sweep_dir)}")
 
     def write(
         self, sweep_dir: Path, rows: list[dict[str, Any]], objective: str, better: str | None, total: int = 0,
         is_running: bool = False,
     ) -> Path | None:  # fmt: skip
         """Returns the page's path. A failure is only a note, since the trials' results stand: then None."""
-        from ddp_train.telemetry.pages.page import write  # at the first end of a trial: a start imports none of it
+        from ddp_train.telemetry.pages.page import write  # once trials run: a start imports none of it
         from ddp_train.telemetry.pages.sweep_page import sweep_page
 
         began, path = time.monotonic(), None
@@ -60,7 +69,7 @@ class SweepPage:
             machine = hardware_description(detect_hardware(visible_devices()))
             known = ", ".join(f"{name} {version}" for name, version in versions().items())
             facts = {"Hardware": machine, "Versions": known}
-            seconds = int(EVERY_SECONDS) if is_running else 0
+            seconds = math.ceil(self.every) if is_running else 0
             page = sweep_page(sweep_dir, rows, objective, better, self.command, facts, seconds, total, self.note)
             path = write(page, sweep_dir)
         except Exception as error:  # noqa: BLE001  whatever it is
@@ -68,5 +77,6 @@ class SweepPage:
                 self.warned = True
                 print(f"note: no report: {type(error).__name__}: {first_line(error)}", file=sys.stderr)
         now = time.monotonic()
-        self.due = now + max(EVERY_SECONDS, (now - began) / SHARE)
+        self.every = max(EVERY_SECONDS, (now - began) / SHARE)
+        self.due = now + self.every
         return path

@@ -197,4 +197,6 @@ def ended(row: dict[str, Any], log: Path) -> str:
         return f"completed{value}"
     if row["status"] == "pruned":
         return f"pruned after {row['evaluations']} evaluations, at {row['last_value']}"
+    if row["kind"] == "stopped":
+        return f"stopped ({row['exit_code']})  log: {log}"
     return f"failed ({row['exit_code']})  {fatal_line(log) or row['reason']}  log: {log}"

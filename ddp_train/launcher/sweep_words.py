@@ -42,12 +42,6 @@ def words_of_trial(overrides: Any) -> list[str]:
     return [str(word) for word in overrides if not key(str(word)).startswith(("sweep.", "hydra.", "hydra/", "run_dir"))]
 
 
-def quoted(path: object) -> str:
-    """A path as Hydra's grammar takes it, whatever is in it."""
-    text = str(path)
-    return "'" + text.replace("'", "\\'") + "'"
-
-
 @contextlib.contextmanager
 def hydra_set_aside() -> Iterator[None]:
     """Allows a config to be composed while Hydra runs a trial: Hydra has one global instance."""

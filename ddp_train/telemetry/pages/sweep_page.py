@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import statistics
 import time
 from collections.abc import Sequence
@@ -12,11 +13,11 @@ from typing import Any
 from ddp_train.telemetry.pages.charts import Axis, Chart, Curve, Point, curves, parallel, scatter
 from ddp_train.telemetry.pages.noise import pooled_deviation, welch
 from ddp_train.telemetry.pages.report import Lines, Plot, Report
-from ddp_train.telemetry.pages.run_files import TRAIN, RunFiles, read_run
-from ddp_train.telemetry.pages.run_page import clock, uses
+from ddp_train.telemetry.pages.run_files import COMPLETED, FAILED, RUNNING, STOPPED, TRAIN, RunFiles, read_run
+from ddp_train.telemetry.pages.run_page import clock, near, uses
 from ddp_train.telemetry.pages.tables import Table
 from ddp_train.telemetry.score_lines import PERCENT, shown_metric
-from ddp_train.text import counted
+from ddp_train.text import counted, word
 
 Row = dict[str, Any]
 """A line of results.jsonl."""
@@ -83,22 +84,37 @@ def trials_table(rows: Sequence[Row], objective: str, at_once: int = 1, note: st
 
 
 def _status(row: Row) -> str:
-    if row["status"] == "completed":
-        return "completed"
+    if row["status"] in (COMPLETED, RUNNING):
+        return str(row["status"])
     if row["status"] == "pruned":
         return f"pruned after {counted(row['evaluations'], 'evaluation')}"
-    return f"failed ({row['exit_code']}): {row.get('kind', row['status'])}"
+    return f"stopped ({row['exit_code']})" if _is_stopped(row) else f"failed ({row['exit_code']}): {row.get('kind')}"
+
+
+def _is_stopped(row: Row) -> bool:
+    return row.get("kind") == STOPPED
+
+
+def state_of(rows: Sequence[Row], total: int) -> str:
+    """How a sweep ended. total: of its trials; 0: unknown."""
+    count, done = max(total, len(rows)), sum(row["status"] == COMPLETED for row in rows)
+    failed = sum(row["status"] == FAILED and not _is_stopped(row) for row in rows)
+    if len(rows) < count or any(map(_is_stopped, rows)):
+        others = f", {failed} failed" * bool(failed) + f", {count - len(rows)} not begun" * (len(rows) < count)
+        return f"{STOPPED}: {done} of {counted(count, 'trial')} completed{others}"
+    return f"{FAILED}: {failed} of {counted(count, 'trial')}" if failed else COMPLETED
 
 
 def sweep_page(
     sweep_dir: Path, rows: Sequence[Row], objective: str, better: str | None, command: str, facts: dict[str, str],
     refresh_seconds: int = 0, total: int = 0, note: str = "",
 ) -> Report:  # fmt: skip
-    """rows: of results.jsonl, so far. total: of trials, if that is known. Reads the run directories of the trials."""
+    """rows: of results.jsonl, so far, and of the trials that are running. total: of trials, if that is known. Reads the
+    run directories of the trials."""
     order = ranked(rows, better)
     runs = {row["trial"]: read_run(_run_dir(sweep_dir, row), with_config=False) for row in order}
     scored = [row for row in order if row.get("objective") is not None]
-    failed = [row for row in rows if row["status"] == "failed"]
+    failed = [row for row in rows if row["status"] == FAILED and not _is_stopped(row)]
     table = trials_table(order, objective, rows[0].get("at_once", 1) if rows else 1, note)
     table.title, table.best = table.title.capitalize(), 0 if scored else None
     sections: list[Table | Plot | Lines] = []
@@ -112,11 +128,12 @@ def sweep_page(
     if failed:
         reasons = [[row["trial"], " ".join(row["overrides"]), str(row.get("reason", ""))] for row in failed]
         sections.append(Table("Failed", ["trial", "overrides", "reason"], reasons))
-    of = f" of {total}" if total else ""
-    running = f"running: {len(rows)}{of} trials so far, as of {clock(time.time())}"
-    state = running if refresh_seconds else "completed"
-    if failed and not refresh_seconds:
-        state = f"failed: {len(failed)} of {counted(len(rows), 'trial')}"
+    state, now = state_of(rows, total), sum(row["status"] == RUNNING for row in rows)
+    if refresh_seconds:
+        of = f" of {total}" if total else ""
+        state = f"{RUNNING}: {now} now, {len(rows) - now}{of} trials ended, as of {clock(time.time())}"
+    elif state.startswith(STOPPED):
+        sections.append(Lines("To go on", [goes_on(command, sweep_dir)]))
     return Report(
         "Sweep",
         f"Each trial is a run in new processes; the sweep optimizes {objective}"
@@ -131,6 +148,12 @@ def sweep_page(
     )
 
 
+def goes_on(command: str, sweep_dir: Path) -> str:
+    """The command that goes on with a sweep. command: that of its start, which need not name the directory."""
+    words = [one for one in shlex.split(command) if not one.startswith("run_dir=")]
+    return shlex.join([*words, word("run_dir", near(sweep_dir))])
+
+
 def _run_dir(sweep_dir: Path, row: Row) -> Path:
     return Path(row["run_dir"]) if row.get("run_dir") else sweep_dir / str(row["trial"])
 
@@ -141,7 +164,10 @@ def _numbers(rows: Sequence[Row], scored: Sequence[Row], objective: str) -> dict
         metric = objective.rpartition(".")[2]
         found[f"{objective}, the best"] = shown_metric(metric, scored[0]["objective"])
         found["with"] = " ".join(scored[0]["overrides"]) or "-"
-    return found | {"trials": str(len(rows)), "failed": str(sum(row["status"] == "failed" for row in rows))}
+    counts = {"trials": len(rows), "running": sum(row["status"] == RUNNING for row in rows)}
+    counts["stopped"] = sum(map(_is_stopped, rows))
+    counts["failed"] = sum(row["status"] == FAILED for row in rows) - counts["stopped"]
+    return found | {name: str(number) for name, number in counts.items() if number or name in ("trials", "failed")}
 
 
 def _curves(order: Sequence[Row], runs: dict[int, RunFiles], objective: str) -> Plot:
@@ -156,13 +182,13 @@ def _curves(order: Sequence[Row], runs: dict[int, RunFiles], objective: str) -> 
         name = " ".join(row["overrides"]) or f"trial {row['trial']}"
         every = max(1, len(lines) * min(len(order), MOST_CURVES) // POINTS)
         lines = [*lines[::every], *lines[-1:]]
-        level = -1 if len(order) > 6 and place else int(not place)
+        is_best = not place and row.get("objective") is not None
+        level = 1 if is_best else -1 if len(order) > 6 else 0
         drawn.append(Curve(name, [line["step"] for line in lines], [line.get(key) for line in lines], level=level))
     values = [value for curve in drawn for value in curve.y if value is not None]
     is_log = key == "loss" and bool(values) and min(values) > 0 and max(values) > 20 * min(values)
-    caption = (
-        f"{f'{split.capitalize()} {key}' if kind == split else 'Training loss'} of all trials; the best one is thick."
-    )
+    caption = f"{f'{split.capitalize()} {key}' if kind == split else 'Training loss'} of all trials"
+    caption += "; the best one is thick." if any(row.get("objective") is not None for row in order) else "."
     axis = Axis(key, log=is_log, percent=key in PERCENT)
     return Plot("Curves", curves(drawn, Axis("optimizer step"), axis), caption, full=True)
 
