@@ -26,7 +26,7 @@ def shown(value: Any) -> str:
 
 
 def word(key: str, value: object) -> str:
-    """An override whose value Hydra's grammar takes as this text, whatever it holds. A shell needs quotes of its own."""
+    """An override whose value Hydra's grammar takes as this text, whatever it holds. A shell needs its own quotes."""
     text = str(value)
     escaped = re.sub(r'(\\*)("|\Z)', lambda found: 2 * found[1] + (found[2] and '\\"'), text)
     return f"{key}={text}" if re.fullmatch(r"[\w./-]+", text) else f'{key}="{escaped}"'

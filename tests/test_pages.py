@@ -26,8 +26,8 @@ from ddp_train.config.schema import Config
 from ddp_train.errors import ConfigError
 from ddp_train.launcher.compare import compare
 from ddp_train.launcher.sweep import Trials
-from ddp_train.launcher.sweep_report import SweepPage
-from ddp_train.launcher.watch import watch
+from ddp_train.launcher.sweep_report import SweepPage, print_results
+from ddp_train.launcher.watch import screen, watch
 from ddp_train.resilience import run_lock
 from ddp_train.resilience.preemption import INTERRUPTED, SAVED, UNSAVED
 from ddp_train.resilience.whole_files import write_json
@@ -38,9 +38,9 @@ from ddp_train.telemetry.pages.live import LivePage
 from ddp_train.telemetry.pages.noise import pooled_deviation, welch
 from ddp_train.telemetry.pages.page import HERE, as_page
 from ddp_train.telemetry.pages.report import Plot, Report
-from ddp_train.telemetry.pages.run_files import RunFiles, is_locked, read_run
+from ddp_train.telemetry.pages.run_files import RunFiles, glance, is_locked, read_run
 from ddp_train.telemetry.pages.run_page import run_page, uses
-from ddp_train.telemetry.pages.sweep_page import goes_on, sweep_page
+from ddp_train.telemetry.pages.sweep_page import goes_on, sweep_page, trials_table
 from ddp_train.telemetry.pages.tables import Table, show
 from ddp_train.telemetry.pages.timeline import Timeline
 from tests.browser import Page, browser, installed
@@ -226,6 +226,36 @@ def test_seeds_are_grouped_and_noise_is_told_from_effect(tmp_path: Path) -> None
     assert len(as_page(report).encode()) < BOUND
 
 
+def test_settings_that_ran_once_are_not_said_to_be_worse(tmp_path: Path) -> None:
+    rows = sweep_rows(tmp_path, optimizer__lr=[0.1, 0.2, 0.3], seed=[0, 1, 2])
+    assert page_of_sweep(tmp_path, rows).findings[1].startswith("optimizer.lr=0.3 is better than all others by more")
+    found = page_of_sweep(tmp_path, [row for row in rows if row["trial"] not in (1, 2)]).findings[1]
+    assert "is better than 1 other by more than noise" in found, found
+    assert found.endswith(" 1 other ran once and cannot be compared.") and "all others" not in found
+
+
+def test_the_results_of_a_sweep_in_80_columns_say_how_each_trial_ended_and_what_is_noise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(Console, "is_terminal", True)
+    drawn = [0.09278490880397514, 0.004099511084931485]
+    rows = sweep_rows(tmp_path, optimizer__lr=drawn, optimizer__weight_decay=[0.012345678901], seed=[0, 1])
+    rows[0] |= {"status": "pruned", "evaluations": 2, "objective": None}
+    print_results(rows, "validation.accuracy", "max", 1)
+    out = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    table = out.partition("best trial")[0]
+    assert {"pruned", "completed", "0.09278", "0.0041", "accuracy"} <= {*table.split()}, table
+    assert (
+        max(len(line.rstrip()) for line in out.splitlines() if "launch.py" not in line and "best trial" not in line)
+        <= 80
+    )
+    assert "best trial 3: " in out and "validation.accuracy 61.00%" in out, "in the form of the page"
+    assert "Runs that differ in their seed alone differ by" in " ".join(out.split())
+    wide = trials_table(rows, "validation.accuracy").columns
+    assert {"validation.accuracy %", "test.accuracy %", "test.loss"} <= {*wide}, "of which split"
+
+
 def test_a_sweep_of_hundreds_of_long_trials_stays_small(tmp_path: Path) -> None:
     leave_run(tmp_path / "0", epochs=300)
     row = {
@@ -376,6 +406,30 @@ def test_compare_takes_folders_and_says_in_one_error_what_is_no_run(
             compare(words)
 
 
+@pytest.mark.parametrize("count", [2, 3, 13])
+def test_a_comparison_in_80_columns_shows_what_differs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], count: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(Console, "is_terminal", True)
+    rates = [0.11 + 0.01 * number for number in range(count)]
+    for number, rate in enumerate(rates):
+        run_dir = leave_run(tmp_path / f"runs/a_run_with_a_name_{number}")
+        text = (run_dir / "config.yaml").read_text().replace("lr: 0.1", f"lr: {rate:.2f}")
+        (run_dir / "config.yaml").write_text(text + f"data: {{folder: a_folder_with_a_long_name_{number}}}\n")
+        line = {"command": "c", "hardware": f"{number + 1} cores AMD EPYC, 24 GiB"}
+        (run_dir / "commands.jsonl").write_text(json.dumps(line))
+    assert compare([str(tmp_path / "runs")]) == 0
+    out = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    lines = [line.rstrip() for line in out.splitlines()]
+    assert max(map(len, lines)) <= 80 and "not shown" not in out
+    assert all(f" {rate:.2g}" in out and f"a_folder_with_a_long_name_{at}" in out for at, rate in enumerate(rates))
+    assert {"samples/s", "state"} <= {*out.split()} and "--output compare.html" in out
+    assert "AMD" not in out and "CPU cores that it could use" in " ".join(out.split()), "the share of a trial"
+    words = {word for line in lines for word in line.split()}
+    assert {"independent", "repeat", "noise"} <= words, "sentences break between words"
+
+
 # --- many runs --------------------------------------------------------------------------------------------------------
 
 
@@ -404,6 +458,23 @@ def test_watch_shows_what_runs_what_failed_and_what_was_killed(
     for words in ([], ["a", "b"], [str(tmp_path / "run")]):
         with pytest.raises(ConfigError, match="watch"):
             watch(words)
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (80, 12), (120, 30)])
+def test_watch_fits_the_terminal_and_shows_why_a_run_failed(tmp_path: Path, width: int, height: int) -> None:
+    for number in range(30):
+        leave_run(tmp_path / f"a_sweep_with_a_rather_long_name/{number}")
+    failed = tmp_path / "a_sweep_with_a_rather_long_name/29"
+    write_json(failed / "summary.json", {"status": "failed"})
+    write_json(failed / "failure.json", {"kind": "oom", "detail": "out of memory " * 9})
+    console = Console(width=width, height=height, file=io.StringIO(), force_terminal=True, color_system=None)
+    runs = [glance(failed.with_name(str(number))) for number in range(30)]
+    console.print(screen(tmp_path, runs, console))
+    lines = console.file.getvalue().splitlines()  # type: ignore
+    assert len(lines) < height and max(map(len, lines)) <= width and lines[-1].startswith("Ctrl-C ends")
+    newest = next(line for line in lines if "long_name/29" in line)
+    assert "failed" in newest and "oom: out of memory out of" in newest
+    assert any("older runs not shown" in line for line in lines)
 
 
 # --- a real run -------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import Any
 from ddp_train.config.hardware import detect_hardware, hardware_description, versions
 from ddp_train.distributed.environment import visible_devices
 from ddp_train.telemetry.pages.live import EVERY_SECONDS, SHARE
+from ddp_train.telemetry.score_lines import shown_metric
 from ddp_train.text import first_line
 
 
@@ -18,16 +19,18 @@ def print_results(rows: list[dict[str, Any]], objective: str, better: str | None
     """The table of the trials, the best of them, and the command that evaluates it."""
     from ddp_train.telemetry.pages.run_files import read_run
     from ddp_train.telemetry.pages.run_page import uses
-    from ddp_train.telemetry.pages.sweep_page import ranked, trials_table
-    from ddp_train.telemetry.pages.tables import show
+    from ddp_train.telemetry.pages.sweep_page import ONE_OF_EACH, noise, ranked, trials_table
+    from ddp_train.telemetry.pages.tables import show, tell
 
-    show(trials_table(rows, objective, at_once, note))
+    show(trials_table(rows, objective, at_once, note, digits=4))
     best = ranked(rows, better)[0]
     if best.get("objective") is None:
         return
-    print(f"best trial {best['trial']}: {' '.join(best['overrides'])}  {objective} {best['objective']:g}")
+    value = shown_metric(objective.rpartition(".")[2], best["objective"])
+    print(f"best trial {best['trial']}: {' '.join(best['overrides'])}  {objective} {value}")
     for command in uses(read_run(Path(best["run_dir"])))[:1] if "run_dir" in best else ():
         print(f"  {command}")
+    tell([text for text in noise(rows, objective, better) if text != ONE_OF_EACH])
 
 
 class SweepPage:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import datetime
+import re
 import shlex
 import time
 from collections.abc import Sequence
@@ -283,7 +284,7 @@ def _facts(run: RunFiles) -> dict[str, str]:
     last = (run.commands or [summary])[-1]
     known = {
         "Run directory": str(run.run_dir),
-        "Hardware": last.get("hardware") or summary.get("device_name"),
+        "Hardware": re.sub(r"\b1 cores\b", "1 core", str(last.get("hardware") or summary.get("device_name") or "")),
         "Host": last.get("host"),
         "Versions": ", ".join(f"{name} {version}" for name, version in (last.get("versions") or {}).items()),
         "Parameters": parameters and f"{parameters['all']:,}, of which {parameters.get('trained', 0):,} trained",

@@ -19,6 +19,7 @@ from ddp_train.telemetry.pages.tables import Table
 from ddp_train.telemetry.score_lines import PERCENT, shown_metric
 from ddp_train.text import counted, word
 
+ONE_OF_EACH = "One run of each: what of the differences is noise cannot be told from them; add seed=0,1,2 to the sweep."
 Row = dict[str, Any]
 """A line of results.jsonl."""
 SEED = "seed"
@@ -61,11 +62,14 @@ def ranked(rows: Sequence[Row], better: str | None) -> list[Row]:
     )
 
 
-def trials_table(rows: Sequence[Row], objective: str, at_once: int = 1, note: str = "") -> Table:
-    """A row for each trial, a column for each parameter. The objective stands first: on a phone it is in sight."""
+def trials_table(rows: Sequence[Row], objective: str, at_once: int = 1, note: str = "", digits: int = 17) -> Table:
+    """A row for each trial, a column for each parameter. The objective stands first: on a phone it is in sight. digits:
+    of a value that was drawn."""
     keys = parameters(rows)
     typed = [dict(word.split("=", 1) for word in row["overrides"]) for row in rows]
-    others = {"accuracy": "accuracy %", "loss": "loss", "seconds": "seconds", "samples_per_second": "samples/s"}
+    typed = [{key: _rounded(value, digits) for key, value in given.items()} for given in typed]
+    others = {"accuracy": "test.accuracy %", "loss": "test.loss", "seconds": "seconds"}
+    others["samples_per_second"] = "samples/s"
     split, _, metric = objective.rpartition(".")
     if split in ("test", ""):
         others.pop(metric, None)
@@ -80,7 +84,14 @@ def trials_table(rows: Sequence[Row], objective: str, at_once: int = 1, note: st
         ])  # fmt: skip
     title = "trials" if at_once == 1 else f"trials, {at_once} at a time on one host"
     name = objective + (" %" if percent > 1 else "")
-    return Table(title, ["trial", name, *keys, "status", *others.values()], table, note)
+    return Table(title, ["trial", name, *keys, "status", *others.values()], table, note, kept=(name, "status"))
+
+
+def _rounded(text: str, digits: int) -> str:
+    value = _number(text)
+    return (
+        f"{value:.{digits}g}" if isinstance(value, float) and len(text.strip("-0.").replace(".", "")) > digits else text
+    )
 
 
 def _status(row: Row) -> str:
@@ -143,7 +154,7 @@ def sweep_page(
         [command],
         state=state,
         numbers=_numbers(rows, scored, objective),
-        findings=_noise(grouped, objective, better),
+        findings=noise(rows, objective, better),
         refresh_seconds=refresh_seconds,
     )
 
@@ -253,31 +264,34 @@ def _group_table(groups: dict[str, list[float]], objective: str, better: str | N
     return Table(f"{objective} over seeds", columns, rows, note, best=0)
 
 
-def _noise(groups: dict[str, list[float]], objective: str, better: str | None) -> list[str]:
-    """What is noise and what is not; that it cannot be told where no setting was repeated."""
+def noise(rows: Sequence[Row], objective: str, better: str | None) -> list[str]:
+    """What is noise and what is not; that it cannot be told where no setting was repeated, in one sentence."""
+    groups = _groups([row for row in ranked(rows, better) if row.get("objective") is not None])
     known = pooled_deviation([*groups.values()])
     metric = objective.rpartition(".")[2]
     if not groups:
         return []
     if known is None:
-        how = "add seed=0,1,2 to the sweep"
-        return [f"One run of each: what of the differences is noise cannot be told from them; {how}."]
+        return [ONE_OF_EACH]
     deviation, freedom = known
     sign = -1 if better == "max" else 1
     order = sorted(groups, key=lambda words: sign * statistics.fmean(groups[words]))
     best, rest = order[0], [words for words in order[1:] if len(groups[words]) > 1]
+    once = len(groups) - 1 - len(rest)
+    others = f" {counted(once, 'other')} ran once and cannot be compared." if once else ""
     found = [
         f"Runs that differ in their seed alone differ by {shown_metric(metric, deviation)} (standard deviation of one "
         f"run, from {freedom + sum(len(group) > 1 for group in groups.values())} runs of the same settings)."
     ]
     tests = {words: welch(groups[best], groups[words]) for words in rest}
+    if len(groups) == 1:
+        return found
     if len(groups[best]) < 2 or not rest:
         return [*found, "The settings with the best mean were not repeated often enough to compare them."]
     alike = [words for words, test in tests.items() if test and not test.is_more_than_noise]
     if not alike:
-        return [*found, f"{best} is better than all others by more than noise (Welch's t-test, p < 0.05 for each)."]
-    names = "; ".join(alike[:5]) + ("; ..." if len(alike) > 5 else "")
-    return [
-        *found,
-        f"{best} has the best mean, but cannot be told from noise against {counted(len(alike), 'other')}: {names}.",
-    ]
+        than = counted(len(rest), "other") if once else "all others"
+        test = "(Welch's t-test, p < 0.05 for each)"
+        return [*found, f"{best} is better than {than} by more than noise {test}.{others}"]
+    names = f"{counted(len(alike), 'other')}: {'; '.join(alike[:5])}{'; ...' * (len(alike) > 5)}"
+    return [*found, f"{best} has the best mean, but cannot be told from noise against {names}.{others}"]
