@@ -38,7 +38,7 @@ from ddp_train.telemetry.pages.live import LivePage
 from ddp_train.telemetry.pages.noise import pooled_deviation, welch
 from ddp_train.telemetry.pages.page import HERE, as_page
 from ddp_train.telemetry.pages.report import Plot, Report
-from ddp_train.telemetry.pages.run_files import RunFiles, glance, is_locked, read_run
+from ddp_train.telemetry.pages.run_files import RunFiles, flat, glance, is_locked, read_run
 from ddp_train.telemetry.pages.run_page import run_page, uses
 from ddp_train.telemetry.pages.sweep_page import goes_on, sweep_page, trials_table
 from ddp_train.telemetry.pages.tables import Table, show
@@ -224,6 +224,28 @@ def test_seeds_are_grouped_and_noise_is_told_from_effect(tmp_path: Path) -> None
     assert "cannot be told from noise against 1 other: optimizer.lr=0.2 model.hidden=16" in report.findings[1]
     assert [plot.chart["kind"] for plot in report.plots if plot.chart] == ["curves", "parallel"]
     assert len(as_page(report).encode()) < BOUND
+
+
+def test_a_plot_of_curves_has_lines(tmp_path: Path) -> None:
+    rows = sweep_rows(tmp_path, optimizer__lr=[0.1, 0.2, 0.3])
+    for row in rows:
+        path = Path(row["run_dir"]) / "metrics.jsonl"
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
+    assert [plot.chart["kind"] for plot in page_of_sweep(tmp_path, rows).plots if plot.chart] == ["scatter"]
+
+
+def test_settings_are_shown_as_they_are_typed(tmp_path: Path) -> None:
+    folder = leave_run(tmp_path / "r")
+    command = {"command": "python launch.py ++model.how=oom launch.nproc_per_node=1 run_dir=r"}
+    (folder / "commands.jsonl").write_text(json.dumps(command))
+    typed = {"seed": 3, "model": "custom", "model.target": "net.Net", "model.arguments": {"how": "oom"}}
+    sections = {section.title: section for section in run_page(read_run(folder), typed).sections}
+    lines = sections["Settings that are not the default"].lines  # type: ignore
+    assert lines == ["seed=3", "model._target_=net.Net", "model.how=oom", "launch.nproc_per_node=1"]
+    assert flat({"model": {"name": "custom", "target": "a.B", "arguments": {}}}).keys() == {
+        "model.name",
+        "model._target_",
+    }
 
 
 def test_settings_that_ran_once_are_not_said_to_be_worse(tmp_path: Path) -> None:
@@ -542,18 +564,24 @@ def test_a_browser_shows_the_page_of_a_run(tab: Page, tmp_path: Path) -> None:
 def test_a_browser_shows_bars_bands_and_columns_on_demand(tab: Page, tmp_path: Path) -> None:
     """As pages of studies have them."""
     long = "a name that is far too long for the edge of a phone"
-    bars_of = [Bar("single", 2.0, 1.5, 2.5), Bar(long, 1.0), Bar("dp", None, text="no GPU")]
+    name = "broken_with_a_rather_long_name"
+    bars_of = [Bar("single", 2.0, 1.5, 2.5), Bar(long, 1.0), Bar(name, None, text="no GPU")]
     band = Curve("ddp", [1, 2, 4], [1.0, 2.0, 3.0], [0.5, 1.5, 2.5], [1.5, 2.5, 3.5])
     names = [f"column {number}" for number in range(14)]
     table = Table("Wide", names, [[0.5 + number for number in range(14)]], first=names[:4])
     plots = [
-        Plot("time", bars(bars_of, Axis("s", whole=True), 2.0)), Plot("score", bars(bars_of, Axis("accuracy %"))),
+        Plot("time", bars(bars_of[::2], Axis("s", whole=True), 2.0)), Plot("score", bars(bars_of, Axis("accuracy %"))),
         Plot("growth", curves([band], Axis("n", log=True, ticks=[1, 2, 4]), Axis("y", log=True))),
     ]  # fmt: skip
     path = tmp_path / "report.html"
     path.write_text(as_page(Report("Study", "", [table, *plots])))
     looked_at(tab, path)
     assert tab.ask("document.querySelector('.frame').textContent").count("no GPU") == 1
+    tab.open(path, 1280)
+    frame = "document.querySelector('.frame')"
+    label = f"[...{frame}.querySelectorAll('text')].find(t => t.textContent == '{name}')"
+    left = f"{label}.getBoundingClientRect().left - {frame}.getBoundingClientRect().left"
+    assert tab.ask(left) >= 0, "the beginning of a name is there"
     shown = "[...document.querySelectorAll('th')].filter(cell => cell.offsetWidth).length"
     assert tab.ask(shown) == 4
     tab.click(".show")
@@ -574,6 +602,29 @@ def test_a_browser_shows_the_page_of_a_sweep(tab: Page, tmp_path: Path) -> None:
     looked_at(tab, path)
     labels = tab.ask("[...document.querySelectorAll('.frame')[1].querySelectorAll('text')].map(t => t.textContent)")
     assert {"0.01", "0.1", "0.3"} <= {*labels} and "0.2" not in labels
+
+
+@pytest.mark.slow
+def test_a_browser_shows_long_names_and_the_objective_in_sight(tab: Page, tmp_path: Path) -> None:
+    names = ("model__a_rather_long_name_of_a_parameter_of_this_network", "model__another_long_name_that_somebody_gave")
+    long = {name: [1, 2] for name in (*names, "optimizer__lr", "seed")}
+    path = tmp_path / "report.html"
+    path.write_text(as_page(page_of_sweep(tmp_path, sweep_rows(tmp_path, **long))))
+    looked_at(tab, path)
+    tab.open(path, 1280)
+    assert tab.ask("(w => w.scrollWidth - w.clientWidth)(document.querySelector('.wide'))") == 0
+    tab.open(path, 390)
+    heights = tab.ask("[...document.querySelectorAll('thead')].map(head => head.offsetHeight)")
+    assert heights[1] < 60, "no empty lines above the names of the table of seeds"
+    chart = "[...document.querySelectorAll('.frame')].at(-1)"
+    right = tab.ask(f"[...{chart}.querySelectorAll('text')].find(t => t.textContent == 'test.accuracy')"
+                    ".getBoundingClientRect().right")  # fmt: skip
+    assert right < 390, "the axis of the objective is in sight"
+    colour = tab.ask("getComputedStyle(document.body).backgroundColor").replace(" ", "")
+    fills = tab.ask(f"[...{chart}.querySelectorAll('path, rect')].map(p => getComputedStyle(p).fill)")
+    assert colour in {fill.replace(" ", "") for fill in fills}, (
+        "values stand on the colour of the page, not behind lines"
+    )
 
 
 @pytest.mark.slow

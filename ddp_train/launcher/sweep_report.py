@@ -27,7 +27,7 @@ def print_results(rows: list[dict[str, Any]], objective: str, better: str | None
     if best.get("objective") is None:
         return
     value = shown_metric(objective.rpartition(".")[2], best["objective"])
-    print(f"best trial {best['trial']}: {' '.join(best['overrides'])}  {objective} {value}")
+    tell([f"best trial {best['trial']}: {' '.join(best['overrides'])}  {objective} {value}"])
     for command in uses(read_run(Path(best["run_dir"])))[:1] if "run_dir" in best else ():
         print(f"  {command}")
     tell([text for text in noise(rows, objective, better) if text != ONE_OF_EACH])

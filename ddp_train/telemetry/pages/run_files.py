@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -168,13 +169,14 @@ def _yaml(path: Path) -> dict[str, Any]:
 
 
 def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested values by their dotted keys, as they are typed: `optimizer.lr`."""
+    """Nested values by their dotted keys, as they are typed: `optimizer.lr`. A class of one's own has `target` and
+    `arguments` in the config, typed as `model._target_=my_net.Net model.width=8`."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, dict) and value:
-            found |= flat(value, f"{prefix}{name}.")
-        else:
-            found[prefix + str(name)] = value
+            found |= flat(value, f"{prefix}{name}.".replace(".arguments.", "."))
+        elif (name, value) != ("arguments", {}):
+            found[re.sub(r"\.target$", "._target_", prefix + str(name))] = value
     return found
 
 

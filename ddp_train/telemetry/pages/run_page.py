@@ -50,7 +50,11 @@ def run_page(run: RunFiles, typed: dict[str, Any], refresh_seconds: int = 0) -> 
     tables = [_evaluations(run)] if run.of(run.split) else []
     happened = [[clock(mark["time"]), mark["step"], mark["text"]] for mark in marks]
     config = flat(run.config)
-    differs = [f"{key}={shown(value)}" for key, value in typed.items()]
+    chosen = {key: shown(value) for key, value in flat(typed).items() if value != "custom"}
+    for key, equals, value in (one.lstrip("+").partition("=") for one in shlex.split(run.command)):
+        if equals and "." in key and key not in (*chosen, "checkpoint.resume"):
+            chosen[key] = value  # `auto` might have chosen the same
+    differs = [f"{key}={value}" for key, value in chosen.items()]
     sections = [
         *plots,
         *tables,
@@ -182,7 +186,7 @@ def _course(run: RunFiles, happened: Sequence[dict[str, Any]]) -> list[Plot]:
     if not timed:
         return []
     plots: list[Plot] = []
-    began = min(timed[0]["time"], *(event["time"] for event in happened))
+    began = min([timed[0]["time"], *(event["time"] for event in happened)])
     span = timed[-1]["time"] - began
     unit, word = next((unit, word) for unit, word in UNITS if span >= 2 * unit or unit == 1)
     clock = Axis(f"{word} since the start", whole=True)

@@ -32,6 +32,8 @@ MOST_TICKS = 8
 POINTS = 30_000
 """Of all curves of a plot together: 0.6 MB."""
 MOST_CURVES = 300
+MOST_COLUMNS = 10
+"""Of a table, beyond which a page shows what belongs to the sweep, and the others on demand."""
 
 
 def parameters(rows: Sequence[Row]) -> list[str]:
@@ -84,7 +86,9 @@ def trials_table(rows: Sequence[Row], objective: str, at_once: int = 1, note: st
         ])  # fmt: skip
     title = "trials" if at_once == 1 else f"trials, {at_once} at a time on one host"
     name = objective + (" %" if percent > 1 else "")
-    return Table(title, ["trial", name, *keys, "status", *others.values()], table, note, kept=(name, "status"))
+    columns = ["trial", name, *keys, "status", *others.values()]
+    first = columns[: -len(others)] if len(columns) > MOST_COLUMNS and others else ()
+    return Table(title, columns, table, note, first, kept=(name, "status"))
 
 
 def _rounded(text: str, digits: int) -> str:
@@ -201,6 +205,8 @@ def _curves(order: Sequence[Row], runs: dict[int, RunFiles], objective: str) -> 
     caption = f"{f'{split.capitalize()} {key}' if kind == split else 'Training loss'} of all trials"
     caption += "; the best one is thick." if any(row.get("objective") is not None for row in order) else "."
     axis = Axis(key, log=is_log, percent=key in PERCENT)
+    if all(len({*curve.x}) < 2 for curve in drawn):  # a point says no more than the table
+        return Plot("Curves", None)
     return Plot("Curves", curves(drawn, Axis("optimizer step"), axis), caption, full=True)
 
 
@@ -259,8 +265,8 @@ def _group_table(groups: dict[str, list[float]], objective: str, better: str | N
         rows.append([
             words, statistics.fmean(values), deviation, min(values), max(values), len(values), compared and compared.p
         ])  # fmt: skip
-    columns = ["settings", f"mean{unit}", "deviation", "lowest", "highest", "runs", "p against the best"]
-    note = "Welch's t-test against the settings with the best mean; below 0.05 it is more than noise."
+    columns = ["settings", f"mean{unit}", "deviation", "lowest", "highest", "runs", "p"]
+    note = "p: Welch's t-test against the settings with the best mean; below 0.05 it is more than noise."
     return Table(f"{objective} over seeds", columns, rows, note, best=0)
 
 
