@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,28 +24,14 @@ from ddp_train.distributed.environment import new_run_id, visible_devices
 from ddp_train.errors import ConfigError
 from ddp_train.launcher import local, sweep_lock, sweep_pruning, sweep_rows, sweep_words, trial_pool
 from ddp_train.launcher.fork_server import ForkServer, preload
-from ddp_train.launcher.started import Started
 from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.launcher.sweep_baseline import MARK, Baseline
 from ddp_train.launcher.sweep_numbers import Numbers
 from ddp_train.launcher.sweep_pruning import Reports
-from ddp_train.launcher.sweep_report import SweepPage, print_results
+from ddp_train.launcher.sweep_report import SweepPage
 from ddp_train.launcher.trial_pool import TrialPool
 from ddp_train.resilience.preemption import SAVED, UNSAVED
-from ddp_train.telemetry.pages.live import NoPage
-from ddp_train.telemetry.pages.run_files import RUNNING
-from ddp_train.text import word
 from hydra_plugins.ddp_train_pool._jobs import SweepEnd
-
-
-class _Watched(NoPage):
-    """Of a trial in this process, which has nobody else to look at the page of the sweep meanwhile."""
-
-    def __init__(self, look: Callable[[], None]) -> None:
-        self.look_at_sweep = look
-
-    def look(self, phases: Sequence[str]) -> None:
-        self.look_at_sweep()
 
 
 class Trials:
@@ -75,8 +60,6 @@ class Trials:
         self.drawn = 0
         """How many trials our own sweeper draws by Optuna."""
         self.rows: list[dict[str, Any]] = []
-        self.running: dict[int, dict[str, Any]] = {}
-        """What their rows say so far, by their numbers."""
         self.job_launcher = ""
         """The Hydra launcher that runs the trials as jobs; empty if they run in this process."""
         self.rows_begin = 0
@@ -153,14 +136,12 @@ class Trials:
             self._tell_if_by_test(self.objective)
         self.swept = {*read.swept, *sweep_words.params(read.arguments)}
         self.drawn = sweep_words.drawn_by_optuna(read.arguments)
-        grid = sweep_words.last(read.arguments, sweep_words.SWEEPER) in ("", "basic") and self.swept == {*read.swept}
-        self.total = self.drawn or (math.prod(map(len, read.swept.values())) if grid else 0)
+        self.total = sweep_words.total_of(read.arguments, read.swept)
         if not self.job_launcher:
             for note in trial_pool.notes(config, resolved[-1], told):
                 print(f"note: {note}", file=sys.stderr)
             pool = trial_pool.pool_of(config, resolved, self.total, hardware, told)
-            drawn = sweep_words.drawn_by_optuna(read.arguments)
-            if asked == trial_pool.NAME or (not asked and (pool.at_once > 1 or told or drawn)):
+            if asked == trial_pool.NAME or (not asked and (pool.at_once > 1 or told or self.drawn)):
                 self.pool, self.forks_workers = pool, config.launch.fork_server
                 hydra_argv += pool.words(hydra_argv)
         self.baseline.asked = config.sweep.baseline and bool(self.pool and self.pool.at_once > 1)
@@ -171,7 +152,7 @@ class Trials:
         self.writer = sweep_rows.Writer(self.sweep_dir)
         if self.job_launcher:
             print(f"trials are run by hydra/launcher={self.job_launcher}; results: {self.writer.path}", flush=True)
-        return [*hydra_argv, word("hydra.sweep.dir", self.sweep_dir)]
+        return [*hydra_argv, sweep_words.in_folder(self.sweep_dir)]
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -212,9 +193,8 @@ class Trials:
             if not self.job_launcher and (value := self.known_value(number, overrides)) is not None:
                 return value
         stop = StopRequests(program_ends=bool(self.pool))
-        row, started = self._new_row(number, overrides, run_dir), Started()
-        if not self.pool and not self.job_launcher:
-            self.running[number], started = row | {"status": RUNNING}, Started(page=_Watched(self.while_waiting))
+        row = self._new_row(number, overrides, run_dir)
+        started = self.page.begins(row, None if self.pool or self.job_launcher else self.while_waiting)
         server, at_once = self.server, row.get("at_once", 1)
         if self.pool and self.preloaded is not None:
             server = ForkServer(self.program.import_path, self.preloaded)
@@ -245,11 +225,8 @@ class Trials:
             print(error, file=sys.stderr)
             row |= {"kind": error.kind, "reason": str(error)}
         self.rows.append(row)
-        self.running.pop(number, None)
         value = sweep_rows.Scored(sweep_rows.value_of(row))
         value.row, value.is_written = row, self.writer.add(row)
-        if not self.pool and not self.job_launcher:  # there, this process knows of its own trial only
-            self.while_waiting()
         code = 0
         if contradiction := self._learn(row):
             print(contradiction, file=sys.stderr)
@@ -329,20 +306,17 @@ class Trials:
         on = f"  on {', '.join(devices)}" if devices else ""
         on += f"  (trial {self.baseline.row[MARK]} alone)" if number == self.baseline.number else ""
         print(f"trial {self._named(number, overrides)}{on}", flush=True)
-        if number != self.baseline.number:
-            words, run_dir = sweep_words.words_of_trial(overrides), str((self.sweep_dir / str(number)).absolute())
-            self.running[number] = self._new_row(number, words, run_dir) | {"status": RUNNING}
+        words, run_dir = sweep_words.words_of_trial(overrides), self.sweep_dir / str(number)
+        self.page.begins(self._new_row(number, words, str(run_dir)))
 
     def while_waiting(self) -> None:
         """Ten times a second while trials run: their page, if it is time for one."""
-        if self.page.is_due:
-            rows = [*self.rows, *self.running.values()]
-            self.page.write(self.sweep_dir, rows, self.objective, self.better, self.total, is_running=True)
+        self.page.look(self)
 
     def job_ended(self, number: int, overrides: list[str], returned: JobReturn, exit_code: int, seconds: float) -> None:
         """Finds the trial's row, and writes that of one that was killed, so that the sweep continues."""
         value: Any = returned._return_value
-        self.running.pop(number, None)
+        self.page.running.pop(number, None)
         row, is_written = getattr(value, "row", None), getattr(value, "is_written", True)
         if row is None:  # it was killed after it had written it, or before
             written = sweep_rows.read(self.sweep_dir, self.rows_begin)
@@ -361,7 +335,6 @@ class Trials:
         if contradiction := self._learn(row):
             returned.status, returned.return_value = JobStatus.FAILED, SweepEnd(ConfigError.exit_code)
             print(contradiction, file=sys.stderr)
-        self.while_waiting()
         log = self.sweep_dir / str(number) / trial_pool.LOG
         print(f"trial {number}: {sweep_rows.ended(row, log)}  {seconds:.1f} s", flush=True)
 
@@ -384,8 +357,7 @@ class Trials:
 
     def write_page(self) -> None:
         """At the end; the terminal is told where it is."""
-        if page := self.page.write(self.sweep_dir, self.rows, self.objective, self.better, self.total):
-            print(f"report {page}")
+        self.page.write_last(self)
 
     def finish(self) -> int:
         """Prints the results. Returns 0 if all trials were completed, else the exit code of the first failed one."""
@@ -396,8 +368,7 @@ class Trials:
         if self.rows:
             for row in self.rows:  # those of jobs are read here first
                 self._learn(row)
-            self.page.note, at_once = self.baseline.text(self.rows), self.pool.at_once if self.pool else 1
-            print_results(self.rows, self.objective, self.better, at_once, self.page.note)
-            self.page.tell_end(self.sweep_dir, self.rows, self.total)
+            self.page.note = self.baseline.text(self.rows)
+            self.page.print_results(self, self.pool.at_once if self.pool else 1)
             print(f"results {self.writer.path}")
         return next((row["exit_code"] for row in self.rows if row["exit_code"]), 0)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ddp_train.config.hardware import detect_hardware, hardware_description, versions
 from ddp_train.distributed.environment import visible_devices
-from ddp_train.telemetry.pages.live import EVERY_SECONDS, SHARE
+from ddp_train.launcher.started import Started
+from ddp_train.launcher.sweep_baseline import MARK
+from ddp_train.telemetry.pages.live import EVERY_SECONDS, SHARE, NoPage
 from ddp_train.telemetry.score_lines import shown_metric
 from ddp_train.text import first_line
 
@@ -33,6 +36,27 @@ def print_results(rows: list[dict[str, Any]], objective: str, better: str | None
     tell([text for text in noise(rows, objective, better) if text != ONE_OF_EACH])
 
 
+class Sweep(Protocol):
+    """What the page shows."""
+
+    sweep_dir: Path
+    rows: list[dict[str, Any]]
+    """Of the trials that have ended."""
+    objective: str
+    better: str | None
+    total: int
+
+
+class _Watched(NoPage):
+    """Of a trial that runs in the process of the sweep, where nobody else looks at the page meanwhile."""
+
+    def __init__(self, look: Callable[[], None]) -> None:
+        self.look_at_sweep = look
+
+    def look(self, phases: Sequence[str]) -> None:
+        self.look_at_sweep()
+
+
 class SweepPage:
     """report.html, .md, .csv and .json in the sweep's directory."""
 
@@ -45,26 +69,39 @@ class SweepPage:
         self.note = ""
         """Below the table."""
         self.warned = False
+        self.running: dict[int, dict[str, Any]] = {}
+        """The rows of the trials that have begun, by their numbers, until they are among those of the sweep."""
 
-    @property
-    def is_due(self) -> bool:
-        """Asked ten times a second, and by a trial alone fifty times."""
-        return time.monotonic() >= self.due
+    def begins(self, row: dict[str, Any], look: Callable[[], None] | None = None) -> Started:
+        """row: of a trial. look: what the launcher calls while it waits for this one; None: others do. Returns what
+        the launcher is given."""
+        if MARK not in row:
+            self.running[row["trial"]] = row
+        return Started(page=_Watched(look)) if look else Started()
 
-    def tell_end(self, sweep_dir: Path, rows: list[dict[str, Any]], total: int) -> None:
-        """Says of a sweep that was stopped how far it came, and how to go on."""
+    def look(self, sweep: Sweep) -> None:
+        """Ten times a second, and fifty times while one trial runs: the page, if it is time for one."""
+        if time.monotonic() >= self.due:
+            self._write(sweep, is_running=True)
+
+    def write_last(self, sweep: Sweep) -> None:
+        """At the end; the terminal is told where it is."""
+        if path := self._write(sweep):
+            print(f"report {path}")
+
+    def print_results(self, sweep: Sweep, at_once: int) -> None:
+        """The table, the best trial, and of a sweep that was stopped how far it came, and how to go on."""
         from ddp_train.telemetry.pages.run_files import STOPPED
         from ddp_train.telemetry.pages.sweep_page import goes_on, state_of
 
-        if (state := state_of(rows, total)).startswith(STOPPED):
-            print(f"{state}; to go on:\n  {goes_on(self.command, sweep_dir)}")
+        print_results(sweep.rows, sweep.objective, sweep.better, at_once, self.note)
+        if (state := state_of(sweep.rows, sweep.total)).startswith(STOPPED):
+            print(f"{state}; to go on:\n  {goes_on(self.command, sweep.sweep_dir)}")
 
-    def write(
-        self, sweep_dir: Path, rows: list[dict[str, Any]], objective: str, better: str | None, total: int = 0,
-        is_running: bool = False,
-    ) -> Path | None:  # fmt: skip
+    def _write(self, sweep: Sweep, is_running: bool = False) -> Path | None:
         """Returns the page's path. A failure is only a note, since the trials' results stand: then None."""
         from ddp_train.telemetry.pages.page import write  # once trials run: a start imports none of it
+        from ddp_train.telemetry.pages.run_files import RUNNING
         from ddp_train.telemetry.pages.sweep_page import sweep_page
 
         began, path = time.monotonic(), None
@@ -73,8 +110,14 @@ class SweepPage:
             known = ", ".join(f"{name} {version}" for name, version in versions().items())
             facts = {"Hardware": machine, "Versions": known}
             seconds = math.ceil(self.every) if is_running else 0
-            page = sweep_page(sweep_dir, rows, objective, better, self.command, facts, seconds, total, self.note)
-            path = write(page, sweep_dir)
+            ended = [id(row) for row in sweep.rows]
+            now = [row | {"status": RUNNING} for row in self.running.values() if id(row) not in ended] * is_running
+            rows = [*{row["trial"]: row for row in [*sweep.rows, *now]}.values()]
+            page = sweep_page(
+                sweep.sweep_dir, rows, sweep.objective, sweep.better, self.command, facts, seconds, sweep.total,
+                self.note,
+            )  # fmt: skip
+            path = write(page, sweep.sweep_dir)
         except Exception as error:  # noqa: BLE001  whatever it is
             if not self.warned:
                 self.warned = True

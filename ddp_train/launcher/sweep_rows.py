@@ -198,6 +198,6 @@ def ended(row: dict[str, Any], log: Path) -> str:
         return "completed" if value is None else f"completed  {name} {shown_metric(name.rpartition('.')[2], value)}"
     if row["status"] == "pruned":
         return f"pruned after {row['evaluations']} evaluations, at {row['last_value']}"
-    if row["kind"] == "stopped":
+    if row.get("kind") == "stopped":
         return f"stopped ({row['exit_code']})  log: {log}"
     return f"failed ({row['exit_code']})  {fatal_line(log) or row['reason']}  log: {log}"

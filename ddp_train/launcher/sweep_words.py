@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import math
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from hydra.core.global_hydra import GlobalHydra
 
 from ddp_train.config.metrics import MEASURED
 from ddp_train.config.schema import Config
+from ddp_train.text import word
 
 LAUNCHER, SWEEPER, SLURM = "hydra/launcher", "hydra/sweeper", ("slurm", "submitit_slurm")
 OPTUNA, TRIALS = "pool_optuna", 20
@@ -40,6 +43,17 @@ def last(arguments: list[str], name: str) -> str:
 def words_of_trial(overrides: Any) -> list[str]:
     """Those that a run of its own would have: the keys of `sweep` are about several."""
     return [str(word) for word in overrides if not key(str(word)).startswith(("sweep.", "hydra.", "hydra/", "run_dir"))]
+
+
+def in_folder(path: Path) -> str:
+    """Where Hydra puts the trials, each in a folder of its number."""
+    return word("hydra.sweep.dir", path)
+
+
+def total_of(arguments: list[str], swept: dict[str, list[str]]) -> int:
+    """The number of trials; 0 if a sweeper other than the grid and our own decides it."""
+    is_grid = last(arguments, SWEEPER) in ("", "basic") and not params(arguments)
+    return drawn_by_optuna(arguments) or (math.prod(map(len, swept.values())) if is_grid else 0)
 
 
 @contextlib.contextmanager

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ddp_train.telemetry.metrics_log import METRICS
 from ddp_train.telemetry.pages.charts import Axis, Chart, Curve, Point, curves, parallel, scatter
 from ddp_train.telemetry.pages.noise import pooled_deviation, welch
 from ddp_train.telemetry.pages.report import Lines, Plot, Report
-from ddp_train.telemetry.pages.run_files import COMPLETED, FAILED, RUNNING, STOPPED, TRAIN, RunFiles, read_run
+from ddp_train.telemetry.pages.run_files import COMPLETED, FAILED, RUNNING, STOPPED, TRAIN, read_lines, read_run
 from ddp_train.telemetry.pages.run_page import clock, near, uses
 from ddp_train.telemetry.pages.tables import Table
 from ddp_train.telemetry.score_lines import PERCENT, shown_metric
@@ -127,7 +128,6 @@ def sweep_page(
     """rows: of results.jsonl, so far, and of the trials that are running. total: of trials, if that is known. Reads the
     run directories of the trials."""
     order = ranked(rows, better)
-    runs = {row["trial"]: read_run(_run_dir(sweep_dir, row), with_config=False) for row in order}
     scored = [row for row in order if row.get("objective") is not None]
     failed = [row for row in rows if row["status"] == FAILED and not _is_stopped(row)]
     table = trials_table(order, objective, rows[0].get("at_once", 1) if rows else 1, note)
@@ -137,7 +137,7 @@ def sweep_page(
         commands = uses(read_run(_run_dir(sweep_dir, scored[0])))
         sections += [Lines(f"The best: trial {scored[0]['trial']}", commands)] if commands else []
     grouped = _groups(scored)
-    sections += [_curves(order, runs, objective), *_against(scored, objective), table]
+    sections += [_curves(sweep_dir, order, objective), *_against(scored, objective), table]
     if any(len(group) > 1 for group in grouped.values()):
         sections.append(_group_table(grouped, objective, better))
     if failed:
@@ -185,18 +185,20 @@ def _numbers(rows: Sequence[Row], scored: Sequence[Row], objective: str) -> dict
     return found | {name: str(number) for name, number in counts.items() if number or name in ("trials", "failed")}
 
 
-def _curves(order: Sequence[Row], runs: dict[int, RunFiles], objective: str) -> Plot:
+def _curves(sweep_dir: Path, order: Sequence[Row], objective: str) -> Plot:
     """The objective of all trials while they train, or their training loss if it is known at the end only. The best is
     drawn on top of the others."""
     split, _, metric = objective.rpartition(".")
-    kind = split if any(len(run.of(split)) > 1 for run in runs.values()) else TRAIN
+    order = order[:MOST_CURVES]
+    paths = [_run_dir(sweep_dir, row) / METRICS for row in order]
+    most = POINTS // max(1, len(order))
+    read = [read_lines(path, kind=split, most=most) for path in paths] if split else []
+    kind = split if any(len(lines) > 1 for lines in read) else TRAIN
+    read = read if kind == split else [read_lines(path, kind=TRAIN, most=most) for path in paths]
     key = metric if kind == split else "loss"
     drawn = []
-    for place, row in enumerate(order[:MOST_CURVES]):
-        lines = runs[row["trial"]].of(kind)
+    for place, (row, lines) in enumerate(zip(order, read, strict=True)):
         name = " ".join(row["overrides"]) or f"trial {row['trial']}"
-        every = max(1, len(lines) * min(len(order), MOST_CURVES) // POINTS)
-        lines = [*lines[::every], *lines[-1:]]
         is_best = not place and row.get("objective") is not None
         level = 1 if is_best else -1 if len(order) > 6 else 0
         drawn.append(Curve(name, [line["step"] for line in lines], [line.get(key) for line in lines], level=level))
