@@ -177,7 +177,7 @@ def _heading(name: str) -> str:
 
 def _least(name: str) -> str:
     """The width with which a long name takes no more than about three lines."""
-    return f' style="min-width:{len(name) // 3 + 4}ch"' if len(name) > LONG_NAME else ""
+    return f' style="min-width:{len(name) // 3 + 4}ch"' if len(name) > LONG else ""
 
 
 def _figures(plots: Sequence[object]) -> list[str]:
