@@ -16,15 +16,20 @@ RESERVED = ("loss", "samples", "correct", "kind", "step", "epoch", "time")
 
 def shown(value: Any) -> str:
     """A value as it is typed in a Hydra override: `null`, `true`, `[a,b]`, `{k:v}`."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
     if isinstance(value, list):
         return "[" + ",".join(shown(item) for item in value) + "]"
     if isinstance(value, dict):
         return "{" + ",".join(f"{k}:{shown(v)}" for k, v in value.items()) + "}"
     return str(value)
+
+
+def word(key: str, value: object) -> str:
+    """An override whose value Hydra's grammar takes as this text, whatever it holds. A shell needs its own quotes."""
+    text = str(value)
+    escaped = re.sub(r'(\\*)("|\Z)', lambda found: 2 * found[1] + (found[2] and '\\"'), text)
+    return f"{key}={text}" if re.fullmatch(r"[\w./-]+", text) else f'{key}="{escaped}"'
 
 
 def counted(number: int, noun: str) -> str:
@@ -61,8 +66,5 @@ def unmatched(found: str, globs: Iterable[str], names: Sequence[str], what: str 
     parents = dict.fromkeys(name.rpartition(".")[0] + ".*" for name in names if "." in name)
     wider = dict.fromkeys(name.split(".")[0] + ".*" for name in names if "." in name)
     known = list({**wider, **parents, **dict.fromkeys(names)})
-    return [
-        f"{found.format(glob)}: matches no {what}{did_you_mean(glob, known)}"
-        for glob in globs
-        if not matching(glob, names)
-    ]
+    missed = [glob for glob in globs if not matching(glob, names)]
+    return [f"{found.format(glob)}: matches no {what}{did_you_mean(glob, known)}" for glob in missed]

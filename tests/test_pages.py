@@ -8,6 +8,8 @@ import io
 import itertools
 import json
 import re
+import shlex
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,11 +21,15 @@ from scipy import stats
 
 from ddp_train.config.freeze import not_default
 from ddp_train.config.options.model import MlpConfig
+from ddp_train.config.overrides import read_overrides
 from ddp_train.config.schema import Config
 from ddp_train.errors import ConfigError
 from ddp_train.launcher.compare import compare
-from ddp_train.launcher.watch import watch
+from ddp_train.launcher.sweep import Trials
+from ddp_train.launcher.sweep_report import SweepPage, print_results
+from ddp_train.launcher.watch import screen, watch
 from ddp_train.resilience import run_lock
+from ddp_train.resilience.preemption import INTERRUPTED, SAVED, UNSAVED
 from ddp_train.resilience.whole_files import write_json
 from ddp_train.telemetry.pages.charts import Axis, Bar, Curve, bars, curves, thinned
 from ddp_train.telemetry.pages.compare_page import compare_page
@@ -32,13 +38,13 @@ from ddp_train.telemetry.pages.live import LivePage
 from ddp_train.telemetry.pages.noise import pooled_deviation, welch
 from ddp_train.telemetry.pages.page import HERE, as_page
 from ddp_train.telemetry.pages.report import Plot, Report
-from ddp_train.telemetry.pages.run_files import RunFiles, is_locked, read_run
-from ddp_train.telemetry.pages.run_page import run_page
-from ddp_train.telemetry.pages.sweep_page import sweep_page
+from ddp_train.telemetry.pages.run_files import RunFiles, flat, glance, is_locked, read_run
+from ddp_train.telemetry.pages.run_page import run_page, uses
+from ddp_train.telemetry.pages.sweep_page import goes_on, sweep_page, trials_table
 from ddp_train.telemetry.pages.tables import Table, show
 from ddp_train.telemetry.pages.timeline import Timeline
 from tests.browser import Page, browser, installed
-from tests.commands import SMALL, read, run
+from tests.commands import ENDLESS, ONE, PROGRAM, SMALL, read, run, running, wait_until
 
 NO_BROWSER = "no browser is installed (Debian: apt-get install chromium)"
 BOUND = 2_000_000
@@ -220,6 +226,58 @@ def test_seeds_are_grouped_and_noise_is_told_from_effect(tmp_path: Path) -> None
     assert len(as_page(report).encode()) < BOUND
 
 
+def test_a_plot_of_curves_has_lines(tmp_path: Path) -> None:
+    rows = sweep_rows(tmp_path, optimizer__lr=[0.1, 0.2, 0.3])
+    for row in rows:
+        path = Path(row["run_dir"]) / "metrics.jsonl"
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
+    assert [plot.chart["kind"] for plot in page_of_sweep(tmp_path, rows).plots if plot.chart] == ["scatter"]
+
+
+def test_settings_are_shown_as_they_are_typed(tmp_path: Path) -> None:
+    folder = leave_run(tmp_path / "r")
+    command = {"command": "python launch.py ++model.how=oom launch.nproc_per_node=1 run_dir=r"}
+    (folder / "commands.jsonl").write_text(json.dumps(command))
+    typed = {"seed": 3, "model": "custom", "model.target": "net.Net", "model.arguments": {"how": "oom"}}
+    sections = {section.title: section for section in run_page(read_run(folder), typed).sections}
+    lines = sections["Settings that are not the default"].lines  # type: ignore
+    assert lines == ["seed=3", "model._target_=net.Net", "model.how=oom", "launch.nproc_per_node=1"]
+    assert flat({"model": {"name": "custom", "target": "a.B", "arguments": {}}}).keys() == {
+        "model.name",
+        "model._target_",
+    }
+
+
+def test_settings_that_ran_once_are_not_said_to_be_worse(tmp_path: Path) -> None:
+    rows = sweep_rows(tmp_path, optimizer__lr=[0.1, 0.2, 0.3], seed=[0, 1, 2])
+    assert page_of_sweep(tmp_path, rows).findings[1].startswith("optimizer.lr=0.3 is better than all others by more")
+    found = page_of_sweep(tmp_path, [row for row in rows if row["trial"] not in (1, 2)]).findings[1]
+    assert "is better than 1 other by more than noise" in found, found
+    assert found.endswith(" 1 other ran once and cannot be compared.") and "all others" not in found
+
+
+def test_the_results_of_a_sweep_in_80_columns_say_how_each_trial_ended_and_what_is_noise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(Console, "is_terminal", True)
+    drawn = [0.09278490880397514, 0.004099511084931485]
+    rows = sweep_rows(tmp_path, optimizer__lr=drawn, optimizer__weight_decay=[0.012345678901], seed=[0, 1])
+    rows[0] |= {"status": "pruned", "evaluations": 2, "objective": None}
+    print_results(rows, "validation.accuracy", "max", 1)
+    out = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    table = out.partition("best trial")[0]
+    assert {"pruned", "completed", "0.09278", "0.0041", "accuracy"} <= {*table.split()}, table
+    assert (
+        max(len(line.rstrip()) for line in out.splitlines() if "launch.py" not in line and "best trial" not in line)
+        <= 80
+    )
+    assert "best trial 3: " in out and "validation.accuracy 61.00%" in out, "in the form of the page"
+    assert "Runs that differ in their seed alone differ by" in " ".join(out.split())
+    wide = trials_table(rows, "validation.accuracy").columns
+    assert {"validation.accuracy %", "test.accuracy %", "test.loss"} <= {*wide}, "of which split"
+
+
 def test_a_sweep_of_hundreds_of_long_trials_stays_small(tmp_path: Path) -> None:
     leave_run(tmp_path / "0", epochs=300)
     row = {
@@ -231,6 +289,69 @@ def test_a_sweep_of_hundreds_of_long_trials_stays_small(tmp_path: Path) -> None:
     }
     rows = [{"trial": number, **row} for number in range(301)]
     assert len(as_page(page_of_sweep(tmp_path, rows)).encode()) < BOUND
+
+
+def test_a_living_sweep_shows_the_trials_that_run_and_a_stopped_one_how_to_go_on(tmp_path: Path) -> None:
+    rows = sweep_rows(tmp_path, optimizer__lr=[0.1, 0.2])
+    row = {"trial": 2, "overrides": ["optimizer.lr=0.3"], "run_dir": str(leave_run(tmp_path / "2"))}
+    now = [*rows, {**row, "status": "running", "exit_code": 2}]
+    report = sweep_page(tmp_path, now, "test.accuracy", "max", "python launch.py -m", {}, 10, total=5)
+    assert report.state.startswith("running: 1 now, 2 of 5 trials ended, as of") and report.numbers["running"] == "1"
+    assert [line[:4][-1] for line in report.tables[0].rows] == ["completed", "completed", "running"]
+    assert report.plots[0].chart and len(report.plots[0].chart["curves"]) == 3, "its curve is drawn"
+    first = sweep_page(tmp_path, now[2:], "auto", None, "python launch.py -m", {}, 10)
+    assert first.plots[0].chart and first.plots[0].chart["curves"][0]["level"] == 0, "nothing is the best yet"
+    ended = [*rows, {**row, "status": "failed", "exit_code": 75, "kind": "stopped", "reason": "stopped"}]
+    report = sweep_page(tmp_path, ended, "test.accuracy", "max", "python launch.py -m a=1,2 run_dir=r", {}, total=5)
+    assert report.state == "stopped: 2 of 5 trials completed, 2 not begun" and report.numbers["failed"] == "0"
+    assert report.tables[0].rows[-1][3] == "stopped (75)" and "Failed" not in [table.title for table in report.tables]
+    assert report.sections[-1].lines == [f"python launch.py -m a=1,2 run_dir={tmp_path}"]  # type: ignore
+
+
+def test_the_page_of_a_sweep_is_there_before_a_trial_ends_and_costs_little(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trials, page = Trials(PROGRAM, None), tmp_path / "report.html"
+    trials.sweep_dir, trials.swept, trials.page = tmp_path, {"optimizer.lr"}, SweepPage("python launch.py -m")
+    leave_run(tmp_path / "0")
+    trials.job_started(0, ["++optimizer.lr=0.1"], [])
+    trials.while_waiting()
+    assert "running: 1 now, 0 trials ended" in page.read_text() and "optimizer.lr=0.1" in page.read_text()
+    page.unlink()
+    trials.while_waiting()
+    assert not page.exists() and trials.page.due > time.monotonic() + 9
+    monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    for _ in range(2):
+        trials.page.due = 0.0
+        trials.while_waiting()
+    assert capsys.readouterr().err.count("No space left on device") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("words", "at_once"), [((), 1), (("sweep.processes_at_once=2",), 2)])
+def test_a_sweep_has_a_page_from_the_start_and_tells_who_stops_it_how_to_go_on(
+    tmp_path: Path, words: tuple[str, ...], at_once: int
+) -> None:
+    words = ("-m", "optimizer.lr=0.1,0.2,0.3", ONE, *ENDLESS, *words)
+    with running(tmp_path / "s", *words) as sweep:
+        sweep.wait_for_file("report.html")
+        assert not (tmp_path / "s/results.jsonl").exists()
+        wait_until(lambda: any(tmp_path.glob("s/*/metrics.jsonl")), "metrics.jsonl of a trial")
+        sweep.process.send_signal(signal.SIGINT)
+        assert sweep.end() in (INTERRUPTED, SAVED, UNSAVED)
+    state = f"stopped: 0 of 3 trials completed, {3 - at_once} not begun"
+    assert f"{state}; to go on:\n  python launch.py" in sweep.output.read_text()
+    assert f'<p class="state stopped">{state}</p>' in (tmp_path / "s/report.html").read_text()
+
+
+@pytest.mark.parametrize("name", ["lr=1", "a,b", "it's", 'a"b\\', "my runs", "[x]", "{y:1}"])
+def test_printed_commands_are_read_by_hydra_as_they_are_meant(tmp_path: Path, name: str) -> None:
+    folder = leave_run(tmp_path / name)
+    printed = [*uses(read_run(folder)), goes_on("python launch.py -m seed=1,2", folder)]
+    words = [word for line in printed for word in shlex.split(line) if word.startswith(("run_dir", "checkpoint"))]
+    read_back = [read_overrides(PROGRAM, [word]) for word in words]
+    assert len(words) == 4 and not any(found.problems for found in read_back)
+    assert [*read_back[0].given.values()] == [*read_back[-1].given.values()] == [str(folder)]
 
 
 @pytest.mark.parametrize(
@@ -307,6 +428,30 @@ def test_compare_takes_folders_and_says_in_one_error_what_is_no_run(
             compare(words)
 
 
+@pytest.mark.parametrize("count", [2, 3, 13])
+def test_a_comparison_in_80_columns_shows_what_differs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], count: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(Console, "is_terminal", True)
+    rates = [0.11 + 0.01 * number for number in range(count)]
+    for number, rate in enumerate(rates):
+        run_dir = leave_run(tmp_path / f"runs/a_run_with_a_name_{number}")
+        text = (run_dir / "config.yaml").read_text().replace("lr: 0.1", f"lr: {rate:.2f}")
+        (run_dir / "config.yaml").write_text(text + f"data: {{folder: a_folder_with_a_long_name_{number}}}\n")
+        line = {"command": "c", "hardware": f"{number + 1} cores AMD EPYC, 24 GiB"}
+        (run_dir / "commands.jsonl").write_text(json.dumps(line))
+    assert compare([str(tmp_path / "runs")]) == 0
+    out = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    lines = [line.rstrip() for line in out.splitlines()]
+    assert max(map(len, lines)) <= 80 and "not shown" not in out
+    assert all(f" {rate:.2g}" in out and f"a_folder_with_a_long_name_{at}" in out for at, rate in enumerate(rates))
+    assert {"samples/s", "state"} <= {*out.split()} and "--output compare.html" in out
+    assert "AMD" not in out and "CPU cores that it could use" in " ".join(out.split()), "the share of a trial"
+    words = {word for line in lines for word in line.split()}
+    assert {"independent", "repeat", "noise"} <= words, "sentences break between words"
+
+
 # --- many runs --------------------------------------------------------------------------------------------------------
 
 
@@ -335,6 +480,23 @@ def test_watch_shows_what_runs_what_failed_and_what_was_killed(
     for words in ([], ["a", "b"], [str(tmp_path / "run")]):
         with pytest.raises(ConfigError, match="watch"):
             watch(words)
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (80, 12), (120, 30)])
+def test_watch_fits_the_terminal_and_shows_why_a_run_failed(tmp_path: Path, width: int, height: int) -> None:
+    for number in range(30):
+        leave_run(tmp_path / f"a_sweep_with_a_rather_long_name/{number}")
+    failed = tmp_path / "a_sweep_with_a_rather_long_name/29"
+    write_json(failed / "summary.json", {"status": "failed"})
+    write_json(failed / "failure.json", {"kind": "oom", "detail": "out of memory " * 9})
+    console = Console(width=width, height=height, file=io.StringIO(), force_terminal=True, color_system=None)
+    runs = [glance(failed.with_name(str(number))) for number in range(30)]
+    console.print(screen(tmp_path, runs, console))
+    lines = console.file.getvalue().splitlines()  # type: ignore
+    assert len(lines) < height and max(map(len, lines)) <= width and lines[-1].startswith("Ctrl-C ends")
+    newest = next(line for line in lines if "long_name/29" in line)
+    assert "failed" in newest and "oom: out of memory out of" in newest
+    assert any("older runs not shown" in line for line in lines)
 
 
 # --- a real run -------------------------------------------------------------------------------------------------------
@@ -402,18 +564,24 @@ def test_a_browser_shows_the_page_of_a_run(tab: Page, tmp_path: Path) -> None:
 def test_a_browser_shows_bars_bands_and_columns_on_demand(tab: Page, tmp_path: Path) -> None:
     """As pages of studies have them."""
     long = "a name that is far too long for the edge of a phone"
-    bars_of = [Bar("single", 2.0, 1.5, 2.5), Bar(long, 1.0), Bar("dp", None, text="no GPU")]
+    name = "broken_with_a_rather_long_name"
+    bars_of = [Bar("single", 2.0, 1.5, 2.5), Bar(long, 1.0), Bar(name, None, text="no GPU")]
     band = Curve("ddp", [1, 2, 4], [1.0, 2.0, 3.0], [0.5, 1.5, 2.5], [1.5, 2.5, 3.5])
     names = [f"column {number}" for number in range(14)]
     table = Table("Wide", names, [[0.5 + number for number in range(14)]], first=names[:4])
     plots = [
-        Plot("time", bars(bars_of, Axis("s", whole=True), 2.0)), Plot("score", bars(bars_of, Axis("accuracy %"))),
+        Plot("time", bars(bars_of[::2], Axis("s", whole=True), 2.0)), Plot("score", bars(bars_of, Axis("accuracy %"))),
         Plot("growth", curves([band], Axis("n", log=True, ticks=[1, 2, 4]), Axis("y", log=True))),
     ]  # fmt: skip
     path = tmp_path / "report.html"
     path.write_text(as_page(Report("Study", "", [table, *plots])))
     looked_at(tab, path)
     assert tab.ask("document.querySelector('.frame').textContent").count("no GPU") == 1
+    tab.open(path, 1280)
+    frame = "document.querySelector('.frame')"
+    label = f"[...{frame}.querySelectorAll('text')].find(t => t.textContent == '{name}')"
+    left = f"{label}.getBoundingClientRect().left - {frame}.getBoundingClientRect().left"
+    assert tab.ask(left) >= 0, "the beginning of a name is there"
     shown = "[...document.querySelectorAll('th')].filter(cell => cell.offsetWidth).length"
     assert tab.ask(shown) == 4
     tab.click(".show")
@@ -434,6 +602,29 @@ def test_a_browser_shows_the_page_of_a_sweep(tab: Page, tmp_path: Path) -> None:
     looked_at(tab, path)
     labels = tab.ask("[...document.querySelectorAll('.frame')[1].querySelectorAll('text')].map(t => t.textContent)")
     assert {"0.01", "0.1", "0.3"} <= {*labels} and "0.2" not in labels
+
+
+@pytest.mark.slow
+def test_a_browser_shows_long_names_and_the_objective_in_sight(tab: Page, tmp_path: Path) -> None:
+    names = ("model__a_rather_long_name_of_a_parameter_of_this_network", "model__another_long_name_that_somebody_gave")
+    long = {name: [1, 2] for name in (*names, "optimizer__lr", "seed")}
+    path = tmp_path / "report.html"
+    path.write_text(as_page(page_of_sweep(tmp_path, sweep_rows(tmp_path, **long))))
+    looked_at(tab, path)
+    tab.open(path, 1280)
+    assert tab.ask("(w => w.scrollWidth - w.clientWidth)(document.querySelector('.wide'))") == 0
+    tab.open(path, 390)
+    heights = tab.ask("[...document.querySelectorAll('thead')].map(head => head.offsetHeight)")
+    assert heights[1] < 60, "no empty lines above the names of the table of seeds"
+    chart = "[...document.querySelectorAll('.frame')].at(-1)"
+    right = tab.ask(f"[...{chart}.querySelectorAll('text')].find(t => t.textContent == 'test.accuracy')"
+                    ".getBoundingClientRect().right")  # fmt: skip
+    assert right < 390, "the axis of the objective is in sight"
+    colour = tab.ask("getComputedStyle(document.body).backgroundColor").replace(" ", "")
+    fills = tab.ask(f"[...{chart}.querySelectorAll('path, rect')].map(p => getComputedStyle(p).fill)")
+    assert colour in {fill.replace(" ", "") for fill in fills}, (
+        "values stand on the colour of the page, not behind lines"
+    )
 
 
 @pytest.mark.slow

@@ -507,9 +507,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 def test_a_study_keeps_the_row_of_a_variant_that_fails(made: tuple[Path, Any]) -> None:
     folder, done = made
     assert done.returncode == 0, done.stderr
-    table, agreement = json.loads((folder / "report.json").read_text())["tables"]
+    table, agreement, failed = json.loads((folder / "report.json").read_text())["tables"]
     rows = {row[0]: dict(zip(table["columns"], row, strict=True)) for row in table["rows"]}
-    assert rows["bad"]["result"].startswith("non_finite_loss: ") and rows["bad"]["runs"] == 0
+    assert rows["bad"]["result"] == "non_finite_loss: see below" and rows["bad"]["runs"] == 0
+    assert [name for name, reason in failed["rows"] if reason.startswith("non_finite_loss: ")] == ["bad"]
+    assert table["columns"][:3] == ["variant", "s/epoch", "result"], "on a phone the metric is in sight"
     assert rows["ddp"]["result"] == rows["single"]["result"] == "completed"
     summary = read(folder / "trials/ddp/0", "summary.json")
     assert rows["ddp"]["s/epoch"] == summary["epoch_seconds"][1], "without the first"
@@ -553,4 +555,4 @@ def test_a_study_that_is_interrupted_leaves_its_report_and_no_process(tmp_path: 
     assert processes_of(tmp_path / "study") == {}
     assert "stopped; continue with python launch.py mode=study" in (tmp_path / "study.out").read_text()
     rows = json.loads((tmp_path / "study/report.json").read_text())["tables"][0]["rows"]
-    assert [row[1] for row in rows] == ["not run yet", "not run yet"]
+    assert [row[2] for row in rows] == ["not run yet", "not run yet"]

@@ -11,7 +11,7 @@ from ddp_train.resilience.whole_files import write_text
 from ddp_train.telemetry.pages.compare_page import compare_page
 from ddp_train.telemetry.pages.page import as_page
 from ddp_train.telemetry.pages.run_files import CONFIG, read_run, runs_in
-from ddp_train.telemetry.pages.tables import show
+from ddp_train.telemetry.pages.tables import show, tell
 from ddp_train.text import did_you_mean
 
 COMPARE, OUTPUT = "compare", "--output"
@@ -34,15 +34,17 @@ def compare(words: list[str]) -> int:
         raise ConfigError([f"{COMPARE}: {error.filename} cannot be read ({error.strerror})"]) from None
     report = compare_page(runs, shlex.join([*typed().split(), COMPARE, *words]))
     for table in report.tables:
-        show(table)
+        show(table, in_blocks=True)
         print()
-    print("\n".join(report.findings))
+    tell(report.findings)
     if page:
         try:
             write_text(page, as_page(report))
         except OSError as error:
             raise ConfigError([f"{OUTPUT} {page}: cannot be written ({error.strerror}); name another file"]) from None
         print(f"page {page}")
+    else:
+        tell([f"The page with the curves: add {OUTPUT} compare.html"], style="dim")
     return 0
 
 

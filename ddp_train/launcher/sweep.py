@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -28,7 +27,7 @@ from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.launcher.sweep_baseline import MARK, Baseline
 from ddp_train.launcher.sweep_numbers import Numbers
 from ddp_train.launcher.sweep_pruning import Reports
-from ddp_train.launcher.sweep_report import SweepPage, print_results
+from ddp_train.launcher.sweep_report import SweepPage
 from ddp_train.launcher.trial_pool import TrialPool
 from ddp_train.resilience.preemption import SAVED, UNSAVED
 from hydra_plugins.ddp_train_pool._jobs import SweepEnd
@@ -113,7 +112,7 @@ class Trials:
         self.swept = {*read.swept, *sweep_words.params(read.arguments)}
         self.fixed = sweep_words.compared(tried.fixed, self.swept)
         self.drawn, self.pruner = sweep_words.drawn_by_optuna(read.arguments), sweep_words.pruner_of(read.arguments)
-        self.total = self.drawn or math.prod(map(len, read.swept.values()))
+        self.total = sweep_words.total_of(read.arguments, read.swept)
         if not self.job_launcher:
             for note in trial_pool.notes(config, tried.resolved[-1], tried.told):
                 print(f"note: {note}", file=sys.stderr)
@@ -129,7 +128,7 @@ class Trials:
         self.writer = sweep_rows.Writer(self.sweep_dir)
         if self.job_launcher:
             print(f"trials are run by hydra/launcher={self.job_launcher}; results: {self.writer.path}", flush=True)
-        return [*hydra_argv, f"hydra.sweep.dir={sweep_words.quoted(self.sweep_dir)}"]
+        return [*hydra_argv, sweep_words.in_folder(self.sweep_dir)]
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -172,6 +171,7 @@ class Trials:
                 return value
         stop = StopRequests(program_ends=bool(self.pool))
         row = self._new_row(number, overrides, run_dir)
+        started = self.page.begins(row, None if self.pool or self.job_launcher else self.while_waiting)
         server, at_once = self.server, row.get("at_once", 1)
         if self.pool and self.preloaded is not None:
             server = ForkServer(self.program.import_path, self.preloaded)
@@ -182,7 +182,7 @@ class Trials:
                 print(f"note: {notice}", file=sys.stderr)
             try:
                 row["exit_code"] = local.launch(
-                    prepared.config, self.program.import_path, stop, server, prepared.at_another_number
+                    prepared.config, self.program.import_path, stop, server, prepared.at_another_number, started
                 )
             finally:
                 if prepared.lock:
@@ -204,8 +204,6 @@ class Trials:
         self.rows.append(row)
         value = sweep_rows.Scored(sweep_rows.value_of(row))
         value.row, value.is_written = row, self.writer.add(row)
-        if not self.pool and not self.job_launcher:  # there, this process knows of its own trial only
-            self._write_page()
         code = 0
         if contradiction := self._learn(row):
             print(contradiction, file=sys.stderr)
@@ -299,10 +297,17 @@ class Trials:
         on = f"  on {', '.join(devices)}" if devices else ""
         on += f"  (trial {self.baseline.row[MARK]} alone)" if number == self.baseline.number else ""
         print(f"trial {self._named(number, overrides)}{on}", flush=True)
+        words, run_dir = sweep_words.words_of_trial(overrides), self.sweep_dir / str(number)
+        self.page.begins(self._new_row(number, words, str(run_dir)))
+
+    def while_waiting(self) -> None:
+        """Ten times a second while trials run: their page, if it is time for one."""
+        self.page.look(self)
 
     def job_ended(self, number: int, overrides: list[str], returned: JobReturn, exit_code: int, seconds: float) -> None:
         """Finds the trial's row, and writes that of one that was killed, so that the sweep continues."""
         value: Any = returned._return_value
+        self.page.running.pop(number, None)
         row, is_written = getattr(value, "row", None), getattr(value, "is_written", True)
         if row is None:  # it was killed after it had written it, or before
             written = sweep_rows.read(self.sweep_dir, self.rows_begin)
@@ -321,7 +326,6 @@ class Trials:
         if contradiction := self._learn(row):
             returned.status, returned.return_value = JobStatus.FAILED, SweepEnd(ConfigError.exit_code)
             print(contradiction, file=sys.stderr)
-        self._write_page()
         log = self.sweep_dir / str(number) / trial_pool.LOG
         print(f"trial {number}: {sweep_rows.ended(row, log)}  {seconds:.1f} s", flush=True)
 
@@ -346,11 +350,7 @@ class Trials:
 
     def write_page(self) -> None:
         """At the end; the terminal is told where it is."""
-        if page := self.page.write(self.sweep_dir, self.rows, self.objective, self.better):
-            print(f"report {page}")
-
-    def _write_page(self) -> None:
-        self.page.trial_ended(self.sweep_dir, self.rows, self.objective, self.better, self.total)
+        self.page.write_last(self)
 
     def finish(self) -> int:
         """Prints the results. Returns 0 if all trials were completed, else the exit code of the first failed one."""
@@ -361,7 +361,7 @@ class Trials:
         if self.rows:
             for row in self.rows:  # those of jobs are read here first
                 self._learn(row)
-            self.page.note, at_once = self.baseline.text(self.rows), self.pool.at_once if self.pool else 1
-            print_results(self.rows, self.objective, self.better, at_once, self.page.note)
+            self.page.note = self.baseline.text(self.rows)
+            self.page.print_results(self, self.pool.at_once if self.pool else 1)
             print(f"results {self.writer.path}")
         return next((row["exit_code"] for row in self.rows if row["exit_code"]), 0)

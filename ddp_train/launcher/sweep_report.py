@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ddp_train.config.hardware import detect_hardware, hardware_description, versions
 from ddp_train.distributed.environment import visible_devices
-from ddp_train.telemetry.pages.live import EVERY_SECONDS, SHARE
+from ddp_train.launcher.started import Started
+from ddp_train.launcher.sweep_baseline import MARK
+from ddp_train.telemetry.pages.live import EVERY_SECONDS, SHARE, NoPage
+from ddp_train.telemetry.score_lines import shown_metric
 from ddp_train.text import first_line
 
 
@@ -17,16 +22,39 @@ def print_results(rows: list[dict[str, Any]], objective: str, better: str | None
     """The table of the trials, the best of them, and the command that evaluates it."""
     from ddp_train.telemetry.pages.run_files import read_run
     from ddp_train.telemetry.pages.run_page import uses
-    from ddp_train.telemetry.pages.sweep_page import ranked, trials_table
-    from ddp_train.telemetry.pages.tables import show
+    from ddp_train.telemetry.pages.sweep_page import ONE_OF_EACH, noise, ranked, trials_table
+    from ddp_train.telemetry.pages.tables import show, tell
 
-    show(trials_table(rows, objective, at_once, note))
+    show(trials_table(rows, objective, at_once, note, digits=4))
     best = ranked(rows, better)[0]
     if best.get("objective") is None:
         return
-    print(f"best trial {best['trial']}: {' '.join(best['overrides'])}  {objective} {best['objective']:g}")
+    value = shown_metric(objective.rpartition(".")[2], best["objective"])
+    tell([f"best trial {best['trial']}: {' '.join(best['overrides'])}  {objective} {value}"])
     for command in uses(read_run(Path(best["run_dir"])))[:1] if "run_dir" in best else ():
         print(f"  {command}")
+    tell([text for text in noise(rows, objective, better) if text != ONE_OF_EACH])
+
+
+class Sweep(Protocol):
+    """What the page shows."""
+
+    sweep_dir: Path
+    rows: list[dict[str, Any]]
+    """Of the trials that have ended."""
+    objective: str
+    better: str | None
+    total: int
+
+
+class _Watched(NoPage):
+    """Of a trial that runs in the process of the sweep, where nobody else looks at the page meanwhile."""
+
+    def __init__(self, look: Callable[[], None]) -> None:
+        self.look_at_sweep = look
+
+    def look(self, phases: Sequence[str]) -> None:
+        self.look_at_sweep()
 
 
 class SweepPage:
@@ -36,23 +64,44 @@ class SweepPage:
         """command: that of the sweep."""
         self.command = command
         self.due = 0.0
+        self.every = EVERY_SECONDS
+        """Seconds between two pages, by what the last one took."""
         self.note = ""
         """Below the table."""
         self.warned = False
+        self.running: dict[int, dict[str, Any]] = {}
+        """The rows of the trials that have begun, by their numbers, until they are among those of the sweep."""
 
-    def trial_ended(
-        self, sweep_dir: Path, rows: list[dict[str, Any]], objective: str, better: str | None, total: int
-    ) -> None:
-        """The page of a sweep that goes on, if it is time for one."""
+    def begins(self, row: dict[str, Any], look: Callable[[], None] | None = None) -> Started:
+        """row: of a trial. look: what the launcher calls while it waits for this one; None: others do. Returns what
+        the launcher is given."""
+        if MARK not in row:
+            self.running[row["trial"]] = row
+        return Started(page=_Watched(look)) if look else Started()
+
+    def look(self, sweep: Sweep) -> None:
+        """Ten times a second, and fifty times while one trial runs: the page, if it is time for one."""
         if time.monotonic() >= self.due:
-            self.write(sweep_dir, rows, objective, better, total, is_running=True)
+            self._write(sweep, is_running=True)
 
-    def write(
-        self, sweep_dir: Path, rows: list[dict[str, Any]], objective: str, better: str | None, total: int = 0,
-        is_running: bool = False,
-    ) -> Path | None:  # fmt: skip
+    def write_last(self, sweep: Sweep) -> None:
+        """At the end; the terminal is told where it is."""
+        if path := self._write(sweep):
+            print(f"report {path}")
+
+    def print_results(self, sweep: Sweep, at_once: int) -> None:
+        """The table, the best trial, and of a sweep that was stopped how far it came, and how to go on."""
+        from ddp_train.telemetry.pages.run_files import STOPPED
+        from ddp_train.telemetry.pages.sweep_page import goes_on, state_of
+
+        print_results(sweep.rows, sweep.objective, sweep.better, at_once, self.note)
+        if (state := state_of(sweep.rows, sweep.total)).startswith(STOPPED):
+            print(f"{state}; to go on:\n  {goes_on(self.command, sweep.sweep_dir)}")
+
+    def _write(self, sweep: Sweep, is_running: bool = False) -> Path | None:
         """Returns the page's path. A failure is only a note, since the trials' results stand: then None."""
-        from ddp_train.telemetry.pages.page import write  # at the first end of a trial: a start imports none of it
+        from ddp_train.telemetry.pages.page import write  # once trials run: a start imports none of it
+        from ddp_train.telemetry.pages.run_files import RUNNING
         from ddp_train.telemetry.pages.sweep_page import sweep_page
 
         began, path = time.monotonic(), None
@@ -60,13 +109,20 @@ class SweepPage:
             machine = hardware_description(detect_hardware(visible_devices()))
             known = ", ".join(f"{name} {version}" for name, version in versions().items())
             facts = {"Hardware": machine, "Versions": known}
-            seconds = int(EVERY_SECONDS) if is_running else 0
-            page = sweep_page(sweep_dir, rows, objective, better, self.command, facts, seconds, total, self.note)
-            path = write(page, sweep_dir)
+            seconds = math.ceil(self.every) if is_running else 0
+            ended = [id(row) for row in sweep.rows]
+            now = [row | {"status": RUNNING} for row in self.running.values() if id(row) not in ended] * is_running
+            rows = [*{row["trial"]: row for row in [*sweep.rows, *now]}.values()]
+            page = sweep_page(
+                sweep.sweep_dir, rows, sweep.objective, sweep.better, self.command, facts, seconds, sweep.total,
+                self.note,
+            )  # fmt: skip
+            path = write(page, sweep.sweep_dir)
         except Exception as error:  # noqa: BLE001  whatever it is
             if not self.warned:
                 self.warned = True
                 print(f"note: no report: {type(error).__name__}: {first_line(error)}", file=sys.stderr)
         now = time.monotonic()
-        self.due = now + max(EVERY_SECONDS, (now - began) / SHARE)
+        self.every = max(EVERY_SECONDS, (now - began) / SHARE)
+        self.due = now + self.every
         return path

@@ -20,6 +20,7 @@ from ddp_train.launcher import sweep_words
 from ddp_train.resilience.failure_report import FILE as FAILURE
 from ddp_train.resilience.failure_report import SUMMARY
 from ddp_train.resilience.preemption import SIGNALS, UNSAVED
+from ddp_train.telemetry.score_lines import shown_metric
 from ddp_train.text import did_you_mean, first_line
 from hydra_plugins.ddp_train_pool._jobs import Pruned
 
@@ -200,8 +201,10 @@ def failure(run_dir: str) -> dict[str, Any]:
 def ended(row: dict[str, Any], log: Path) -> str:
     """The end of a trial in a line. log: what it has printed."""
     if row["status"] == "completed":
-        value = "" if row.get("objective") is None else f"  {row['objective_name']} {row['objective']:g}"
-        return f"completed{value}"
+        name, value = row.get("objective_name", ""), row.get("objective")
+        return "completed" if value is None else f"completed  {name} {shown_metric(name.rpartition('.')[2], value)}"
     if row["status"] == "pruned":
         return f"pruned after {row['evaluations']} evaluations, at {row['last_value']}"
+    if row.get("kind") == "stopped":
+        return f"stopped ({row['exit_code']})  log: {log}"
     return f"failed ({row['exit_code']})  {fatal_line(log) or row['reason']}  log: {log}"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import math
 import shutil
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from hydra.core.global_hydra import GlobalHydra
@@ -13,6 +15,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from ddp_train.config.metrics import MEASURED, has_validation
 from ddp_train.config.schema import Config
+from ddp_train.text import word
 
 LAUNCHER, SWEEPER, SLURM = "hydra/launcher", "hydra/sweeper", ("slurm", "submitit_slurm")
 OPTUNA, TRIALS = "pool_optuna", 20
@@ -54,10 +57,15 @@ def words_of_trial(overrides: Any) -> list[str]:
     return [str(word) for word in overrides if not key(str(word)).startswith(("sweep.", "hydra.", "hydra/", "run_dir"))]
 
 
-def quoted(path: object) -> str:
-    """A path as Hydra's grammar takes it, whatever is in it."""
-    text = str(path)
-    return "'" + text.replace("'", "\\'") + "'"
+def in_folder(path: Path) -> str:
+    """Where Hydra puts the trials, each in a folder of its number."""
+    return word("hydra.sweep.dir", path)
+
+
+def total_of(arguments: list[str], swept: dict[str, list[str]]) -> int:
+    """The number of trials; 0 if a sweeper other than the grid and our own decides it."""
+    is_grid = last(arguments, SWEEPER) in ("", "basic") and not params(arguments)
+    return drawn_by_optuna(arguments) or (math.prod(map(len, swept.values())) if is_grid else 0)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.console import Console, Group
 from rich.live import Live
+from rich.table import Table as RichTable
 from rich.text import Text
 
 from ddp_train.config.program import typed
@@ -14,7 +15,7 @@ from ddp_train.errors import ConfigError
 from ddp_train.launcher.compare import found_runs
 from ddp_train.telemetry.pages.run_files import FAILED, RUNNING, TRAIN, RunFiles, glance
 from ddp_train.telemetry.pages.run_page import FIRST_SCORES, duration
-from ddp_train.telemetry.pages.tables import Table, fitted, show
+from ddp_train.telemetry.pages.tables import Table, fitted, show, width_of
 from ddp_train.telemetry.score_lines import PERCENT
 from ddp_train.text import counted
 
@@ -22,8 +23,8 @@ WATCH = "watch"
 EVERY_SECONDS = 2.0
 MOST_LETTERS = 70
 """Of the reason of a failure."""
-OTHER_LINES = 7
-"""On the screen, beside a line per run."""
+LEAST_LETTERS = 36
+"""Of it, for which other columns are left out."""
 
 
 def watch(words: list[str]) -> int:
@@ -37,16 +38,43 @@ def watch(words: list[str]) -> int:
     with Live(console=console, auto_refresh=False) as live:
         try:
             while True:
-                runs = _runs(folder)
-                room = max(1, console.height - OTHER_LINES)
-                drawn, left_out = fitted(_table(folder, runs[-room:]), console)
-                older = [f"{counted(len(runs) - room, 'older run')} not shown"] if len(runs) > room else []
-                hidden = [f"columns not shown: {', '.join(left_out)}"] if left_out else []
-                notes = [Text(note, "dim") for note in [*older, *hidden, "Ctrl-C ends"]]
-                live.update(Group(drawn, *notes), refresh=True)
+                live.update(screen(folder, _runs(folder), console), refresh=True)
                 time.sleep(EVERY_SECONDS)
         except KeyboardInterrupt:
             return 0
+
+
+def screen(folder: Path, runs: list[RunFiles], console: Console) -> Group:
+    """The newest runs that fit, a line each, the reasons of those that failed, and what is not shown."""
+    kept, room = len(runs), 1
+    while True:
+        drawn, left_out = _in_lines(_table(folder, runs[len(runs) - kept :]), console)
+        older = [f"{counted(len(runs) - kept, 'older run')} not shown"] if kept < len(runs) else []
+        hidden = [f"columns not shown: {', '.join(left_out)}"] if left_out else []
+        notes = [Text(note, "dim", no_wrap=True, overflow="ellipsis") for note in [*older, *hidden, "Ctrl-C ends"]]
+        shown = Group(drawn, *notes)
+        room = console.height - 1 - len(console.render_lines(shown, pad=False))
+        if room >= 0 or kept <= 1:
+            return shown
+        kept = max(1, kept + room)
+
+
+def _in_lines(table: Table, console: Console) -> tuple[RichTable, list[str]]:
+    """The reasons are cut to the width that the other columns leave them; names of runs keep their ends."""
+    most = max(20, console.width // 3)
+    rows = [[f"...{row[0][3 - most :]}" if len(row[0]) > most else row[0], *row[1:]] for row in table.rows]
+    if not any(row[-1] for row in rows):
+        return fitted(
+            Table(table.title, table.columns[:-1], [row[:-1] for row in rows], kept=table.kept), console, True
+        )
+
+    def cut(letters: int) -> Table:
+        reasons = [row[-1] if len(row[-1]) <= letters else row[-1][: letters - 3] + "..." for row in rows]
+        told = [[*row[:-1], reason] for row, reason in zip(rows, reasons, strict=True)]
+        return Table(table.title, table.columns, told, kept=table.kept)
+
+    drawn, _ = fitted(cut(LEAST_LETTERS), console, True)
+    return fitted(cut(LEAST_LETTERS + console.width - width_of(drawn, console)), console, True)
 
 
 def _runs(folder: Path) -> list[RunFiles]:
@@ -59,9 +87,10 @@ def _runs(folder: Path) -> list[RunFiles]:
 def _table(folder: Path, runs: list[RunFiles]) -> Table:
     """The newest last, beside the prompt."""
     metric = next((name for name in FIRST_SCORES if any(name in run.scores for run in runs)), "loss")
-    columns = ["run", "state", "step", "epoch", "training loss", metric + (" %" if metric in PERCENT else "")]
-    columns += ["samples/s", "last line", "what"]
-    return Table(str(folder), columns, [_row(folder, run, metric) for run in runs])
+    split = "/".join(dict.fromkeys(run.split for run in runs if metric in run.scores))
+    score = f"{split}.{metric}".lstrip(".") + (" %" if metric in PERCENT else "")
+    columns = ["run", "state", "step", "epoch", "training loss", score, "samples/s", "last line", "what"]
+    return Table(str(folder), columns, [_row(folder, run, metric) for run in runs], kept=("state", "what", score))
 
 
 def _row(folder: Path, run: RunFiles, metric: str) -> list[object]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -27,6 +26,7 @@ from ddp_train.resilience.failure_report import SUMMARY
 from ddp_train.resilience.whole_files import write_json
 from ddp_train.study.provenance import conditions
 from ddp_train.study.request import Request
+from ddp_train.text import word
 
 POLL_SECONDS = 0.05
 PATIENCE_SECONDS = 20.0
@@ -48,10 +48,7 @@ class Trial:
 
     @property
     def run_dir_word(self) -> str:
-        """The override for run_dir, quoted if Hydra would parse the path as something else."""
-        path = str(self.run_dir)
-        escaped = path.replace("'", "\\'")
-        return f"run_dir={path}" if re.fullmatch(r"[\w./-]+", path) else f"run_dir='{escaped}'"
+        return word("run_dir", self.run_dir)
 
     @property
     def record(self) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,6 +44,8 @@ def build_report(request: Request, study: Study, outcomes: Outcomes, load_before
         parts = {variant.part for variant in study.variants}
         sections += [_comparison(study, outcomes, metric, part) for part in PARTS if part in parts]
         sections += [_agreement(study, outcomes)] if config.agreement else []
+    failed = [[v.name, o.reason] for v in study.variants for o in outcomes.get(v.name, []) if not o.completed]
+    sections += [Table("Failed", ["variant", "reason"], failed)] if failed else []
     sections += _published(config.published)
     sections += _plots(study, outcomes, metric)
     known = {"Data": str(study.first.data.name), "Device": study.first.device, "Repeats": str(config.repeats)}
@@ -79,11 +82,16 @@ def _method(study: Study) -> str:
 
 def result(variant: Variant, outcomes: Sequence[Outcome]) -> str:
     """The text in the column `result` of a variant."""
-    failed = next((outcome.reason for outcome in outcomes if not outcome.completed), "")
+    failed = next((_kind(outcome) for outcome in outcomes if not outcome.completed), "")
     done = sum(outcome.completed for outcome in outcomes)
     if failed and done:
         return f"{done} completed; then {failed}"
     return variant.reason or failed or ("completed" if done else NOT_RUN_YET)
+
+
+def _kind(outcome: Outcome) -> str:
+    """Of a failure, whose reason is as long as an error message."""
+    return f"{re.findall('[^:;]*', outcome.reason)[0]}: see below"
 
 
 def _comparison(study: Study, outcomes: Outcomes, metric: Metric, part: str) -> Table:
@@ -98,7 +106,7 @@ def _comparison(study: Study, outcomes: Outcomes, metric: Metric, part: str) -> 
         others.pop("steps")
     spread = {"lowest": min, "highest": max} if study.config.repeats > 1 else {}
     figures = [name for name in HARDWARE_COLUMNS if any(name in _figures(o) for of in outcomes.values() for o in of)]
-    columns = ["variant" if part == "variants" else "tip", "result", metric.label, *spread, *effects[part], "verdict"]
+    columns = ["variant" if part == "variants" else "tip", metric.label, "result", *spread, *effects[part], "verdict"]
     columns += ["compared with"] * bool(part == "variants" and study.config.against)
     columns += [*others, *(HARDWARE_COLUMNS[name] for name in figures), "s/command", "runs"]
     rows = []
@@ -112,8 +120,8 @@ def _comparison(study: Study, outcomes: Outcomes, metric: Metric, part: str) -> 
         )
         adds = f" ({' '.join(variant.adds)})" if part != "variants" and variant.adds and variant.name != leading else ""
         rows.append([
-            variant.name + adds, result(variant, outcomes.get(variant.name, [])),
-            median(values), *(pick(values, default=None) for pick in spread.values()), *gains, verdict or None,
+            variant.name + adds, median(values), result(variant, outcomes.get(variant.name, [])),
+            *(pick(values, default=None) for pick in spread.values()), *gains, verdict or None,
             *([None if is_first else variant.against] if "compared with" in columns else []),
             *(median(_all(read, done)) for read in others.values()),
             *(median([_figures(o)[name] for o in done if name in _figures(o)]) for name in figures),
@@ -129,17 +137,8 @@ def _comparison(study: Study, outcomes: Outcomes, metric: Metric, part: str) -> 
     }
     if not figures:
         against[part] += " These runs recorded no utilisation or memory."
-    first = [
-        *columns[:2],
-        metric.label,
-        *effects[part],
-        "verdict",
-        "compared with",
-        "test accuracy %",
-        "s/epoch",
-        "runs",
-    ]
-    return Table(PARTS[part], columns, rows, against[part], first)
+    first = [*columns[:3], *effects[part], "verdict", "compared with", "test accuracy %", "s/epoch", "runs"]
+    return Table(PARTS[part], columns, rows, against[part], first, kept=(metric.label, "result", "verdict"))
 
 
 _OTHERS: dict[str, Any] = {
@@ -207,7 +206,7 @@ def _runs(study: Study, outcomes: Outcomes) -> Table:
                 rows.append((seconds or 0.0, [run, "completed", outcome.summary.get("epochs"), *(loss or [None]),
                              results.accuracy(outcome), seconds, outcome.summary.get("seconds"), *values]))  # fmt: skip
             else:
-                rows.append((float("inf"), [run, outcome.reason, *[None] * 5, *values]))
+                rows.append((float("inf"), [run, _kind(outcome), *[None] * 5, *values]))
         if not found:
             rows.append((float("inf"), [variant.name, result(variant, []), *[None] * 5, *values]))
     ordered = [row for _, row in sorted(rows, key=lambda pair: pair[0])]

@@ -91,11 +91,11 @@ class PoolLauncher(Launcher):
     The object whose method the application's function is may have methods, which are called in the process that starts
     the jobs: `before_jobs()`; `job_number(number, overrides)`, once for each job before it starts: the number, and so
     the folder, that it gets; `known_value(number, overrides)`: what it would return, if that is known already, and None
-    if it must run; `job_started(number, overrides, devices)`; `job_ended(number, overrides, JobReturn, exit_code,
-    seconds)`; `job_alone()`: the number and the overrides of a job that runs alone after all others, or None;
-    `refused(problem)`: says why the sweep cannot run, or go on, and returns the exit code. What
-    hydra/sweeper=pool_optuna calls stands there. A signal goes to all jobs, is waited for, and is raised again at the
-    end; the third one kills them.
+    if it must run; `job_started(number, overrides, devices)`; `while_waiting()`, ten times a second; `job_ended(number,
+    overrides, JobReturn, exit_code, seconds)`; `job_alone()`: the number and the overrides of a job that runs alone
+    after all others, or None; `refused(problem)`: says why the sweep cannot run, or go on, and returns the exit code.
+    What hydra/sweeper=pool_optuna calls stands there. A signal goes to all jobs, is waited for, and is raised again at
+    the end; the third one kills them.
     """
 
     def __init__(
@@ -200,6 +200,7 @@ class PoolLauncher(Launcher):
                     names = ", ".join(pool.names)
                     print(f"note: waits for {pool.per_job} of {names}: other sweeps have them", file=sys.stderr)
                 self._wait([job for job, _ in running.values()])
+                self.tell("while_waiting")
                 for number in source.to_stop({number: job.number for number, (job, _) in running.items()}):
                     running[number][0].send(signal.SIGTERM)
                 for number, (job, words) in list(running.items()):

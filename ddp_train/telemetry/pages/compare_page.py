@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -54,7 +55,7 @@ def differences(runs: Sequence[RunFiles], names: Sequence[str]) -> Table:
     configs = [flat(run.config) for run in runs]
     rows = []
     for key in list(dict.fromkeys(key for config in configs for key in config)):
-        values = [shown(config[key]) if key in config else NOT_SET for config in configs]
+        values = [shown(config[key]).replace("\n", "\\n") if key in config else NOT_SET for config in configs]
         if len(set(values)) > 1 and key.partition(".")[0] not in OF_THE_RUN:
             rows.append([key, *values])
     for name in facts[0]:
@@ -68,10 +69,13 @@ def differences(runs: Sequence[RunFiles], names: Sequence[str]) -> Table:
 def _facts(run: RunFiles) -> dict[str, Any]:
     """None for what was not recorded: earlier versions wrote less."""
     last, summary = (run.commands or [{}])[-1], run.summary
+    machine = str(last.get("hardware") or "")
+    cores = re.search(r"(\d+) cores? ", machine)  # those of a trial, where trials share a host: no other hardware
     versions = {**(last.get("versions") or {}), "torch": summary.get("torch")}
     return {
         "code (git revision)": last.get("git_revision") or summary.get("git_revision"),
-        "hardware": last.get("hardware"),
+        "hardware": machine.replace(cores[0], "") if cores else machine or None,
+        "CPU cores that it could use": cores and cores[1],
         "host": last.get("host"),
         **{f"{name} (version)": versions.get(name) for name in VERSIONS},
         "restarts after a lost rank": len(summary.get("recoveries") or []),

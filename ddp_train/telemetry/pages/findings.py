@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 import statistics
 from typing import Any
 
 from ddp_train.telemetry.pages.run_files import FAILED, RUNNING, STOPPED, RunFiles
-from ddp_train.text import counted
+from ddp_train.text import counted, word
 
 LEAST_SECONDS = 5.0
 """Of observed training: less says nothing."""
@@ -32,9 +33,11 @@ def _end(run: RunFiles) -> list[str]:
         found.append(f"Failed ({failure.get('kind')}; {where}{step}{failure.get('phase')}): {failure.get('detail')}")
         found.append(f"Remedy: {failure.get('remedy')}. Log: {failure.get('log')}")
     elif run.state == STOPPED:
-        found.append(f"Stopped and saved; run_dir={run.run_dir} goes on.")
+        found.append(f"Stopped and saved; {shlex.quote(word('run_dir', run.run_dir))} goes on.")
     elif run.state not in (FAILED, RUNNING) and not run.summary:
-        found.append(f"Its processes were killed, or their host was lost; run_dir={run.run_dir} goes on.")
+        found.append(
+            f"Its processes were killed, or their host was lost; {shlex.quote(word('run_dir', run.run_dir))} goes on."
+        )
     recoveries = run.summary.get("recoveries") or []
     if recoveries:
         redone = run.summary.get("steps_redone") or 0

@@ -94,7 +94,9 @@
     bars(chart) {
       const names = chart.bars.map((bar) => bar.name), own = COLOURS[0];
       const label = (bar) => bar.text || (bar.value === null ? "" : shown(chart.x, bar.value));
-      const width = isNarrow() ? 120 : 220;
+      const ruler = document.createElement("canvas").getContext("2d");
+      ruler.font = "12px system-ui, sans-serif";
+      const width = Math.min(isNarrow() ? 120 : 280, 2 + Math.ceil(Math.max(...names.map((name) => ruler.measureText(name).width))));
       const line = css("--text");
       const low = Math.min(...chart.bars.flatMap((bar) => [bar.value, bar.low]).filter((value) => value !== null));
       const series = [{
@@ -113,7 +115,7 @@
         },
       }];
       if (chart.baseline !== null) series[0].markLine = { symbol: "none", silent: true, label: { show: false }, lineStyle: { color: css("--text"), type: "dotted" }, data: [{ xAxis: chart.baseline }] };
-      const option = { ...base(), grid: grid({ top: 8, right: isNarrow() ? 70 : 90 }), xAxis: along(chart.x), series };
+      const option = { ...base(), grid: grid({ top: 8, left: width + 12, right: isNarrow() ? 70 : 90, bottom: 42, containLabel: false, outerBoundsMode: "none" }), xAxis: along(chart.x), series };
       option.yAxis = {
         type: "category", inverse: true, data: names, axisTick: { show: false }, axisLine: { lineStyle: { color: css("--line") } },
         axisLabel: { color: css("--text"), width, overflow: "truncate", interval: 0 }, splitLine: { show: !chart.x.whole, lineStyle: { color: css("--line") } },
@@ -143,33 +145,37 @@
     },
 
     parallel(chart) {
-      const last = chart.axes.length - 1, values = chart.points.map((point) => point.values[last]);
-      const parallelAxis = chart.axes.map((of, dim) => {
-        const column = chart.points.map((point) => point.values[dim]).filter((value) => value !== null);
-        const style = { nameTextStyle: { color: css("--quiet"), fontSize: 11 }, axisLine: { lineStyle: { color: css("--quiet") } } };
+      const goalFirst = (list) => (isNarrow() ? [list[list.length - 1], ...list.slice(0, -1)] : list); // where it is in sight
+      const axes = goalFirst(chart.axes), goal = isNarrow() ? 0 : axes.length - 1;
+      const points = chart.points.map((point) => ({ ...point, values: goalFirst(point.values) }));
+      const values = points.map((point) => point.values[goal]);
+      const parallelAxis = axes.map((of, dim) => {
+        const column = points.map((point) => point.values[dim]).filter((value) => value !== null);
+        const style = { nameTextStyle: { color: css("--quiet"), fontSize: 11 }, axisLine: { lineStyle: { color: css("--quiet") } }, z: 5 };
+        const label = { color: css("--text"), backgroundColor: css("--page"), padding: [1, 3], borderRadius: 3 };
         const distinct = [...new Set(column)], isNumber = column.every((value) => typeof value === "number");
-        if (isNumber && dim < last && distinct.length <= 8) {
-          return { dim, name: of.label, type: "category", data: distinct.sort((a, b) => a - b).map(String), ...style, axisLabel: { color: css("--quiet") } };
+        if (isNumber && dim !== goal && distinct.length <= 8) {
+          return { dim, name: of.label, type: "category", data: distinct.sort((a, b) => a - b).map(String), ...style, axisLabel: label };
         }
         if (isNumber) {
-          return { dim, name: of.label, type: of.log ? "log" : "value", scale: true, min: Math.min(...column), max: Math.max(...column), ...style, axisLabel: { color: css("--quiet"), formatter: tick(of), showMinLabel: true, showMaxLabel: true, hideOverlap: true } };
+          return { dim, name: of.label, type: of.log ? "log" : "value", scale: true, min: Math.min(...column), max: Math.max(...column), ...style, axisLabel: { ...label, formatter: tick(of), showMinLabel: true, showMaxLabel: true, hideOverlap: true } };
         }
-        return { dim, name: of.label, type: "category", data: distinct.map(String), ...style, axisLabel: { color: css("--quiet") } };
+        return { dim, name: of.label, type: "category", data: distinct.map(String), ...style, axisLabel: label };
       });
       const [low, high] = [Math.min(...values), Math.max(...values)];
       const shade = (value) => {
         const at = high > low ? (value - low) / (high - low) : 1, mix = (a, b) => Math.round(a + (b - a) * at);
         return `rgb(${mix(224, 32)},${mix(130, 120)},${mix(20, 220)})`;
       };
-      const ordered = [...chart.points].sort((a, b) => a.strong - b.strong);
+      const ordered = [...points].sort((a, b) => a.strong - b.strong);
       const data = ordered.map((point) => ({
         value: point.values.map((value, dim) => (parallelAxis[dim].type === "category" && value !== null ? String(value) : value)), name: point.name,
-        lineStyle: { color: shade(point.values[last]), width: point.strong ? 4 : 1.5, opacity: point.strong ? 1 : 0.6 },
+        lineStyle: { color: shade(point.values[goal]), width: point.strong ? 4 : 1.5, opacity: point.strong ? 1 : 0.6 },
       }));
-      const option = { ...base(), parallel: { left: 50, right: 60, top: 40, bottom: 20, parallelAxisDefault: { nameGap: 14 } }, parallelAxis, series: [{ type: "parallel", data, emphasis: { lineStyle: { width: 4, opacity: 1 } } }] };
+      const option = { ...base(), parallel: { left: 50, right: 60, top: 40, bottom: 20, parallelAxisDefault: { nameGap: 14 } }, parallelAxis, series: [{ type: "parallel", data, z: 1, emphasis: { lineStyle: { width: 4, opacity: 1 } } }] };
       option.tooltip.trigger = "item";
-      option.tooltip.formatter = (given) => `${plain(given.name)}<br><b>${plain(shown(chart.axes[last], given.value[last]))}</b>`;
-      option.width = 120 * chart.axes.length;
+      option.tooltip.formatter = (given) => `${plain(given.name)}<br><b>${plain(shown(axes[goal], given.value[goal]))}</b>`;
+      option.width = 120 * axes.length;
       return option;
     },
   };
@@ -220,7 +226,7 @@
     const state = document.querySelector(".state[data-written]");
     if (!state) return;
     const minutes = Math.floor((Date.now() / 1000 - state.dataset.written) / 60);
-    if (minutes < 2) return;
+    if (minutes < Math.max(2, state.dataset.every / 20)) return; // three pages were not written
     state.classList.add("old");
     state.textContent += `. No news for ${minutes.toLocaleString("en")} minutes: if it was killed, the same command resumes it`;
   }

@@ -36,6 +36,8 @@ HERE = Path(__file__).parent
 LIBRARY, DRAWING, STYLE = HERE / "third_party/echarts.min.js", HERE / "page.js", HERE / "page.css"
 LONG = 14
 """Letters of a text that may need more than a line on a phone."""
+LONG_NAME = 20
+"""Letters of a column's name that may take several lines."""
 NARROW_WORDS = 24
 """Letters up to which a cell of text is kept on one line."""
 
@@ -61,7 +63,8 @@ def as_page(report: Report) -> str:
     parts = [f"<h1>{html.escape(report.title)}</h1>"]
     if report.state:
         kind = report.state.split()[0].rstrip(",:;")
-        written = f' data-written="{time.time():.0f}"' if report.refresh_seconds else ""
+        often = f' data-written="{time.time():.0f}" data-every="{report.refresh_seconds}"'
+        written = often if report.refresh_seconds else ""
         parts += [f'<p class="state {html.escape(kind)}"{written}>{html.escape(report.state)}</p>']
     parts += [
         f"<p>{html.escape(paragraph)}</p>" for paragraph in re.split(r"\n\s*\n", report.intro.strip()) if paragraph
@@ -128,7 +131,7 @@ def _table(table: Table) -> str:
         more = "more" if table.first and name not in table.first else ""
         kinds.append(" ".join(filter(None, ["n" if right else "w" if is_short else "", more])))
     head = "".join(
-        f'<th class="{kind}"><button>{_heading(name)}</button></th>'
+        f'<th class="{kind}"{_least(name)}><button>{_heading(name)}</button></th>'
         for name, kind in zip(table.columns, kinds, strict=True)
     )
     body = "\n".join(
@@ -167,8 +170,14 @@ def _broken(text: str) -> str:
 
 
 def _heading(name: str) -> str:
-    """A column's name with no line break before its unit or at a hyphen."""
-    return html.escape(re.sub(r" (?=\S{1,2}$)", "\N{NO-BREAK SPACE}", name).replace("-", "\N{NON-BREAKING HYPHEN}"))
+    """A column's name with no line break before its unit or at a hyphen; a long one may be broken behind . and _."""
+    whole = re.sub(r" (?=\S{1,2}$)", "\N{NO-BREAK SPACE}", name).replace("-", "\N{NON-BREAKING HYPHEN}")
+    return re.sub(r"([._]+)", r"\1<wbr>", html.escape(whole)) if len(name) > LONG_NAME else html.escape(whole)
+
+
+def _least(name: str) -> str:
+    """The width with which a long name takes no more than about three lines."""
+    return f' style="min-width:{len(name) // 3 + 4}ch"' if len(name) > LONG else ""
 
 
 def _figures(plots: Sequence[object]) -> list[str]:

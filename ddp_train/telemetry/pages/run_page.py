@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import datetime
+import re
 import shlex
 import time
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from ddp_train.telemetry.pages.report import Lines, Plot, Report
 from ddp_train.telemetry.pages.run_files import COMPLETED, RUNNING, TRAIN, RunFiles, best, flat
 from ddp_train.telemetry.pages.tables import Table
 from ddp_train.telemetry.score_lines import PERCENT, shown_metric
-from ddp_train.text import OF_AVERAGE, shown
+from ddp_train.text import OF_AVERAGE, shown, word
 
 FIGURES = {
     "gpu_utilisation": "GPU utilisation, %",
@@ -49,7 +50,11 @@ def run_page(run: RunFiles, typed: dict[str, Any], refresh_seconds: int = 0) -> 
     tables = [_evaluations(run)] if run.of(run.split) else []
     happened = [[clock(mark["time"]), mark["step"], mark["text"]] for mark in marks]
     config = flat(run.config)
-    differs = [f"{key}={shown(value)}" for key, value in typed.items()]
+    chosen = {key: shown(value) for key, value in flat(typed).items() if value != "custom"}
+    for key, equals, value in (one.lstrip("+").partition("=") for one in shlex.split(run.command)):
+        if equals and "." in key and key not in (*chosen, "checkpoint.resume"):
+            chosen[key] = value  # `auto` might have chosen the same
+    differs = [f"{key}={value}" for key, value in chosen.items()]
     sections = [
         *plots,
         *tables,
@@ -73,16 +78,24 @@ def run_page(run: RunFiles, typed: dict[str, Any], refresh_seconds: int = 0) -> 
 
 def uses(run: RunFiles) -> list[str]:
     """Commands that evaluate a completed run, predict with its model, or train it for longer."""
-    words = shlex.split(run.command)
-    program = words[: next((at for at, word in enumerate(words) if "=" in word or word.startswith("-")), len(words))]
+    program, trained, run_dir = program_of(run.command), run.config.get("train") or {}, near(run.run_dir)
     if not program:
         return []
-    here, trained = Path.cwd(), run.config.get("train") or {}
-    run_dir = run.run_dir.relative_to(here) if run.run_dir.is_relative_to(here) else run.run_dir  # as one types it
     length = next((name for name in ("max_steps", "epochs") if isinstance(trained.get(name), int)), None)
-    asked = [["mode=evaluate", f"checkpoint.resume={run_dir}"], ["mode=predict", f"checkpoint.resume={run_dir}"]]
-    asked += [[f"run_dir={run_dir}", f"train.{length}={2 * trained[length]}"]] if length else []
+    asked = [[f"mode={mode}", word("checkpoint.resume", run_dir)] for mode in ("evaluate", "predict")]
+    asked += [[word("run_dir", run_dir), f"train.{length}={2 * trained[length]}"]] if length else []
     return [shlex.join([*program, *words]) for words in asked]
+
+
+def program_of(command: str) -> list[str]:
+    """The words of a command line before its first flag or setting."""
+    words = shlex.split(command)
+    return words[: next((at for at, one in enumerate(words) if "=" in one or one.startswith("-")), len(words))]
+
+
+def near(path: Path) -> Path:
+    """A path as one types it."""
+    return path.relative_to(here) if path.is_relative_to(here := Path.cwd()) else path
 
 
 def _state(run: RunFiles) -> str:
@@ -173,7 +186,7 @@ def _course(run: RunFiles, happened: Sequence[dict[str, Any]]) -> list[Plot]:
     if not timed:
         return []
     plots: list[Plot] = []
-    began = min(timed[0]["time"], *(event["time"] for event in happened))
+    began = min([timed[0]["time"], *(event["time"] for event in happened)])
     span = timed[-1]["time"] - began
     unit, word = next((unit, word) for unit, word in UNITS if span >= 2 * unit or unit == 1)
     clock = Axis(f"{word} since the start", whole=True)
@@ -275,7 +288,7 @@ def _facts(run: RunFiles) -> dict[str, str]:
     last = (run.commands or [summary])[-1]
     known = {
         "Run directory": str(run.run_dir),
-        "Hardware": last.get("hardware") or summary.get("device_name"),
+        "Hardware": re.sub(r"\b1 cores\b", "1 core", str(last.get("hardware") or summary.get("device_name") or "")),
         "Host": last.get("host"),
         "Versions": ", ".join(f"{name} {version}" for name, version in (last.get("versions") or {}).items()),
         "Parameters": parameters and f"{parameters['all']:,}, of which {parameters.get('trained', 0):,} trained",

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import math
+import shlex
 import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ddp_train.telemetry.metrics_log import METRICS
 from ddp_train.telemetry.pages.charts import Axis, Chart, Curve, Point, curves, parallel, scatter
 from ddp_train.telemetry.pages.noise import pooled_deviation, welch
 from ddp_train.telemetry.pages.report import Lines, Plot, Report
-from ddp_train.telemetry.pages.run_files import TRAIN, RunFiles, read_run
-from ddp_train.telemetry.pages.run_page import clock, uses
+from ddp_train.telemetry.pages.run_files import COMPLETED, FAILED, RUNNING, STOPPED, TRAIN, read_lines, read_run
+from ddp_train.telemetry.pages.run_page import clock, near, uses
 from ddp_train.telemetry.pages.tables import Table
 from ddp_train.telemetry.score_lines import PERCENT, shown_metric
-from ddp_train.text import counted
+from ddp_train.text import counted, word
 
+ONE_OF_EACH = "One run of each: what of the differences is noise cannot be told from them; add seed=0,1,2 to the sweep."
 Row = dict[str, Any]
 """A line of results.jsonl."""
 SEED = "seed"
@@ -30,6 +33,8 @@ MOST_TICKS = 8
 POINTS = 30_000
 """Of all curves of a plot together: 0.6 MB."""
 MOST_CURVES = 300
+MOST_COLUMNS = 10
+"""Of a table, beyond which a page shows what belongs to the sweep, and the others on demand."""
 
 
 def parameters(rows: Sequence[Row]) -> list[str]:
@@ -60,11 +65,14 @@ def ranked(rows: Sequence[Row], better: str | None) -> list[Row]:
     )
 
 
-def trials_table(rows: Sequence[Row], objective: str, at_once: int = 1, note: str = "") -> Table:
-    """A row for each trial, a column for each parameter. The objective stands first: on a phone it is in sight."""
+def trials_table(rows: Sequence[Row], objective: str, at_once: int = 1, note: str = "", digits: int = 17) -> Table:
+    """A row for each trial, a column for each parameter. The objective stands first: on a phone it is in sight. digits:
+    of a value that was drawn."""
     keys = parameters(rows)
     typed = [dict(word.split("=", 1) for word in row["overrides"]) for row in rows]
-    others = {"accuracy": "accuracy %", "loss": "loss", "seconds": "seconds", "samples_per_second": "samples/s"}
+    typed = [{key: _rounded(value, digits) for key, value in given.items()} for given in typed]
+    others = {"accuracy": "test.accuracy %", "loss": "test.loss", "seconds": "seconds"}
+    others["samples_per_second"] = "samples/s"
     split, _, metric = objective.rpartition(".")
     if split in ("test", ""):
         others.pop(metric, None)
@@ -79,26 +87,49 @@ def trials_table(rows: Sequence[Row], objective: str, at_once: int = 1, note: st
         ])  # fmt: skip
     title = "trials" if at_once == 1 else f"trials, {at_once} at a time on one host"
     name = objective + (" %" if percent > 1 else "")
-    return Table(title, ["trial", name, *keys, "status", *others.values()], table, note)
+    columns = ["trial", name, *keys, "status", *others.values()]
+    first = columns[: -len(others)] if len(columns) > MOST_COLUMNS and others else ()
+    return Table(title, columns, table, note, first, kept=(name, "status"))
+
+
+def _rounded(text: str, digits: int) -> str:
+    value = _number(text)
+    return (
+        f"{value:.{digits}g}" if isinstance(value, float) and len(text.strip("-0.").replace(".", "")) > digits else text
+    )
 
 
 def _status(row: Row) -> str:
-    if row["status"] == "completed":
-        return "completed"
+    if row["status"] in (COMPLETED, RUNNING):
+        return str(row["status"])
     if row["status"] == "pruned":
         return f"pruned after {counted(row['evaluations'], 'evaluation')}"
-    return f"failed ({row['exit_code']}): {row.get('kind', row['status'])}"
+    return f"stopped ({row['exit_code']})" if _is_stopped(row) else f"failed ({row['exit_code']}): {row.get('kind')}"
+
+
+def _is_stopped(row: Row) -> bool:
+    return row.get("kind") == STOPPED
+
+
+def state_of(rows: Sequence[Row], total: int) -> str:
+    """How a sweep ended. total: of its trials; 0: unknown."""
+    count, done = max(total, len(rows)), sum(row["status"] == COMPLETED for row in rows)
+    failed = sum(row["status"] == FAILED and not _is_stopped(row) for row in rows)
+    if len(rows) < count or any(map(_is_stopped, rows)):
+        others = f", {failed} failed" * bool(failed) + f", {count - len(rows)} not begun" * (len(rows) < count)
+        return f"{STOPPED}: {done} of {counted(count, 'trial')} completed{others}"
+    return f"{FAILED}: {failed} of {counted(count, 'trial')}" if failed else COMPLETED
 
 
 def sweep_page(
     sweep_dir: Path, rows: Sequence[Row], objective: str, better: str | None, command: str, facts: dict[str, str],
     refresh_seconds: int = 0, total: int = 0, note: str = "",
 ) -> Report:  # fmt: skip
-    """rows: of results.jsonl, so far. total: of trials, if that is known. Reads the run directories of the trials."""
+    """rows: of results.jsonl, so far, and of the trials that are running. total: of trials, if that is known. Reads the
+    run directories of the trials."""
     order = ranked(rows, better)
-    runs = {row["trial"]: read_run(_run_dir(sweep_dir, row), with_config=False) for row in order}
     scored = [row for row in order if row.get("objective") is not None]
-    failed = [row for row in rows if row["status"] == "failed"]
+    failed = [row for row in rows if row["status"] == FAILED and not _is_stopped(row)]
     table = trials_table(order, objective, rows[0].get("at_once", 1) if rows else 1, note)
     table.title, table.best = table.title.capitalize(), 0 if scored else None
     sections: list[Table | Plot | Lines] = []
@@ -106,17 +137,18 @@ def sweep_page(
         commands = uses(read_run(_run_dir(sweep_dir, scored[0])))
         sections += [Lines(f"The best: trial {scored[0]['trial']}", commands)] if commands else []
     grouped = _groups(scored)
-    sections += [_curves(order, runs, objective), *_against(scored, objective), table]
+    sections += [_curves(sweep_dir, order, objective), *_against(scored, objective), table]
     if any(len(group) > 1 for group in grouped.values()):
         sections.append(_group_table(grouped, objective, better))
     if failed:
         reasons = [[row["trial"], " ".join(row["overrides"]), str(row.get("reason", ""))] for row in failed]
         sections.append(Table("Failed", ["trial", "overrides", "reason"], reasons))
-    of = f" of {total}" if total else ""
-    running = f"running: {len(rows)}{of} trials so far, as of {clock(time.time())}"
-    state = running if refresh_seconds else "completed"
-    if failed and not refresh_seconds:
-        state = f"failed: {len(failed)} of {counted(len(rows), 'trial')}"
+    state, now = state_of(rows, total), sum(row["status"] == RUNNING for row in rows)
+    if refresh_seconds:
+        of = f" of {total}" if total else ""
+        state = f"{RUNNING}: {now} now, {len(rows) - now}{of} trials ended, as of {clock(time.time())}"
+    elif state.startswith(STOPPED):
+        sections.append(Lines("To go on", [goes_on(command, sweep_dir)]))
     return Report(
         "Sweep",
         f"Each trial is a run in new processes; the sweep optimizes {objective}"
@@ -126,9 +158,15 @@ def sweep_page(
         [command],
         state=state,
         numbers=_numbers(rows, scored, objective),
-        findings=_noise(grouped, objective, better),
+        findings=noise(rows, objective, better),
         refresh_seconds=refresh_seconds,
     )
+
+
+def goes_on(command: str, sweep_dir: Path) -> str:
+    """The command that goes on with a sweep. command: that of its start, which need not name the directory."""
+    words = [one for one in shlex.split(command) if not one.startswith("run_dir=")]
+    return shlex.join([*words, word("run_dir", near(sweep_dir))])
 
 
 def _run_dir(sweep_dir: Path, row: Row) -> Path:
@@ -141,29 +179,36 @@ def _numbers(rows: Sequence[Row], scored: Sequence[Row], objective: str) -> dict
         metric = objective.rpartition(".")[2]
         found[f"{objective}, the best"] = shown_metric(metric, scored[0]["objective"])
         found["with"] = " ".join(scored[0]["overrides"]) or "-"
-    return found | {"trials": str(len(rows)), "failed": str(sum(row["status"] == "failed" for row in rows))}
+    counts = {"trials": len(rows), "running": sum(row["status"] == RUNNING for row in rows)}
+    counts["stopped"] = sum(map(_is_stopped, rows))
+    counts["failed"] = sum(row["status"] == FAILED for row in rows) - counts["stopped"]
+    return found | {name: str(number) for name, number in counts.items() if number or name in ("trials", "failed")}
 
 
-def _curves(order: Sequence[Row], runs: dict[int, RunFiles], objective: str) -> Plot:
+def _curves(sweep_dir: Path, order: Sequence[Row], objective: str) -> Plot:
     """The objective of all trials while they train, or their training loss if it is known at the end only. The best is
     drawn on top of the others."""
     split, _, metric = objective.rpartition(".")
-    kind = split if any(len(run.of(split)) > 1 for run in runs.values()) else TRAIN
+    order = order[:MOST_CURVES]
+    paths = [_run_dir(sweep_dir, row) / METRICS for row in order]
+    most = POINTS // max(1, len(order))
+    read = [read_lines(path, kind=split, most=most) for path in paths] if split else []
+    kind = split if any(len(lines) > 1 for lines in read) else TRAIN
+    read = read if kind == split else [read_lines(path, kind=TRAIN, most=most) for path in paths]
     key = metric if kind == split else "loss"
     drawn = []
-    for place, row in enumerate(order[:MOST_CURVES]):
-        lines = runs[row["trial"]].of(kind)
+    for place, (row, lines) in enumerate(zip(order, read, strict=True)):
         name = " ".join(row["overrides"]) or f"trial {row['trial']}"
-        every = max(1, len(lines) * min(len(order), MOST_CURVES) // POINTS)
-        lines = [*lines[::every], *lines[-1:]]
-        level = -1 if len(order) > 6 and place else int(not place)
+        is_best = not place and row.get("objective") is not None
+        level = 1 if is_best else -1 if len(order) > 6 else 0
         drawn.append(Curve(name, [line["step"] for line in lines], [line.get(key) for line in lines], level=level))
     values = [value for curve in drawn for value in curve.y if value is not None]
     is_log = key == "loss" and bool(values) and min(values) > 0 and max(values) > 20 * min(values)
-    caption = (
-        f"{f'{split.capitalize()} {key}' if kind == split else 'Training loss'} of all trials; the best one is thick."
-    )
+    caption = f"{f'{split.capitalize()} {key}' if kind == split else 'Training loss'} of all trials"
+    caption += "; the best one is thick." if any(row.get("objective") is not None for row in order) else "."
     axis = Axis(key, log=is_log, percent=key in PERCENT)
+    if all(len({*curve.x}) < 2 for curve in drawn):  # a point says no more than the table
+        return Plot("Curves", None)
     return Plot("Curves", curves(drawn, Axis("optimizer step"), axis), caption, full=True)
 
 
@@ -222,36 +267,39 @@ def _group_table(groups: dict[str, list[float]], objective: str, better: str | N
         rows.append([
             words, statistics.fmean(values), deviation, min(values), max(values), len(values), compared and compared.p
         ])  # fmt: skip
-    columns = ["settings", f"mean{unit}", "deviation", "lowest", "highest", "runs", "p against the best"]
-    note = "Welch's t-test against the settings with the best mean; below 0.05 it is more than noise."
+    columns = ["settings", f"mean{unit}", "deviation", "lowest", "highest", "runs", "p"]
+    note = "p: Welch's t-test against the settings with the best mean; below 0.05 it is more than noise."
     return Table(f"{objective} over seeds", columns, rows, note, best=0)
 
 
-def _noise(groups: dict[str, list[float]], objective: str, better: str | None) -> list[str]:
-    """What is noise and what is not; that it cannot be told where no setting was repeated."""
+def noise(rows: Sequence[Row], objective: str, better: str | None) -> list[str]:
+    """What is noise and what is not; that it cannot be told where no setting was repeated, in one sentence."""
+    groups = _groups([row for row in ranked(rows, better) if row.get("objective") is not None])
     known = pooled_deviation([*groups.values()])
     metric = objective.rpartition(".")[2]
     if not groups:
         return []
     if known is None:
-        how = "add seed=0,1,2 to the sweep"
-        return [f"One run of each: what of the differences is noise cannot be told from them; {how}."]
+        return [ONE_OF_EACH]
     deviation, freedom = known
     sign = -1 if better == "max" else 1
     order = sorted(groups, key=lambda words: sign * statistics.fmean(groups[words]))
     best, rest = order[0], [words for words in order[1:] if len(groups[words]) > 1]
+    once = len(groups) - 1 - len(rest)
+    others = f" {counted(once, 'other')} ran once and cannot be compared." if once else ""
     found = [
         f"Runs that differ in their seed alone differ by {shown_metric(metric, deviation)} (standard deviation of one "
         f"run, from {freedom + sum(len(group) > 1 for group in groups.values())} runs of the same settings)."
     ]
     tests = {words: welch(groups[best], groups[words]) for words in rest}
+    if len(groups) == 1:
+        return found
     if len(groups[best]) < 2 or not rest:
         return [*found, "The settings with the best mean were not repeated often enough to compare them."]
     alike = [words for words, test in tests.items() if test and not test.is_more_than_noise]
     if not alike:
-        return [*found, f"{best} is better than all others by more than noise (Welch's t-test, p < 0.05 for each)."]
-    names = "; ".join(alike[:5]) + ("; ..." if len(alike) > 5 else "")
-    return [
-        *found,
-        f"{best} has the best mean, but cannot be told from noise against {counted(len(alike), 'other')}: {names}.",
-    ]
+        than = counted(len(rest), "other") if once else "all others"
+        test = "(Welch's t-test, p < 0.05 for each)"
+        return [*found, f"{best} is better than {than} by more than noise {test}.{others}"]
+    names = f"{counted(len(alike), 'other')}: {'; '.join(alike[:5])}{'; ...' * (len(alike) > 5)}"
+    return [*found, f"{best} has the best mean, but cannot be told from noise against {names}.{others}"]
