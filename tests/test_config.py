@@ -892,7 +892,7 @@ def test_a_preset_can_be_shortened(tmp_path: Path) -> None:
     words = ["experiment=mnist", "data.download=true", "data.limit=6000", "train.epochs=1", "run_dir=run"]
     config = prepare(PROGRAM, words, None).config
     for samples, steps in ((5_952, 10), (60_000, 100)):
-        assert warmup_steps(config, build_plan(config, World(), samples)) == steps
+        assert warmup_steps(config.schedule, build_plan(config, World(), samples)) == steps
     for words, samples, steps in (
         ("experiment=gpt_tiny train.max_steps=50", 20_000, 25),
         ("experiment=mnist train.max_steps=20 data.download=true", 60_000, 10),
@@ -901,7 +901,7 @@ def test_a_preset_can_be_shortened(tmp_path: Path) -> None:
     ):
         config = prepare(PROGRAM, [*words.split(), "run_dir=run"], None).config
         plan = build_plan(config, World(), samples)
-        assert warmup_steps(config, plan) == steps, words
+        assert warmup_steps(config.schedule, plan) == steps, words
         assert ("(cut from 200: schedule.warmup_at_most=0.5" in _optimizer(config, plan, 0.1, steps, None)) == (
             steps == 25
         )
@@ -1405,6 +1405,6 @@ def test_a_report_that_fails_does_not_hide_the_results(
     trials.sweep_dir, trials.writer = tmp_path, Writer(tmp_path)
     trials.rows = [{"trial": 0, "overrides": [], "status": "failed", "exit_code": 3, "kind": "crash", "reason": "bad"}]
     assert trials.finish() == 3
-    assert trials.page.write(tmp_path, trials.rows, "test.loss", "min") is None
+    trials.page.write_last(trials)
     told = capsys.readouterr()
     assert f"results {tmp_path}/results.jsonl" in told.out and "note: no report: OSError: no room for plots" in told.err

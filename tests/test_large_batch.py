@@ -356,7 +356,7 @@ def test_a_warm_up_in_epochs_is_counted_in_optimizer_steps(epochs: float, accumu
     job = job_of(config, World(), (table(100), table(12)))
     rising = [(step + 1) / (steps + 1) for step in range(steps)]
     assert [job.stepper.factor(step) for step in range(10)] == pytest.approx([*rising, *[1.0] * (10 - steps)])
-    assert warmup_steps(config, job.plan) == steps
+    assert warmup_steps(config.schedule, job.plan) == steps
     assert plan_rows(config, job.plan, job.module.task, 0, 1.0, steps, 0)["optimizer"].endswith(
         f"warm-up {steps} steps"
     )

@@ -634,7 +634,7 @@ def memory_history(case: Case) -> Any:
         mock.patch.object(torch.cuda, "set_device"),
         mock.patch.object(torch._C, "_cuda_attach_out_of_memory_observer", create=True),
     ):
-        worker.prepare_gpu(case.config, Path("here"), 0, "cuda:0")
+        worker.prepare_gpu(case.config.train.memory_history, Path("here"), 0, "cuda:0")
     return memory._record_memory_history.called
 
 

@@ -38,11 +38,12 @@ def plan_rows(
     only it knows."""
     return {
         "processes": _processes(config),
-        "model": f"{_model_name(config.model)}, {parameters:,} parameters{_trained(config, plan, parameters, trained)}",
+        "model": f"{_model_name(config.model)}, {parameters:,} parameters"
+        + _trained(config.model.freeze_epochs, plan, parameters, trained),
         **({"begins with": begun} if begun else {}),
         "data": _data(config.data, plan, validation_samples),
         "task": _task(config.task, task),
-        **_further(config),
+        **_further([item.name for item in further(config)]),
         "global batch": _global_batch(plan, process_count(config)),
         "steps": _steps(plan, config.train.epochs, first_step) + _time_limit(config.train.max_minutes),
         "optimizer": _optimizer(config, plan, base_lr, warmup_steps, optimizer),
@@ -75,11 +76,10 @@ def _model_name(model: Any) -> str:
     return getattr(model, "arch", None) or getattr(model, "target", None) or model.name
 
 
-def _trained(config: Config, plan: BatchPlan, parameters: int, trained: int | None) -> str:
+def _trained(freeze_epochs: int | None, plan: BatchPlan, parameters: int, trained: int | None) -> str:
     if trained is None or trained == parameters:
         return ""
-    epochs = config.model.freeze_epochs
-    later = f"; what is frozen trains from step {epochs * plan.steps_per_epoch:,} on" if epochs else ""
+    later = f"; what is frozen trains from step {freeze_epochs * plan.steps_per_epoch:,} on" if freeze_epochs else ""
     return f", of which {trained:,} train{later}"
 
 
@@ -94,8 +94,7 @@ def _task(section: Any, task: Task) -> str:
     return f"{name}{loss}, mean over {task.unit}s" + (" (auto: by the targets)" if section.name == "auto" else "")
 
 
-def _further(config: Config) -> dict[str, str]:
-    names = [item.name for item in further(config)]
+def _further(names: list[str]) -> dict[str, str]:
     return {"metrics": f"{', '.join(names)}, beside the task's"} if names else {}
 
 

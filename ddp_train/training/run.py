@@ -262,19 +262,18 @@ class Run(RunContext):
             config, validation = self.config, sources.validation
             counts, optimizer = parameter_counts(job.module.model), job.stepper.optimizer
             lr = optimizer.defaults.get("lr", job.stepper.base_lrs[0])
-            warmup, validating = setup.warmup_steps(config, job.plan), None if validation is None else len(validation)
-            task, done = job.module.task, job.step
+            warmup = setup.warmup_steps(config.schedule, job.plan)
+            validating, task, done = None if validation is None else len(validation), job.module.task, job.step
             facts = {"trained": counts["trained"], "begun": begun and in_words(begun), "optimizer": optimizer}
             rows = plan_rows(config, job.plan, task, counts["all"], lr, warmup, done, validating, rates, **facts)
             self.display.plan(rows)
-            notes = shown.advice(config, job.module, sources.train) + selects_by_test(config, validation is not None)
-            for line in notes:
+            advice = shown.advice(config, job.module, sources.train)
+            for line in [*advice, *selects_by_test(config, validation is not None)]:
                 self.display.line(line)
         select.stop_if_due(job)
         if job.step >= job.plan.steps:
-            done, early = counted(job.step, "step"), select.stopped_early
-            why = early["reason"] if early else f"{job.plan.steps:,} were asked for"
-            self.display.line(f"nothing is left to train: {done} done, {why}")
+            early = select.stopped_early or {"reason": f"{job.plan.steps:,} were asked for"}
+            self.display.line(f"nothing is left to train: {counted(job.step, 'step')} done, {early['reason']}")
         self.display.start(job.plan.steps, lambda: job.step)
 
     def fit(

@@ -171,9 +171,8 @@ def build_plan(
     return replace(plan, steps=min(whole, config.train.max_steps or whole))
 
 
-def warmup_steps(config: Config, plan: BatchPlan) -> int:
+def warmup_steps(schedule: Any, plan: BatchPlan) -> int:
     """The optimizer steps of the warm-up. Raises ConfigError if it is longer than the run."""
-    schedule = config.schedule
     steps = warmup_asked(schedule, plan.steps_per_epoch)
     asked = f"warmup_steps={steps}"
     if schedule.warmup_epochs is not None:
@@ -209,7 +208,7 @@ def build_job(
     factor = build_schedule(
         config.schedule.name,
         plan.steps,
-        warmup_steps(config, plan),
+        warmup_steps(config.schedule, plan),
         **arguments_of(config.schedule, "warmup_steps", "warmup_epochs", "warmup_at_most"),
     )
     classifies = isinstance(module.task, Classification)
@@ -249,7 +248,7 @@ def build_job(
     loading = replace(
         loader_options(config, module.task), persistent_workers=False
     )  # one iterator lives through all epochs
-    loader = Loader(train_source, micro_batches, device, loading, _resident(config), mix)
+    loader = Loader(train_source, micro_batches, device, loading, _resident(config.data), mix)
     return Job(
         plan=plan,
         module=module,
@@ -276,7 +275,7 @@ def build_evaluation(
     """What `evaluate` needs."""
     batch_size = config.train.evaluate_batch_size
     micro_batches = evaluation_batches(len(source), batch_size, world.rank, world.size)
-    loader = Loader(source, micro_batches, device, loader_options(config, module.task), resident=_resident(config))
+    loader = Loader(source, micro_batches, device, loader_options(config, module.task), resident=_resident(config.data))
     return Evaluation(
         module=module,
         strategy=strategy,
@@ -293,8 +292,8 @@ def loader_options(config: Config, task: Task | None = None) -> LoaderOptions:
     return LoaderOptions(dtype=dtype, a_target_each=each, **keys_taken_by(LoaderOptions, config.tuning))
 
 
-def _resident(config: Config) -> bool:
-    return getattr(config.data, "placement", "host") == "device"
+def _resident(data: Any) -> bool:
+    return getattr(data, "placement", "host") == "device"
 
 
 def first_batch(config: Config, plan: BatchPlan, source: BatchSource, device: str, mix: Mix | None = None) -> Batch:

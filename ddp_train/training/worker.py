@@ -103,7 +103,7 @@ def run(config: Config, world: World, get_store: Callable[[], Store]) -> int:
         status.keep_beating()
         device = world.device(config.device)
         if config.device == "cuda":
-            prepare_gpu(config, run_dir, world.rank, device)
+            prepare_gpu(config.train.memory_history, run_dir, world.rank, device)
         if config.strategy.has_process_group:
             store = get_store()
             peer_check.register(store, world)
@@ -135,9 +135,9 @@ def open_logs(run_dir: Path, log_file: Path, world: World) -> None:
         raise WriteError(f"the logs in {log_file.parent} cannot be written: {error.strerror}", remedy) from error
 
 
-def prepare_gpu(config: Config, run_dir: Path, rank: int, device: str) -> None:
+def prepare_gpu(memory_history: bool, run_dir: Path, rank: int, device: str) -> None:
     torch.cuda.set_device(device)
-    take_when_out_of_memory(snapshot_file(run_dir, rank), config.train.memory_history)
+    take_when_out_of_memory(snapshot_file(run_dir, rank), memory_history)
 
 
 def watched_timeout(timeout_seconds: float) -> float:
