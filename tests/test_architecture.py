@@ -122,7 +122,7 @@ def test_config_objects_stop_where_a_run_is_set_up() -> None:
 
 
 def places_of_the_config() -> list[str]:
-    """Where all of the config arrives on its way from the worker's entry: parameters of functions, fields of classes."""
+    """Where all of the config arrives behind the worker's entry: parameters of functions, fields of classes."""
     found = []
     for path in files():
         if room_of(path) in ("config", "launcher", "own_loop", "study", "doctor", "testing", "prove", "__main__"):
