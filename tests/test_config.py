@@ -284,6 +284,10 @@ BAD: dict[str, list[str]] = {
     "trusted_modules=foo": ["must be a list like [a,b]"],
     "strategy.bucket_cap_mb_list=3": ["must be a list like [a,b] or null"],
     "train=3": ["is a section; set one of its keys, train.global_batch_size=..."],
+    "train=5 train.max_steps=3": ["train=5: is a section; set one of its keys, train.max_steps=..."],
+    "train.max_steps=3 train=[1,2]": ["is a section; set one of its keys, train.max_steps=..."],
+    "train.early_stopping=[5]": ["is a section; set one of its keys, train.early_stopping.patience=..."],
+    "train.early_stopping.patience=2 train.early_stopping=5": ["is a section; set one of its keys"],
     "launch=null": ["is a section; set one of its keys, launch.nproc_per_node=..."],
     # numbers out of range, words out of choice
     "train.epochs=0": ["must be at least 1"],
@@ -418,6 +422,7 @@ BAD: dict[str, list[str]] = {
 """Command lines with one mistake, and what the one line about it must say besides the key and the value."""
 
 STARTS = {
+    "train=5 train.max_steps=3": "train=5",
     "foo.bar=1": "foo=",
     "train.token=hunter2": "train.token=(hidden)",
     "tarin.epochs=3": "tarin=",
@@ -450,6 +455,25 @@ def test_one_mistake_is_one_message(line: str, tmp_path: Path) -> None:
     for expected in BAD[line]:
         assert expected in problem
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("key", ["train.epochs", "mode", "train.early_stopping", "train.foo", "strategy.comm_hook"])
+def test_a_wrong_value_from_the_environment_is_shown_as_it_was_typed(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_SECRET", "hunter2")
+    (problem,) = problems_of(f"{key}=${{oc.env:MY_SECRET}}")
+    assert problem.startswith(f"{key}=${{oc.env:MY_SECRET}}: ") and "hunter2" not in problem
+
+
+def test_values_from_the_environment_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STEPS", "7")
+    words = (
+        "train.max_steps=${oc.env:STEPS}",
+        "optimizer.groups=[{match:a,lr:${oc.env:STEPS}}]",
+        "seed=${oc.env:NO,3}",
+    )
+    config = composed(*words, "data.image_size=${oc.env:STEPS}", "data=synthetic", "name=${oc.env:STEPS}")
+    assert (config.train.max_steps, config.seed, config.data.image_size, config.name) == (7, 3, 7, "7")
+    assert config.optimizer.groups == [{"match": "a", "lr": "7"}]
 
 
 def test_all_mistakes_are_reported_together(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from ddp_train.config import metrics, reuse
-from ddp_train.config.bind import bind, own_keys
+from ddp_train.config.bind import all_keys, bind, own_keys
 from ddp_train.config.code_checks import package_of
 from ddp_train.config.options.custom import CustomConfig, hooks_of
 from ddp_train.config.program import PRESETS, Program
@@ -84,6 +84,7 @@ def read_overrides(program: Program, arguments: list[str], sweep: bool = False) 
             read.problems.append(f"{shortened(argument)}: no such key")
             continue
         _read_override(program, override, sweep, read)
+    _drop_sections(read)
     for section, target, source in _own_classes(program, read):
         chosen = read.choices.setdefault(section, "custom") if not source else read.choices.get(section, "custom")
         if chosen != "custom":
@@ -93,6 +94,16 @@ def read_overrides(program: Program, arguments: list[str], sweep: bool = False) 
         if f"{section}=custom" not in read.arguments:
             read.arguments.insert(0, f"{section}=custom")
     return read
+
+
+def _drop_sections(read: Overrides) -> None:
+    """Takes out values of sections, with a problem for each: another word would make a section of it again, unseen."""
+    for name, value in read.given.items():
+        others = (*read.given, *read.swept, *(all_keys() if isinstance(value, list) else ()))  # Hydra merges no list
+        below = next((key for key in others if key.startswith(f"{name}.")), None)
+        if below and not isinstance(value, dict):
+            read.problems.append(f"{name}={shown(value)}: is a section; set one of its keys, {below}=...")
+            read.arguments = [word for word in read.arguments if not word.startswith(f"++{name}=")]
 
 
 def quoted(argument: str) -> str:
@@ -291,7 +302,8 @@ def plain(composed: DictConfig) -> dict[str, Any]:
     """The composed configuration as plain data, references resolved.
 
     `${oc.env:NAME}` stays as it is in the arguments of the user's own code, whatever refers to it: the value may be a
-    secret, and this is written to files. It is looked up where the argument is used.
+    secret, and this is written to files. It is looked up where the argument is used. `bind` looks up all others, and
+    shows what was typed where it is wrong.
     """
 
     def kept(name: str, *default: str) -> str:
@@ -303,9 +315,7 @@ def plain(composed: DictConfig) -> dict[str, Any]:
     finally:
         OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
     for section, content in values.items():
-        found = from_environment(content, section)  # raises for a variable that is not set, before any worker starts
-        if not (isinstance(content, dict) and content.get("_target_")) and section != "metrics":
-            values[section] = found
+        from_environment(content, section)  # raises for a variable that is not set, before any worker starts
     return values
 
 
