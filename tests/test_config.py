@@ -15,6 +15,7 @@ import math
 import os
 import pty
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -1029,6 +1030,18 @@ def test_commands_are_shown_as_they_were_typed(
 
 def test_launch_py_says_what_its_help_says() -> None:
     assert usage("python launch.py") == (ast.get_docstring(ast.parse((ROOT / "launch.py").read_text())) or "")
+
+
+def test_an_old_python_is_told_what_is_needed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ast.parse((ROOT / "launch.py").read_text(), feature_version=(3, 4))  # as far back as it goes
+    monkeypatch.setattr(sys, "version_info", (3, 9, 18, "final", 0))
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "launch.py"), run_name="__main__")
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert ", and 3.11 or newer is needed; make PYTHON=/path/to/python3.11" in said
 
 
 def test_a_module_in_the_folder_hides_nothing_and_is_told_if_it_is_hidden(tmp_path: Path) -> None:
