@@ -334,7 +334,10 @@ BAD: dict[str, list[str]] = {
     "launch.backend=nccl": ["no GPU is visible", "use launch.backend=gloo"],
     "device=cuda": ["no GPU is visible on this host; use device=cpu"],
     "tuning.precision=fp16": ["needs a GPU; use tuning.precision=bf16 or fp32"],
-    "train.global_batch_size=97": ["2 processes x 1 accumulation step;", "use train.global_batch_size=96 or 98"],
+    "train.global_batch_size=97": [
+        "2 processes x 1 accumulation step;",
+        "96 or 98, or a range, launch.nproc_per_node=1:2,",
+    ],
     "launch.nproc_per_node=8 train.global_batch_size=3": ["global_batch_size=3", "use train.global_batch_size=8"],
     "train.accumulation_steps=3 train.global_batch_size=100": ["2 processes x 3 accumulation steps", "96 or 102"],
     "launch.nproc_per_node=2 strategy=dp": ["strategy=dp: runs in one process, and 2 were asked for; use strategy=ddp"],
