@@ -519,6 +519,40 @@ def test_a_batch_that_died_with_its_loader_process_is_no_other_failure(tmp_path:
     assert is_peer_error(RuntimeError("Read error [127.0.0.1]:1234: Connection reset by peer"))
 
 
+@pytest.mark.parametrize(
+    ("cause", "remedy"),
+    [
+        ("is killed by signal: Killed. ", "lower train.global_batch_size"),
+        ("is killed by signal: Bus error. ", "docker run --shm-size=8g"),
+        ("is killed by signal: Real-time signal 3. ", "with tuning.num_workers=0"),
+        ("exited unexpectedly with exit code 2. Details are lost due to multiprocessing.", "with tuning.num_workers=0"),
+    ],
+)
+def test_a_loader_process_is_told_with_what_it_died_of(cause: str, remedy: str) -> None:
+    error = RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly")
+    error.__cause__ = RuntimeError(f"DataLoader worker (pid 7) {cause}")
+    for seen in (error, error.__cause__):
+        failure = failure_from(seen, 1, RankStatus(step=3, phase="data"), Path("log"), "")
+        assert failure.kind == "data_worker" and cause.strip() in failure.detail
+        assert remedy in failure.remedy and ("lower" in failure.remedy) == ("Killed" in cause)
+
+
+@pytest.mark.parametrize(
+    ("error", "file", "remedy"),
+    [
+        (OSError(24, "Too many open files"), "torch/storage.py", "ulimit -n 65536"),
+        (OSError(28, "No space left on device"), "multiprocessing/synchronize.py", "docker run --shm-size=8g"),
+        (RuntimeError("unable to write to file </torch_5_1_0>: No space left on device (28)"), "", "--shm-size=8g"),
+        (OSError(28, "No space left on device"), "mine.py", "see the traceback"),
+        (RuntimeError("out of resource: shared memory, Required: 9"), "triton.py", "see the traceback"),
+    ],
+)
+def test_limits_of_the_host_are_told_with_what_raises_them(error: Exception, file: str, remedy: str) -> None:
+    with pytest.raises(type(error)) as caught:
+        exec(compile("raise error", f"/lib/{file}", "exec"), {"error": error})
+    assert remedy in failure_from(caught.value, 1, RankStatus(), Path("log"), "").remedy
+
+
 def test_a_connection_of_the_users_own_is_not_one_to_another_rank(tmp_path: Path) -> None:
     """A data set behind a server: an innocent rank was blamed, six seconds later."""
     by_loader = f"Caught {ConnectionResetError.__name__} in DataLoader worker process 0.\nConnection reset by peer"
