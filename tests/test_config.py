@@ -255,6 +255,10 @@ BAD: dict[str, list[str]] = {
     "train.epochs": ["train.epochs: not of the form key=value, '=' is missing"],
     "inti": ["inti: not of the form key=value, '=' is missing; did you mean init?"],
     "expermient=base": ["expermient=base: no such key; did you mean experiment?"],
+    "run_dir=~/x": ["run_dir=~/x: no shell expands ~ there; use run_dir=$HOME/x"],
+    "run_dir=/a/x=y": ["the value needs quotes; use \"run_dir='/a/x=y'\""],
+    "run_dir=/a;b": ["the value needs quotes; use \"run_dir='/a;b'\""],
+    "seed=${oc.decode:${oc.env:X}}": ["the value needs quotes; use 'seed=\"${oc.decode:${oc.env:X}}\"'"],
     "=3": ["not of the form key=value"],
     "train.epochs=[": ["not of the form key=value"],
     "optimizer.lr=0.1,0.2": ["several values; add -m"],
@@ -320,6 +324,7 @@ BAD: dict[str, list[str]] = {
     "tuning.precision=fp8": [REFUSED, "auto, fp32, bf16, fp16, fp64"],
     "tuning.num_workers=-1": ["must be at least 0"],
     "tuning.prefetch_factor=0": ["must be at least 1"],
+    "tuning.prefetch_factor=1000000000": ["must be at most 10000"],
     "checkpoint.keep=0": ["must be at least 1"],
     "schedule=step schedule.gamma=1.5": ["schedule.gamma=1.5", "must be at most 1"],
     "schedule=one_cycle schedule.pct_start=1": ["schedule.pct_start=1", "must be below 1"],
@@ -466,6 +471,15 @@ def test_a_wrong_value_from_the_environment_is_shown_as_it_was_typed(key: str, m
     monkeypatch.setenv("MY_SECRET", "hunter2")
     (problem,) = problems_of(f"{key}=${{oc.env:MY_SECRET}}")
     assert problem.startswith(f"{key}=${{oc.env:MY_SECRET}}: ") and "hunter2" not in problem
+
+
+def test_a_mirror_without_its_package_is_told_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = ImportError("Install s3fs to access S3")
+    missing.__cause__ = ModuleNotFoundError("No module named 's3fs'", name="s3fs")
+    monkeypatch.setattr("fsspec.get_filesystem_class", mock.Mock(side_effect=missing))
+    (problem,) = problems_of("checkpoint.mirror=s3://x/y")
+    assert problem.startswith("checkpoint.mirror=s3://x/y: needs the package s3fs; run ")
+    assert problem.endswith(" -m pip install s3fs")
 
 
 def test_values_from_the_environment_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -848,7 +862,7 @@ def test_a_manifest_of_odd_content_is_no_traceback(content: Any, tmp_path: Path)
         (f"{'a' * 300}=1", "(302 characters): no such key"),
         (f"run_dir={'/aaaaaaaaa' * 420}", "is too long: a name may have 255 bytes, a path 4,095"),
         (f"checkpoint.resume={'a' * 300}", "is too long"),
-        ("name=Größe,b", "not of the form key=value"),
+        ("name=Größe,b", "the value needs quotes; use \"name='Größe,b'\""),
         ("tuning.num_workers=1000000", "would be 1,000,000 on this host, which has"),
         ("launch.threads_per_process=100000000", "would be 100,000,000 on this host, which has"),
     ],

@@ -242,7 +242,8 @@ def _mirror(asked: Config, config: Config, hardware: Hardware, world: World | No
         guess = did_you_mean(kind, sorted(fsspec.available_protocols()))
         return [f"checkpoint.mirror={url}: fsspec knows no {kind}://{guess}"]
     except ImportError as error:
-        return [f"checkpoint.mirror={url}: {error}, with {sys.executable} -m pip install"]
+        package = getattr(error.__cause__, "name", None) or kind
+        return [f"checkpoint.mirror={url}: needs the package {package}; run {sys.executable} -m pip install {package}"]
     if kind == "memory":
         return [f"checkpoint.mirror={url}: ends with the process; name a folder on another disk, file:///..."]
     place = Path(fsspec.core.strip_protocol(url)).resolve()

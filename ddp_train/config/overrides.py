@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import re
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +25,7 @@ from ddp_train.config.code_checks import package_of
 from ddp_train.config.options.custom import CustomConfig, hooks_of
 from ddp_train.config.program import PRESETS, Program
 from ddp_train.config.schema import OPTIONS, SCALARS, SECTIONS, Config
-from ddp_train.config.values import from_environment, leaves
+from ddp_train.config.values import from_environment, in_quotes, leaves, quoted
 from ddp_train.errors import ConfigError
 from ddp_train.text import did_you_mean, shown
 
@@ -76,6 +75,9 @@ def read_overrides(program: Program, arguments: list[str], sweep: bool = False) 
             if not override.key_or_group:
                 raise HydraException
         except (HydraException, RecursionError, ValueError):  # ValueError: Python reads no integers of 4,300 digits
+            if remedy := in_quotes(argument):
+                read.problems.append(f"{argument}: {remedy}")
+                continue
             problem = f"{shortened(argument)}: not of the form key=value"
             guess = did_you_mean(argument, COMMANDS) if argument == arguments[0] else ""
             read.problems.append(problem + ("" if "=" in argument else f", '=' is missing{guess}"))
@@ -104,13 +106,6 @@ def _drop_sections(read: Overrides) -> None:
         if below and not isinstance(value, dict):
             read.problems.append(f"{name}={shown(value)}: is a section; set one of its keys, {below}=...")
             read.arguments = [word for word in read.arguments if not word.startswith(f"++{name}=")]
-
-
-def quoted(argument: str) -> str:
-    """An override whose value has letters outside of ASCII, in quotes: Hydra's grammar knows them there alone."""
-    key, equals, value = argument.partition("=")
-    plain = not value.isascii() and key.isascii() and re.fullmatch(r"[^'\"\[\]{}(),\\$]*", value)
-    return f"{key}{equals}'{value}'" if plain else argument
 
 
 def shortened(text: str) -> str:

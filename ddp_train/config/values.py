@@ -1,8 +1,9 @@
-"""Plain nested values: their leaves, the secrets among them, and their references to the environment."""
+"""Plain nested values: their leaves, the secrets among them, their references to the environment, their quotes."""
 
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,6 +40,26 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         return
     for name, item in items:
         yield from leaves(item, f"{path}.{name}".lstrip("."))
+
+
+def quoted(argument: str) -> str:
+    """An override whose value has letters outside of ASCII, in quotes: Hydra's grammar knows them there alone."""
+    key, equals, value = argument.partition("=")
+    plain = not value.isascii() and key.isascii() and re.fullmatch(r"[^'\"\[\]{}(),\\$]*", value)
+    return f"{key}{equals}'{value}'" if plain else argument
+
+
+def in_quotes(argument: str) -> str:
+    """What to type where Hydra's grammar reads a value in quotes alone; "" for a list, or what is no override at all."""
+    parts = re.fullmatch(r"(\+{0,2}[\w./@-]+)=([^\s'\"\[\]{}(),].{0,200})", argument)
+    if not parts:
+        return ""
+    key, value = parts.groups()
+    if value.startswith("~/"):
+        return f"no shell expands ~ there; use {key}=$HOME{value[1:]}"
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    plain = not re.search(r"['$`\"\\!]", value)
+    return "the value needs quotes; use " + (f"\"{key}='{value}'\"" if plain else shlex.quote(f'{key}="{escaped}"'))
 
 
 _SECRET = re.compile(
