@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import signal
 import sys
 
 if __name__ == "__main__" and not sys.flags.safe_path:  # the working folder comes last: `import_from_working_folder`
@@ -158,6 +160,7 @@ def run(script: Path | None = None) -> NoReturn:
     require_packages(script.parent if script else None)
     restart_in_utf8()
     stdio.tolerate_closed_streams()
+    faulthandler.register(signal.SIGUSR2, 2)  # shows where the launcher is; it would end it, and with it the run
     keep_exit_codes()
     try:
         code = main(script, sys.argv[1:])

@@ -50,7 +50,7 @@ def quoted(argument: str) -> str:
 
 
 def in_quotes(argument: str) -> str:
-    """What to type where Hydra's grammar reads a value in quotes alone; "" for a list, or what is no override at all."""
+    """What to type where Hydra reads a value in quotes alone; "" for a list, or what is no override at all."""
     parts = re.fullmatch(r"(\+{0,2}[\w./@-]+)=([^\s'\"\[\]{}(),].{0,200})", argument)
     if not parts:
         return ""
