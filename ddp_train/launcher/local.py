@@ -19,7 +19,7 @@ from pathlib import Path
 from ddp_train.config.schema import Config
 from ddp_train.distributed.environment import worker_descriptors, worker_environment
 from ddp_train.distributed.world import World
-from ddp_train.errors import ConfigError, DataError, LaunchError, WriteError
+from ddp_train.errors import ConfigError, DataError, LaunchError, PeerError, WriteError
 from ddp_train.launcher.elastic import Elastic
 from ddp_train.launcher.fork_server import ForkedWorker, ForkServer, WorkerSpec
 from ddp_train.launcher.size import is_of_device
@@ -66,6 +66,10 @@ def launch(
     try:
         with stop.listening(), adopting_orphans():
             code = _attempts(config, import_path, stop, server, elastic, started)
+    except PeerError as error:
+        code, host = error.exit_code, socket.gethostname()
+        failure = failure_report.Failure(error.kind, None, host, None, "start", str(error), error.remedy, "", code)
+        failure_report.report(Path(str(config.run_dir)), failure, started.facts(config))
     finally:
         elastic.close(completed=code == 0)
         started.page.write()
@@ -117,6 +121,15 @@ def _go_on(elastic: Elastic, restarts: RestartPolicy) -> None:
     if elastic.become_what_is_asked(step):
         what = f"{counted(elastic.size.count, 'process')}, from step {step}"
         print(f"continuing with {what}: as requested", file=sys.stderr)
+
+
+def check_loopback(listener: socket.socket) -> None:
+    """Raises PeerError where nobody can connect to a listener on 127.0.0.1: workers would try for minutes."""
+    try:
+        with socket.create_connection(listener.getsockname(), 5.0):
+            listener.accept()[0].close()
+    except OSError as error:
+        raise PeerError(f"the loopback interface is down: 127.0.0.1: {error.strerror}", "ip link set lo up") from error
 
 
 class Attempt:
@@ -200,6 +213,8 @@ class Attempt:
         with socket.socket() as listener:  # of the store: rank 0 inherits it
             listener.bind(("127.0.0.1", 0))
             listener.listen(socket.SOMAXCONN)
+            if self.config.strategy.has_process_group:
+                check_loopback(listener)
             port = listener.getsockname()[1]
             specs = []
             for rank in range(size):
