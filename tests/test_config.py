@@ -482,6 +482,25 @@ def test_a_mirror_without_its_package_is_told_which(monkeypatch: pytest.MonkeyPa
     assert problem.endswith(" -m pip install s3fs")
 
 
+@pytest.mark.parametrize(("run_dir", "what"), [("/", "root"), ("~", "home"), (".", "working"), ("a/..", "working")])
+def test_a_run_fills_no_folder_that_is_another_ones(
+    run_dir: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home/mine").mkdir(parents=True)
+    given = run_dir.replace("~", str(tmp_path / "home"))
+    (problem,) = problems_of(f"run_dir={given}")
+    assert (
+        f"run_dir={given}: a run would put its files into the {what} folder; name one of its own, run_dir=" in problem
+    )
+
+
+def test_a_run_may_begin_in_an_empty_working_folder_and_resume_there(tmp_path: Path) -> None:
+    accepted("run_dir=.", "model=mlp")
+    assert (tmp_path / "config.yaml").exists()
+    accepted("run_dir=.", "model=mlp")
+
+
 def test_values_from_the_environment_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STEPS", "7")
     words = (
