@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import faulthandler
 import os
-import signal
 import sys
 
 if __name__ == "__main__" and not sys.flags.safe_path:  # the working folder comes last: `import_from_working_folder`
@@ -160,7 +158,7 @@ def run(script: Path | None = None) -> NoReturn:
     require_packages(script.parent if script else None)
     restart_in_utf8()
     stdio.tolerate_closed_streams()
-    faulthandler.register(signal.SIGUSR2, 2)  # shows where the launcher is; it would end it, and with it the run
+    stdio.show_stack_on_request()
     keep_exit_codes()
     try:
         code = main(script, sys.argv[1:])

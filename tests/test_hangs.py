@@ -479,8 +479,10 @@ def test_an_oom_kill_is_distinguished_from_other_kills() -> None:
 
 def test_a_signal_without_a_name_is_told_by_its_number() -> None:
     """Real-time signals, which Python names but for the first and the last."""
-    for number, name in ((37, "signal 37"), (signal.SIGTERM, "SIGTERM")):
+    library = "find out who sent it, or which library uses it"
+    for number, name, remedy in ((37, "signal 37", library), (signal.SIGTERM, "SIGTERM", "see logs/rank_1.log")):
         failure = failure_from_exit(-number, 1, RankStatus(), Path("logs/rank_1.log"), oom_killed=False, sizes="")
+        assert failure.remedy == remedy
         assert (failure.kind, failure.exit_code) == ("died", 70) and failure.detail.endswith(f"killed by {name}")
 
 

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from omegaconf.resolvers import oc
 
 from ddp_train.config import metrics, reuse
 from ddp_train.config.bind import all_keys, bind, own_keys
@@ -25,7 +23,7 @@ from ddp_train.config.code_checks import package_of
 from ddp_train.config.options.custom import CustomConfig, hooks_of
 from ddp_train.config.program import PRESETS, Program
 from ddp_train.config.schema import OPTIONS, SCALARS, SECTIONS, Config
-from ddp_train.config.values import from_environment, in_quotes, leaves, quoted
+from ddp_train.config.values import as_typed, in_quotes, leaves, plain, quoted
 from ddp_train.errors import ConfigError
 from ddp_train.text import did_you_mean, shown
 
@@ -190,6 +188,8 @@ def _read_override(program: Program, override: Override, sweep: bool, read: Over
         read.arguments.append("++" + argument.lstrip("+"))  # for the trials of a sweep
     elif name.split(".")[0] == STUDY:
         read.problems.append(f"{argument}: belongs to mode={STUDY}; add that, or leave it out")
+    elif is_group and argument.startswith("+"):
+        read.problems.append(f"{argument}: {name} has a value already; use {argument.lstrip('+')}")
     elif is_group:
         _read_choice(program, name, override.value(), argument, read)
     elif program.own and "." not in name and (program.own / name).is_dir():
@@ -213,6 +213,10 @@ def _read_choice(program: Program, group: str, option: Any, argument: str, read:
     if not wrong or (option is None and group in PRESETS):
         read.arguments.append(argument)
         read.choices[group] = str(option)
+        return
+    if isinstance(option, dict) and option and "_target_" not in option:
+        key, value = next(leaves(option))
+        read.problems.append(f"{argument}: set one key: {group}.{key}={shown(value)}")
         return
     same = [one for one in options if one == wrong[0].lower().replace("-", "_")]
     if "." in wrong[0] and "custom" in options:
@@ -293,27 +297,6 @@ def compose(program: Program, overrides: Overrides) -> tuple[dict[str, Any], dic
     return plain(composed), choices
 
 
-def plain(composed: DictConfig) -> dict[str, Any]:
-    """The composed configuration as plain data, references resolved.
-
-    `${oc.env:NAME}` stays as it is in the arguments of the user's own code, whatever refers to it: the value may be a
-    secret, and this is written to files. It is looked up where the argument is used. `bind` looks up all others, and
-    shows what was typed where it is wrong.
-    """
-
-    def kept(name: str, *default: str) -> str:
-        return "${oc.env:" + ",".join([name, *map(str, default)]) + "}"
-
-    OmegaConf.register_new_resolver("oc.env", kept, replace=True)
-    try:
-        values = typing.cast("dict[str, Any]", OmegaConf.to_container(composed, resolve=True))
-    finally:
-        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
-    for section, content in values.items():
-        from_environment(content, section)  # raises for a variable that is not set, before any worker starts
-    return values
-
-
 def read_config(
     program: Program, overrides: Overrides, adopted: dict[str, Any] | None = None
 ) -> tuple[Config, list[str]]:
@@ -358,7 +341,7 @@ def read_config(
     config.trusted_modules = list(dict.fromkeys([*config.trusted_modules, *_own_packages(config, from_elsewhere)]))
     told = {problem.split(":")[0] for problem in overrides.problems}
     located = [
-        problem + _origin(program, overrides, choices, problem.split("=")[0])
+        as_typed(problem, overrides.given) + _origin(program, overrides, choices, problem.split("=")[0])
         for problem in problems
         if problem.split(":")[0] not in told
     ]

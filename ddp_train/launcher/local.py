@@ -19,7 +19,8 @@ from pathlib import Path
 from ddp_train.config.schema import Config
 from ddp_train.distributed.environment import worker_descriptors, worker_environment
 from ddp_train.distributed.world import World
-from ddp_train.errors import ConfigError, DataError, LaunchError, PeerError, WriteError
+from ddp_train.errors import ConfigError, DataError, LaunchError, WriteError
+from ddp_train.launcher import loopback
 from ddp_train.launcher.elastic import Elastic
 from ddp_train.launcher.fork_server import ForkedWorker, ForkServer, WorkerSpec
 from ddp_train.launcher.size import is_of_device
@@ -29,7 +30,7 @@ from ddp_train.linux import adopting_orphans, oom_kills
 from ddp_train.resilience import failure_report
 from ddp_train.resilience.hang_detector import HangDetector, working_stack
 from ddp_train.resilience.heartbeat import STARTING, StatusBoard
-from ddp_train.resilience.just_in_time import Loss, save_by_survivor
+from ddp_train.resilience.just_in_time import Loss, save_by_survivor, saved_step
 from ddp_train.resilience.preemption import INTERRUPTED, SAVED, SIGNALS, UNSAVED
 from ddp_train.resilience.restart_policy import RestartPolicy
 from ddp_train.text import counted
@@ -65,11 +66,7 @@ def launch(
     stop, elastic, code = stop or StopRequests(), Elastic(config, at_another_number), UNSAVED
     try:
         with stop.listening(), adopting_orphans():
-            code = _attempts(config, import_path, stop, server, elastic, started)
-    except PeerError as error:
-        code, host = error.exit_code, socket.gethostname()
-        failure = failure_report.Failure(error.kind, None, host, None, "start", str(error), error.remedy, "", code)
-        failure_report.report(Path(str(config.run_dir)), failure, started.facts(config))
+            code = loopback.reported(config, started) or _attempts(config, import_path, stop, server, elastic, started)
     finally:
         elastic.close(completed=code == 0)
         started.page.write()
@@ -121,15 +118,6 @@ def _go_on(elastic: Elastic, restarts: RestartPolicy) -> None:
     if elastic.become_what_is_asked(step):
         what = f"{counted(elastic.size.count, 'process')}, from step {step}"
         print(f"continuing with {what}: as requested", file=sys.stderr)
-
-
-def check_loopback(listener: socket.socket) -> None:
-    """Raises PeerError where nobody can connect to a listener on 127.0.0.1: workers would try for minutes."""
-    try:
-        with socket.create_connection(listener.getsockname(), 5.0):
-            listener.accept()[0].close()
-    except OSError as error:
-        raise PeerError(f"the loopback interface is down: 127.0.0.1: {error.strerror}", "ip link set lo up") from error
 
 
 class Attempt:
@@ -213,8 +201,6 @@ class Attempt:
         with socket.socket() as listener:  # of the store: rank 0 inherits it
             listener.bind(("127.0.0.1", 0))
             listener.listen(socket.SOMAXCONN)
-            if self.config.strategy.has_process_group:
-                check_loopback(listener)
             port = listener.getsockname()[1]
             specs = []
             for rank in range(size):
@@ -251,7 +237,7 @@ class Attempt:
                 code = self._report_exit(failed, codes)
                 self._wait_for_checkpoint(deadline)
                 if self.saved_step is not None:
-                    print(f"step {self.saved_step} is saved: a surviving rank had it", file=sys.stderr)
+                    print(saved_step(self.saved_step, self.is_made_good), file=sys.stderr)
                 return code
             if None not in codes:
                 return SAVED if SAVED in codes else 0

@@ -179,8 +179,8 @@ def _running(run_dir: Path, number: str) -> tuple[Config, dict[str, str]]:
             if _status(run_dir) == "completed":
                 raise ConfigError([f"{named}: the run is completed; nothing is left to train"])
             # With a range a batch need not divide evenly; on the CPU a run starts with its end.
-            low = min(range_of(config.process_range).low, int(number)) if config.process_range else 0
-            how = f"`{again} launch.nproc_per_node={f'{low}:{number}' if low else number}`"
+            had = range_of(config.process_range)
+            how = f"`{again} launch.nproc_per_node={f'{min(had.low, int(number))}:{number}' if had else number}`"
             raise ConfigError([f"{named}: the run is not running; start it with {how}"])
         if not config.process_counts:
             fixed, value = config.launch.nproc_per_node, "a fixed number"

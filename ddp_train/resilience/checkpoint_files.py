@@ -41,6 +41,14 @@ def check_writable(folder: Path) -> None:
         raise WriteError(f"no checkpoint can be written to {folder}: {error.strerror}", remedy) from error
 
 
+def reason_of(error: BaseException) -> str:
+    """In the words of the operating system, if it is behind it: torch's own are of the file that it could not end."""
+    seen: BaseException | None = error
+    while seen and not (isinstance(seen, OSError) and seen.strerror):
+        seen = seen.__context__
+    return str(seen.strerror if isinstance(seen, OSError) else error)
+
+
 def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest of a checkpoint: step, files, config. Raises OSError or ValueError if it cannot be trusted."""
     try:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ddp_train.errors import HangError, LaunchError, NonFiniteLossError, is_out_of_memory
-from ddp_train.resilience.hang_detector import Hang
+from ddp_train.resilience.hang_detector import STOPPED, Hang
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.resilience.stdio import TolerantStream
 from ddp_train.resilience.whole_files import write_json
@@ -166,6 +166,8 @@ def failure_from_exit(
         known = -returncode in {*signal.Signals}  # most real-time signals have a number only
         name = signal.Signals(-returncode).name if known else f"signal {-returncode}"
         detail = f"the process was killed by {name}"
+        if not known:
+            remedy = "find out who sent it, or which library uses it"
         if returncode == -signal.SIGKILL and oom_killed:
             kind, remedy = "oom", _LESS_MEMORY
             detail = f"killed by the kernel's OOM killer; memory before: {sizes}"
@@ -183,6 +185,9 @@ def failure_from_hang(hang: Hang, log_file: Path, timeout_seconds: float) -> Fai
     """The Failure for the rank that blocks a run, as the launcher found it."""
     detail = f"no progress for {hang.seconds:.1f} s (launch.timeout_seconds={timeout_seconds:g})"
     detail += "".join(f"; {known}" for known in (hang.reason, hang.others, hang.called) if known)
+    remedy = "see the stack of that rank; if it is only slow, raise launch.timeout_seconds"
+    if hang.reason == STOPPED:
+        remedy = "find out who stopped it; kill -CONT PID continues it, within launch.timeout_seconds"
     return Failure(
         kind=HangError.kind,
         rank=hang.rank,
@@ -190,7 +195,7 @@ def failure_from_hang(hang: Hang, log_file: Path, timeout_seconds: float) -> Fai
         step=hang.snapshot.step,
         phase=hang.snapshot.phase,
         detail=detail,
-        remedy="see the stack of that rank; if it is only slow, raise launch.timeout_seconds",
+        remedy=remedy,
         log=str(log_file),
         exit_code=HangError.exit_code,
     )

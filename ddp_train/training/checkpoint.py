@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ddp_train.errors import OwnershipLostError, WriteError
 from ddp_train.resilience import run_lock
-from ddp_train.resilience.checkpoint_files import MANIFEST, check_writable, digest_of, place_of, places
+from ddp_train.resilience.checkpoint_files import MANIFEST, check_writable, digest_of, place_of, places, reason_of
 from ddp_train.tensor_tree import map_tensors, tensors
 from ddp_train.training.mirror import Mirroring
 from ddp_train.training.saved import AVERAGE, BEST, MODEL, TRAINING, best_of, defect_of, sha256_of
@@ -193,14 +193,6 @@ def write(run_dir: Path, snapshot: Snapshot, owner: dict[str, str] | None = None
             "free some space, or continue in another run_dir with checkpoint.resume=PATH",
         ) from error
     return final
-
-
-def reason_of(error: BaseException) -> str:
-    """In the words of the operating system, if it is behind it: torch's own are of the file that it could not end."""
-    seen: BaseException | None = error
-    while seen and not (isinstance(seen, OSError) and seen.strerror):
-        seen = seen.__context__
-    return str(seen.strerror if isinstance(seen, OSError) else error)
 
 
 def _superseded(run_dir: Path, newest: int, keep: int, selection: Selection | None) -> list[Path]:
