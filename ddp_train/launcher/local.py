@@ -237,7 +237,7 @@ class Attempt:
                 code = self._report_exit(failed, codes)
                 self._wait_for_checkpoint(deadline)
                 if self.saved_step is not None:
-                    print(saved_step(self.saved_step, self.is_made_good), file=sys.stderr)
+                    print(saved_step(self.saved_step, self._goes_on()), file=sys.stderr)
                 return code
             if None not in codes:
                 return SAVED if SAVED in codes else 0
