@@ -21,9 +21,15 @@ from ddp_train.distributed.environment import write_torchrun_error_file
 from ddp_train.distributed.world import World
 from ddp_train.errors import DataError
 from ddp_train.resilience import collectives, hang_detector, peer_check
-from ddp_train.resilience.failure_report import failure_from, failure_from_exit, headline, is_peer_error
+from ddp_train.resilience.failure_report import (
+    failure_from,
+    failure_from_exit,
+    failure_from_hang,
+    headline,
+    is_peer_error,
+)
 from ddp_train.resilience.hang_detector import HangDetector
-from ddp_train.resilience.heartbeat import RankStatus, StatusBoard
+from ddp_train.resilience.heartbeat import RankStatus, StatusBoard, StatusSnapshot
 from tests.commands import (
     LAUNCH,
     ONE,
@@ -475,6 +481,13 @@ def test_an_oom_kill_is_distinguished_from_other_kills() -> None:
     assert (failure.kind, failure.rank, failure.step, failure.phase) == ("oom", 2, 7, "forward")
     assert "rank 1 9.00 GiB" in failure.detail and "train.accumulation_steps" in failure.remedy
     assert failure_from_exit(*arguments, oom_killed=False, sizes="").kind == "died"
+
+
+def test_a_process_that_a_signal_has_stopped_is_no_slow_one() -> None:
+    snapshot = StatusSnapshot(9, 7, 7, "forward")
+    for reason, remedy in ((hang_detector.STOPPED, "kill -CONT PID"), ("it is behind", "raise launch.timeout_seconds")):
+        hang = hang_detector.Hang(1, snapshot, 9.0, reason, "", "", [])
+        assert remedy in failure_from_hang(hang, Path("log"), 5.0).remedy
 
 
 def test_a_signal_without_a_name_is_told_by_its_number() -> None:
