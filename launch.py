@@ -17,11 +17,16 @@ python launch.py resize RUN N                            change a run's number o
 python launch.py init FOLDER                             a project of your own: model, data, task, experiment, test
 """
 
-from __future__ import annotations
-
-from pathlib import Path
-
-from ddp_train.__main__ import run
+import sys
 
 if __name__ == "__main__":
+    if sys.version_info < (3, 11):  # noqa: UP036  in words that old ones can read, before those that they cannot
+        found = "launch.py: " + sys.executable + " is Python " + sys.version.split()[0]
+        remedy = "make PYTHON=/path/to/python3.11 train sets up .venv with it"
+        sys.stderr.write(found + ", and 3.11 or newer is needed; " + remedy + "\n")
+        sys.exit(2)
+    from pathlib import Path
+
+    from ddp_train.__main__ import run
+
     run(Path(__file__).resolve())

@@ -158,6 +158,7 @@ def run(script: Path | None = None) -> NoReturn:
     require_packages(script.parent if script else None)
     restart_in_utf8()
     stdio.tolerate_closed_streams()
+    stdio.show_stack_on_request()
     keep_exit_codes()
     try:
         code = main(script, sys.argv[1:])

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from ddp_train.errors import DataError, WriteError
-from ddp_train.resilience.checkpoint_files import digest_of
+from ddp_train.resilience.checkpoint_files import digest_of, places
 from ddp_train.resilience.restart_policy import RestartPolicy
 from ddp_train.tensor_tree import map_tensors
 from ddp_train.training import checkpoint, saved, summary
@@ -118,7 +118,7 @@ def test_a_run_whose_checkpoints_are_gone_says_that_it_begins_again(
     lines = ['{"kind": "train", "step": 3}', '{"kind": "test", "step": 6}', "damaged", '{"kind": "tr']
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     assert find("auto", tmp_path) is None
-    assert caplog.messages == [f"{tmp_path} holds no checkpoint, and was at step 6 before: it begins again at step 0"]
+    assert caplog.messages == [f"{tmp_path} had reached step 6 but holds no checkpoint; starting from step 0"]
 
 
 def test_a_save_that_was_killed_between_its_two_renames_loses_nothing(tmp_path: Path) -> None:
@@ -200,6 +200,60 @@ def test_only_what_is_named_as_a_checkpoint_counts(tmp_path: Path) -> None:
     assert find("auto", tmp_path) == good and RestartPolicy(1, tmp_path).newest_step == 1
     save(Writer(tmp_path, keep=1), 2)
     assert names(tmp_path)[0] == "step_00000002" and len(names(tmp_path)) == 5, "the others stay"
+
+
+def test_a_file_named_as_a_checkpoint_is_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    good = write(tmp_path, snapshot(1))
+    stray = good.with_name("step_00000099")
+    stray.write_text("not mine to rename")
+    assert places(tmp_path) == [good] and find("auto", tmp_path) == good
+    save(Writer(tmp_path, keep=1), 2)
+    assert names(tmp_path) == ["step_00000002", "step_00000099"] and stray.is_file() and not caplog.text
+
+
+def test_a_manifest_with_odd_entries_is_a_defect(tmp_path: Path) -> None:
+    path = write(tmp_path, snapshot(1))
+    manifest = json.loads((path / "manifest.json").read_text())
+    del manifest["sha256"]
+    manifest["trained"] = 7
+    (path / "manifest.json").write_text(json.dumps({**manifest, "sha256": digest_of(manifest)}))
+    with pytest.raises(DataError, match="no valid checkpoint"):
+        find("auto", tmp_path)
+
+
+def test_a_disk_that_stays_full_is_warned_of_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    failing: list[OSError | None] = [OSError(28, "No space left on device")]
+
+    def full(archive: object, place: Path) -> None:
+        """As torch.save: its error comes while that of the disk is handled."""
+        if failing[0]:
+            try:
+                raise failing[0]
+            except OSError:
+                raise RuntimeError("[enforce fail at inline_container.cc:671] . unexpected pos 64 vs 0")  # noqa: B904
+        whole(archive, place)
+
+    whole = torch.save
+    monkeypatch.setattr(torch, "save", full)
+    writer = Writer(tmp_path, keep=1)
+
+    def warnings(step: int) -> list[str]:
+        caplog.clear()
+        writer.submit(lambda: snapshot(step))
+        writer.wait()
+        return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+    (first,) = warnings(1)
+    assert "step_00000001: No space left on device (" in first and "enforce" not in first
+    assert not warnings(2)
+    failing[0] = OSError(30, "Read-only file system")
+    assert len(warnings(3)) == 1, "another cause"
+    failing[0] = None
+    assert not warnings(4)
+    failing[0] = OSError(30, "Read-only file system")
+    assert len(warnings(5)) == 1, "again, since one has been written meanwhile"
 
 
 def test_a_newer_one_is_verified_before_an_older_one_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

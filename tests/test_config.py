@@ -15,6 +15,7 @@ import math
 import os
 import pty
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -207,8 +208,12 @@ BAD: dict[str, list[str]] = {
     "optimizer.momentun=0.1": ["no such key; did you mean optimizer.momentum?"],
     "++optimizer.momentun=0.1": ["optimizer.momentun=0.1: no such key; did you mean optimizer.momentum?"],
     "+foo=1": ["foo=1: no such key"],
-    "foo.bar=1": ["foo=", "no such key"],
-    "tarin.epochs=3": ["tarin=", "no such key; did you mean train"],
+    "foo.bar=1": ["foo.bar=1: no such key"],
+    "tarin.epochs=3": ["tarin.epochs=3: no such key; did you mean train"],
+    "fooo.api_key=hunter2": ["fooo.api_key=(hidden): no such key"],
+    "+model=mlp": ["+model=mlp: model has a value already; use model=mlp"],
+    "optimizer={lr:0.1}": ["optimizer={lr:0.1}: set one key: optimizer.lr=0.1"],
+    "launch.rdzv_endpoint=foo": ["has an effect only with several hosts"],
     "train.epoch=3": ["did you mean train.epochs?"],
     "launch.nproc=2": ["no such key"],
     "data.rooot=x": ["did you mean data.root?"],
@@ -255,6 +260,10 @@ BAD: dict[str, list[str]] = {
     "train.epochs": ["train.epochs: not of the form key=value, '=' is missing"],
     "inti": ["inti: not of the form key=value, '=' is missing; did you mean init?"],
     "expermient=base": ["expermient=base: no such key; did you mean experiment?"],
+    "run_dir=~/x": ["run_dir=~/x: no shell expands ~ there; use run_dir=$HOME/x"],
+    "run_dir=/a/x=y": ["the value needs quotes; use \"run_dir='/a/x=y'\""],
+    "run_dir=/a;b": ["the value needs quotes; use \"run_dir='/a;b'\""],
+    "seed=${oc.decode:${oc.env:X}}": ["the value needs quotes; use 'seed=\"${oc.decode:${oc.env:X}}\"'"],
     "=3": ["not of the form key=value"],
     "train.epochs=[": ["not of the form key=value"],
     "optimizer.lr=0.1,0.2": ["several values; add -m"],
@@ -285,6 +294,10 @@ BAD: dict[str, list[str]] = {
     "trusted_modules=foo": ["must be a list like [a,b]"],
     "strategy.bucket_cap_mb_list=3": ["must be a list like [a,b] or null"],
     "train=3": ["is a section; set one of its keys, train.global_batch_size=..."],
+    "train=5 train.max_steps=3": ["train=5: is a section; set one of its keys, train.max_steps=..."],
+    "train.max_steps=3 train=[1,2]": ["is a section; set one of its keys, train.max_steps=..."],
+    "train.early_stopping=[5]": ["is a section; set one of its keys, train.early_stopping.patience=..."],
+    "train.early_stopping.patience=2 train.early_stopping=5": ["is a section; set one of its keys"],
     "launch=null": ["is a section; set one of its keys, launch.nproc_per_node=..."],
     # numbers out of range, words out of choice
     "train.epochs=0": ["must be at least 1"],
@@ -316,6 +329,7 @@ BAD: dict[str, list[str]] = {
     "tuning.precision=fp8": [REFUSED, "auto, fp32, bf16, fp16, fp64"],
     "tuning.num_workers=-1": ["must be at least 0"],
     "tuning.prefetch_factor=0": ["must be at least 1"],
+    "tuning.prefetch_factor=1000000000": ["must be at most 10000"],
     "checkpoint.keep=0": ["must be at least 1"],
     "schedule=step schedule.gamma=1.5": ["schedule.gamma=1.5", "must be at most 1"],
     "schedule=one_cycle schedule.pct_start=1": ["schedule.pct_start=1", "must be below 1"],
@@ -330,7 +344,10 @@ BAD: dict[str, list[str]] = {
     "launch.backend=nccl": ["no GPU is visible", "use launch.backend=gloo"],
     "device=cuda": ["no GPU is visible on this host; use device=cpu"],
     "tuning.precision=fp16": ["needs a GPU; use tuning.precision=bf16 or fp32"],
-    "train.global_batch_size=97": ["2 processes x 1 accumulation step;", "use train.global_batch_size=96 or 98"],
+    "train.global_batch_size=97": [
+        "2 processes x 1 accumulation step;",
+        "96 or 98, or a range, launch.nproc_per_node=1:2,",
+    ],
     "launch.nproc_per_node=8 train.global_batch_size=3": ["global_batch_size=3", "use train.global_batch_size=8"],
     "train.accumulation_steps=3 train.global_batch_size=100": ["2 processes x 3 accumulation steps", "96 or 102"],
     "launch.nproc_per_node=2 strategy=dp": ["strategy=dp: runs in one process, and 2 were asked for; use strategy=ddp"],
@@ -356,7 +373,7 @@ BAD: dict[str, list[str]] = {
     "data.loader=device": ["no such key; use data.placement=device"],
     "probe=step_times": ["no such key; use hooks=[ddp_train.study.step_times.StepTimes]"],
     "probe=[a]": ["probe=[a]: no such key; use hooks=[your_module.YourClass]"],
-    "reasons.compile=mine": ["reasons=", "no such key"],
+    "reasons.compile=mine": ["reasons.compile=mine: no such key"],
     "data=image_folder data.decode=threads": [REFUSED, "auto, pil, processes, gpu"],
     "strategy=sorted": [REFUSED, "ordered"],
     "strategy.virtual_shards=4": ["no such key in strategy=ddp; strategy=ordered has it"],
@@ -419,11 +436,11 @@ BAD: dict[str, list[str]] = {
 """Command lines with one mistake, and what the one line about it must say besides the key and the value."""
 
 STARTS = {
-    "foo.bar=1": "foo=",
+    "train=5 train.max_steps=3": "train=5",
+    "fooo.api_key=hunter2": "fooo.api_key=(hidden)",
+    "+model=mlp": "+model=mlp",
     "train.token=hunter2": "train.token=(hidden)",
-    "tarin.epochs=3": "tarin=",
     "model=custom": "model._target_=null",
-    "reasons.compile=mine": "reasons=",
     "tuning.optimizer=foreach optimizer._target_=torch.optim.NAdam": "tuning.optimizer=foreach",
     "model=custom model.target=a.b": "model.target=a.b",
     "optimizer.lr=${sed}": "optimizer.lr",
@@ -451,6 +468,53 @@ def test_one_mistake_is_one_message(line: str, tmp_path: Path) -> None:
     for expected in BAD[line]:
         assert expected in problem
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("key", ["train.epochs", "mode", "train.early_stopping", "train.foo", "strategy.comm_hook"])
+def test_a_wrong_value_from_the_environment_is_shown_as_it_was_typed(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_SECRET", "hunter2")
+    (problem,) = problems_of(f"{key}=${{oc.env:MY_SECRET}}")
+    assert problem.startswith(f"{key}=${{oc.env:MY_SECRET}}: ") and "hunter2" not in problem
+
+
+def test_a_mirror_without_its_package_is_told_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = ImportError("Install s3fs to access S3")
+    missing.__cause__ = ModuleNotFoundError("No module named 's3fs'", name="s3fs")
+    monkeypatch.setattr("fsspec.get_filesystem_class", mock.Mock(side_effect=missing))
+    (problem,) = problems_of("checkpoint.mirror=s3://x/y")
+    assert problem.startswith("checkpoint.mirror=s3://x/y: needs the package s3fs; run ")
+    assert problem.endswith(" -m pip install s3fs")
+
+
+@pytest.mark.parametrize(("run_dir", "what"), [("/", "root"), ("~", "home"), (".", "working"), ("a/..", "working")])
+def test_a_run_fills_no_folder_that_is_another_ones(
+    run_dir: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home/mine").mkdir(parents=True)
+    given = run_dir.replace("~", str(tmp_path / "home"))
+    (problem,) = problems_of(f"run_dir={given}")
+    assert (
+        f"run_dir={given}: a run would put its files into the {what} folder; name one of its own, run_dir=" in problem
+    )
+
+
+def test_a_run_may_begin_in_an_empty_working_folder_and_resume_there(tmp_path: Path) -> None:
+    accepted("run_dir=.", "model=mlp")
+    assert (tmp_path / "config.yaml").exists()
+    accepted("run_dir=.", "model=mlp")
+
+
+def test_values_from_the_environment_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STEPS", "7")
+    words = (
+        "train.max_steps=${oc.env:STEPS}",
+        "optimizer.groups=[{match:a,lr:${oc.env:STEPS}}]",
+        "seed=${oc.env:NO,3}",
+    )
+    config = composed(*words, "data.image_size=${oc.env:STEPS}", "data=synthetic", "name=${oc.env:STEPS}")
+    assert (config.train.max_steps, config.seed, config.data.image_size, config.name) == (7, 3, 7, "7")
+    assert config.optimizer.groups == [{"match": "a", "lr": "7"}]
 
 
 def test_all_mistakes_are_reported_together(tmp_path: Path) -> None:
@@ -821,7 +885,7 @@ def test_a_manifest_of_odd_content_is_no_traceback(content: Any, tmp_path: Path)
         (f"{'a' * 300}=1", "(302 characters): no such key"),
         (f"run_dir={'/aaaaaaaaa' * 420}", "is too long: a name may have 255 bytes, a path 4,095"),
         (f"checkpoint.resume={'a' * 300}", "is too long"),
-        ("name=Größe,b", "not of the form key=value"),
+        ("name=Größe,b", "the value needs quotes; use \"name='Größe,b'\""),
         ("tuning.num_workers=1000000", "would be 1,000,000 on this host, which has"),
         ("launch.threads_per_process=100000000", "would be 100,000,000 on this host, which has"),
     ],
@@ -1016,6 +1080,18 @@ def test_commands_are_shown_as_they_were_typed(
 
 def test_launch_py_says_what_its_help_says() -> None:
     assert usage("python launch.py") == (ast.get_docstring(ast.parse((ROOT / "launch.py").read_text())) or "")
+
+
+def test_an_old_python_is_told_what_is_needed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ast.parse((ROOT / "launch.py").read_text(), feature_version=(3, 4))  # as far back as it goes
+    monkeypatch.setattr(sys, "version_info", (3, 9, 18, "final", 0))
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "launch.py"), run_name="__main__")
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert ", and 3.11 or newer is needed; make PYTHON=/path/to/python3.11" in said
 
 
 def test_a_module_in_the_folder_hides_nothing_and_is_told_if_it_is_hidden(tmp_path: Path) -> None:

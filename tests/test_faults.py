@@ -8,6 +8,7 @@ import os
 import shlex
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -84,6 +85,16 @@ def test_what_torchrun_left_in_the_environment_is_named(
     assert (done.returncode, done.stdout) == (2, "")
     assert expected in done.stderr and "Traceback" not in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_a_launcher_shows_its_stack_on_sigusr2_and_goes_on() -> None:
+    """docs/failures.md recommends that signal for workers; one process id is like another."""
+    code = (
+        "import os, signal\nfrom ddp_train import __main__ as program\n"
+        "program.main = lambda *_: os.kill(os.getpid(), signal.SIGUSR2) or 7\nprogram.run()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 7 and "in run" in done.stderr, done
 
 
 def test_a_working_directory_that_is_gone_is_named(tmp_path: Path) -> None:

@@ -21,9 +21,15 @@ from ddp_train.distributed.environment import write_torchrun_error_file
 from ddp_train.distributed.world import World
 from ddp_train.errors import DataError
 from ddp_train.resilience import collectives, hang_detector, peer_check
-from ddp_train.resilience.failure_report import failure_from, failure_from_exit, headline, is_peer_error
+from ddp_train.resilience.failure_report import (
+    failure_from,
+    failure_from_exit,
+    failure_from_hang,
+    headline,
+    is_peer_error,
+)
 from ddp_train.resilience.hang_detector import HangDetector
-from ddp_train.resilience.heartbeat import RankStatus, StatusBoard
+from ddp_train.resilience.heartbeat import RankStatus, StatusBoard, StatusSnapshot
 from tests.commands import (
     LAUNCH,
     ONE,
@@ -477,10 +483,19 @@ def test_an_oom_kill_is_distinguished_from_other_kills() -> None:
     assert failure_from_exit(*arguments, oom_killed=False, sizes="").kind == "died"
 
 
+def test_a_process_that_a_signal_has_stopped_is_no_slow_one() -> None:
+    snapshot = StatusSnapshot(9, 7, 7, "forward")
+    for reason, remedy in ((hang_detector.STOPPED, "kill -CONT PID"), ("it is behind", "raise launch.timeout_seconds")):
+        hang = hang_detector.Hang(1, snapshot, 9.0, reason, "", "", [])
+        assert remedy in failure_from_hang(hang, Path("log"), 5.0).remedy
+
+
 def test_a_signal_without_a_name_is_told_by_its_number() -> None:
     """Real-time signals, which Python names but for the first and the last."""
-    for number, name in ((37, "signal 37"), (signal.SIGTERM, "SIGTERM")):
+    library = "find out who sent it, or which library uses it"
+    for number, name, remedy in ((37, "signal 37", library), (signal.SIGTERM, "SIGTERM", "see logs/rank_1.log")):
         failure = failure_from_exit(-number, 1, RankStatus(), Path("logs/rank_1.log"), oom_killed=False, sizes="")
+        assert failure.remedy == remedy
         assert (failure.kind, failure.exit_code) == ("died", 70) and failure.detail.endswith(f"killed by {name}")
 
 
@@ -517,6 +532,40 @@ def test_a_batch_that_died_with_its_loader_process_is_no_other_failure(tmp_path:
             and not is_peer_error(seen)
         )
     assert is_peer_error(RuntimeError("Read error [127.0.0.1]:1234: Connection reset by peer"))
+
+
+@pytest.mark.parametrize(
+    ("cause", "remedy"),
+    [
+        ("is killed by signal: Killed. ", "lower train.global_batch_size"),
+        ("is killed by signal: Bus error. ", "docker run --shm-size=8g"),
+        ("is killed by signal: Real-time signal 3. ", "with tuning.num_workers=0"),
+        ("exited unexpectedly with exit code 2. Details are lost due to multiprocessing.", "with tuning.num_workers=0"),
+    ],
+)
+def test_a_loader_process_is_told_with_what_it_died_of(cause: str, remedy: str) -> None:
+    error = RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly")
+    error.__cause__ = RuntimeError(f"DataLoader worker (pid 7) {cause}")
+    for seen in (error, error.__cause__):
+        failure = failure_from(seen, 1, RankStatus(step=3, phase="data"), Path("log"), "")
+        assert failure.kind == "data_worker" and cause.strip() in failure.detail
+        assert remedy in failure.remedy and ("lower" in failure.remedy) == ("Killed" in cause)
+
+
+@pytest.mark.parametrize(
+    ("error", "file", "remedy"),
+    [
+        (OSError(24, "Too many open files"), "torch/storage.py", "ulimit -n 65536"),
+        (OSError(28, "No space left on device"), "multiprocessing/synchronize.py", "docker run --shm-size=8g"),
+        (RuntimeError("unable to write to file </torch_5_1_0>: No space left on device (28)"), "", "--shm-size=8g"),
+        (OSError(28, "No space left on device"), "mine.py", "see the traceback"),
+        (RuntimeError("out of resource: shared memory, Required: 9"), "triton.py", "see the traceback"),
+    ],
+)
+def test_limits_of_the_host_are_told_with_what_raises_them(error: Exception, file: str, remedy: str) -> None:
+    with pytest.raises(type(error)) as caught:
+        exec(compile("raise error", f"/lib/{file}", "exec"), {"error": error})
+    assert remedy in failure_from(caught.value, 1, RankStatus(), Path("log"), "").remedy
 
 
 def test_a_connection_of_the_users_own_is_not_one_to_another_rank(tmp_path: Path) -> None:

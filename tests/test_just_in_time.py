@@ -293,7 +293,7 @@ def test_a_run_without_restarts_is_gone_on_with_by_the_same_command(tmp_path: Pa
     assert "FATAL died (rank 1 " in said and "LOST" not in said
     (saved,) = checkpoints(tmp_path / "run")
     step = int(saved.removeprefix("step_"))
-    assert 10 <= step < 36 and f"step {step} is saved: a surviving rank had it" in said
+    assert 10 <= step < 36 and f"saved step {step} from a surviving rank; the same command resumes there" in said
     assert read(tmp_path / "run", "failure.json")["detail"].endswith(signal.SIGKILL.name)
     again = run(*MLP, "launch.nproc_per_node=3", f"run_dir={tmp_path}/run")
     assert again.returncode == 0 and f"from step {step}" in again.stdout

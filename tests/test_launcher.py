@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from ddp_train.resilience.restart_policy import RestartPolicy
+from tests import netlab
 from tests.commands import (
     ENDLESS,
     LAUNCH,
@@ -220,6 +221,16 @@ def listening_addresses(pid: int) -> list[str]:
     rows = [line.split() for table in ("tcp", "tcp6") if (path := Path(f"/proc/{pid}/net/{table}")).exists()
             for line in path.read_text().splitlines()[1:]]  # fmt: skip
     return [row[1].partition(":")[0] for row in rows if row[3] == LISTEN and row[9] in inodes]
+
+
+@pytest.mark.skipif(bool(netlab.why_not()), reason=netlab.why_not())
+def test_without_a_loopback_interface_no_worker_is_started(tmp_path: Path) -> None:
+    """Three ranks tried to reach each other for 150 s."""
+    done = run(*SMALL, THREE, "launch.fork_server=false", f"run_dir={tmp_path}", command=["unshare", "--net", *LAUNCH])
+    assert done.returncode == 69, done.stderr
+    assert "the loopback interface is down: 127.0.0.1: Network is unreachable" in done.stderr
+    assert "remedy: ip link set lo up" in done.stderr and read(tmp_path, "failure.json")["kind"] == "peer"
+    assert not [*tmp_path.glob("logs/*")]
 
 
 @pytest.mark.slow

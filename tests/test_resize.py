@@ -255,7 +255,8 @@ def test_what_cannot_be_asked(run_dir: Path) -> None:
     assert "three is no number" in refused(str(run_dir), "three")
     assert "is not the directory of a run; did you mean run?" in refused(f"{run_dir.parent}/runn", "3")
     assert "is not the directory of a run; name its run_dir" in refused(f"{run_dir.parent}/nowhere/else", "3")
-    assert "is not running; start it with `" in refused(str(run_dir), "3")
+    with mock.patch.object(client, "typed", return_value="ddp-train"):
+        assert f"start it with `ddp-train run_dir={run_dir} launch.nproc_per_node=2:3`" in refused(str(run_dir), "3")
     (run_dir / "summary.json").write_text('{"status": "completed"}')
     assert "the run is completed; nothing is left to train" in refused(str(run_dir), "3")
 

@@ -12,9 +12,10 @@ from typing import Any, TypeGuard
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
+from ddp_train.config.key import broken_rule
 from ddp_train.config.options.custom import CustomConfig
 from ddp_train.config.schema import OPTIONS, SCALARS, SECTIONS, Config, schema_of
-from ddp_train.config.values import is_secret
+from ddp_train.config.values import from_environment, is_secret
 from ddp_train.text import did_you_mean, shown
 
 _TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
@@ -88,11 +89,10 @@ def bind_fields(schema: type, prefix: str, content: dict[str, Any], problems: li
         if name not in types:
             problems.append(_unknown_key(prefix, name, value, schema))
             continue
-        if _takes_anything(types[name], value):
-            bound[name] = value  # OmegaConf would look up the `${oc.env:...}` in it
-            continue
-        if types[name] == _OBJECTS and isinstance(value, list) and all(isinstance(item, dict) for item in value):
-            bound[name] = value
+        is_objects = types[name] == _OBJECTS and isinstance(value, list) and all(isinstance(i, dict) for i in value)
+        if is_objects or _takes_anything(types[name], value):
+            own_code = issubclass(schema, CustomConfig) or name == "metrics"  # looks up its `${oc.env:...}` itself
+            bound[name] = value if own_code else from_environment(value, prefix + name)
             continue
         if is_section(types[name]):
             inner = f"{prefix}{name}"
@@ -108,9 +108,19 @@ def bind_fields(schema: type, prefix: str, content: dict[str, Any], problems: li
             OmegaConf.update(typed, name, value, merge=False)
             converted = typed[name]
             bound[name] = OmegaConf.to_object(converted) if OmegaConf.is_config(converted) else converted
+            if "${oc.env:" in str(value) and (rule := _rule_broken_by(schema, name, bound[name])):
+                del bound[name]  # `check_rules` would show what was found
+                problems.append(f"{prefix}{name}={shown(value)}: {rule}")
         except OmegaConfBaseException:
             problems.append(f"{prefix}{name}={shown(value)}: must be {_expected(schema, name, types[name])}")
     return schema(**bound)
+
+
+def _rule_broken_by(schema: type, name: str, value: Any) -> str:
+    rules = next(f.metadata for f in dataclasses.fields(schema) if f.name == name)
+    return next(
+        filter(None, (broken_rule(item, rules) for item in (value if isinstance(value, list) else [value]))), ""
+    )
 
 
 @functools.cache

@@ -25,7 +25,7 @@ from ddp_train.text import counted, shown
 
 def _batch(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
     batch, accumulation = config.train.global_batch_size, config.train.accumulation_steps
-    processes = process_count(config)
+    processes, unevenly = process_count(config), ""
     if config.uses_trained:
         return []
     if config.data.batch_by == "tokens":
@@ -37,11 +37,15 @@ def _batch(asked: Config, config: Config, hardware: Hardware, world: World | Non
     else:
         unit = processes * accumulation
         over = f"{counted(processes, 'process')} x {counted(accumulation, 'accumulation step')}"
+        if not world and 1 < processes == config.launch.nproc_per_node and unit <= batch:
+            unevenly = f", or a range, launch.nproc_per_node=1:{processes}, which shares it unevenly"
     if not unit or batch % unit == 0:
         return []
     lower, upper = batch // unit * unit, -(-batch // unit) * unit
     use = f"{lower} or {upper}" if lower else f"{upper}"
-    return [f"train.global_batch_size={batch}: cannot be split over {over}; use train.global_batch_size={use}"]
+    return [
+        f"train.global_batch_size={batch}: cannot be split over {over}; use train.global_batch_size={use}{unevenly}"
+    ]
 
 
 def _export(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:

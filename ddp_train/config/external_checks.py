@@ -242,7 +242,8 @@ def _mirror(asked: Config, config: Config, hardware: Hardware, world: World | No
         guess = did_you_mean(kind, sorted(fsspec.available_protocols()))
         return [f"checkpoint.mirror={url}: fsspec knows no {kind}://{guess}"]
     except ImportError as error:
-        return [f"checkpoint.mirror={url}: {error}, with {sys.executable} -m pip install"]
+        package = getattr(error.__cause__, "name", None) or kind
+        return [f"checkpoint.mirror={url}: needs the package {package}; run {sys.executable} -m pip install {package}"]
     if kind == "memory":
         return [f"checkpoint.mirror={url}: ends with the process; name a folder on another disk, file:///..."]
     place = Path(fsspec.core.strip_protocol(url)).resolve()
@@ -268,12 +269,24 @@ def _run_dir(asked: Config, config: Config, hardware: Hardware, world: World | N
     run_dir = Path(str(config.run_dir)).absolute()
     if config.mode == "doctor":  # it tries to write, on every host
         return []
+    if what := _not_of_its_own(run_dir.resolve()):
+        remedy = f"name one of its own, run_dir={run_dir / 'runs/NAME'}"
+        return [f"run_dir={config.run_dir}: a run would put its files into the {what}; {remedy}"]
     existing = next(path for path in (run_dir, *run_dir.parents) if path.exists())
     if not existing.is_dir():
         return [unwritable(config.run_dir, f"{existing} is not a folder")]
     if not os.access(existing, os.W_OK | os.X_OK):
         return [unwritable(config.run_dir, f"no permission to write in {existing}")]
     return []
+
+
+def _not_of_its_own(run_dir: Path) -> str:
+    """Which folder with other files a run directory is; "" for any other. Other folders may hold some: lost+found of a
+    mount, logs of a batch system."""
+    home = Path(os.path.expanduser("~"))  # noqa: PTH111  Path's raises where there is none
+    folders = {Path("/"): "root folder", home: "home folder", Path.cwd(): "working folder"}
+    is_run = not run_dir.is_dir() or any((run_dir / name).exists() for name in ("config.yaml", "checkpoints"))
+    return "" if is_run or run_dir not in folders or not any(run_dir.iterdir()) else folders[run_dir]
 
 
 def unwritable(run_dir: str | None, reason: str) -> str:

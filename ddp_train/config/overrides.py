@@ -9,25 +9,22 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import re
-import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from omegaconf.resolvers import oc
 
 from ddp_train.config import metrics, reuse
-from ddp_train.config.bind import bind, own_keys
+from ddp_train.config.bind import all_keys, bind, own_keys
 from ddp_train.config.code_checks import package_of
 from ddp_train.config.options.custom import CustomConfig, hooks_of
 from ddp_train.config.program import PRESETS, Program
 from ddp_train.config.schema import OPTIONS, SCALARS, SECTIONS, Config
 from ddp_train.config.user_code import torch_optimizers
-from ddp_train.config.values import from_environment, leaves
+from ddp_train.config.values import as_typed, in_quotes, leaves, plain, quoted
 from ddp_train.errors import ConfigError
 from ddp_train.text import did_you_mean, shown
 
@@ -77,6 +74,9 @@ def read_overrides(program: Program, arguments: list[str], sweep: bool = False) 
             if not override.key_or_group:
                 raise HydraException
         except (HydraException, RecursionError, ValueError):  # ValueError: Python reads no integers of 4,300 digits
+            if remedy := in_quotes(argument):
+                read.problems.append(f"{argument}: {remedy}")
+                continue
             problem = f"{shortened(argument)}: not of the form key=value"
             guess = did_you_mean(argument, COMMANDS) if argument == arguments[0] else ""
             read.problems.append(problem + ("" if "=" in argument else f", '=' is missing{guess}"))
@@ -85,6 +85,7 @@ def read_overrides(program: Program, arguments: list[str], sweep: bool = False) 
             read.problems.append(f"{shortened(argument)}: no such key")
             continue
         _read_override(program, override, sweep, read)
+    _drop_sections(read)
     for section, target, source in _own_classes(program, read):
         chosen = read.choices.setdefault(section, "custom") if not source else read.choices.get(section, "custom")
         if chosen != "custom":
@@ -96,11 +97,14 @@ def read_overrides(program: Program, arguments: list[str], sweep: bool = False) 
     return read
 
 
-def quoted(argument: str) -> str:
-    """An override whose value has letters outside of ASCII, in quotes: Hydra's grammar knows them there alone."""
-    key, equals, value = argument.partition("=")
-    plain = not value.isascii() and key.isascii() and re.fullmatch(r"[^'\"\[\]{}(),\\$]*", value)
-    return f"{key}{equals}'{value}'" if plain else argument
+def _drop_sections(read: Overrides) -> None:
+    """Takes out values of sections, with a problem for each: another word would make a section of it again, unseen."""
+    for name, value in read.given.items():
+        others = (*read.given, *read.swept, *(all_keys() if isinstance(value, list) else ()))  # Hydra merges no list
+        below = next((key for key in others if key.startswith(f"{name}.")), None)
+        if below and not isinstance(value, dict):
+            read.problems.append(f"{name}={shown(value)}: is a section; set one of its keys, {below}=...")
+            read.arguments = [word for word in read.arguments if not word.startswith(f"++{name}=")]
 
 
 def shortened(text: str) -> str:
@@ -187,6 +191,8 @@ def _read_override(program: Program, override: Override, sweep: bool, read: Over
         read.arguments.append("++" + argument.lstrip("+"))  # for the trials of a sweep
     elif name.split(".")[0] == STUDY:
         read.problems.append(f"{argument}: belongs to mode={STUDY}; add that, or leave it out")
+    elif is_group and argument.startswith("+"):
+        read.problems.append(f"{argument}: {name} has a value already; use {argument.lstrip('+')}")
     elif is_group:
         _read_choice(program, name, override.value(), argument, read)
     elif program.own and "." not in name and (program.own / name).is_dir():
@@ -210,6 +216,10 @@ def _read_choice(program: Program, group: str, option: Any, argument: str, read:
     if not wrong or (option is None and group in PRESETS):
         read.arguments.append(argument)
         read.choices[group] = str(option)
+        return
+    if isinstance(option, dict) and option and "_target_" not in option:
+        key, value = next(leaves(option))
+        read.problems.append(f"{argument}: set one key: {group}.{key}={shown(value)}")
         return
     same = [one for one in options if one == wrong[0].lower().replace("-", "_")]
     if group == "optimizer" and (targets := torch_optimizers(wrong, options)):
@@ -294,28 +304,6 @@ def compose(program: Program, overrides: Overrides) -> tuple[dict[str, Any], dic
     return plain(composed), choices
 
 
-def plain(composed: DictConfig) -> dict[str, Any]:
-    """The composed configuration as plain data, references resolved.
-
-    `${oc.env:NAME}` stays as it is in the arguments of the user's own code, whatever refers to it: the value may be a
-    secret, and this is written to files. It is looked up where the argument is used.
-    """
-
-    def kept(name: str, *default: str) -> str:
-        return "${oc.env:" + ",".join([name, *map(str, default)]) + "}"
-
-    OmegaConf.register_new_resolver("oc.env", kept, replace=True)
-    try:
-        values = typing.cast("dict[str, Any]", OmegaConf.to_container(composed, resolve=True))
-    finally:
-        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
-    for section, content in values.items():
-        found = from_environment(content, section)  # raises for a variable that is not set, before any worker starts
-        if not (isinstance(content, dict) and content.get("_target_")) and section != "metrics":
-            values[section] = found
-    return values
-
-
 def read_config(
     program: Program, overrides: Overrides, adopted: dict[str, Any] | None = None
 ) -> tuple[Config, list[str]]:
@@ -360,7 +348,7 @@ def read_config(
     config.trusted_modules = list(dict.fromkeys([*config.trusted_modules, *_own_packages(config, from_elsewhere)]))
     told = {problem.split(":")[0] for problem in overrides.problems}
     located = [
-        problem + _origin(program, overrides, choices, problem.split("=")[0])
+        as_typed(problem, overrides.given) + _origin(program, overrides, choices, problem.split("=")[0])
         for problem in problems
         if problem.split(":")[0] not in told
     ]

@@ -25,17 +25,20 @@ from ddp_train.config.options.task import TASKS, AutoTaskConfig
 class LaunchConfig:
     nproc_per_node: Union[int, str] = key(
         "auto",
-        "processes per host; auto: one per GPU, else 2; LOW:HIGH, as 2:8 or 2:auto: a number that may change meanwhile",
+        "processes per host; auto: one per GPU, else 2; LOW:HIGH, as 2:8 or 2:auto: that may change during the run",
         at_least=1,
         may_be_range=True,
         **AUTO,
     )
     nnodes: Union[int, str] = key(1, "hosts; LOW:HIGH, as 2:3: they may leave and join", at_least=1, may_be_range=True)
     rdzv_endpoint: str | None = key(None, "HOST:PORT of one of the hosts, where all hosts of a run meet")
-    max_restarts: int = key(0, "restarts after a failure; the count begins anew with each checkpoint", at_least=0)
+    max_restarts: int = key(0, "restarts after a failure; the count is reset by each new checkpoint", at_least=0)
     backend: str = key("auto", "for collectives; auto: nccl on GPUs, gloo on CPU", choices=("auto", "nccl", "gloo"))
     timeout_seconds: float = key(
-        600.0, "the run fails if a process, or a collective, makes no progress for so long", above=0, at_most=1e6
+        600.0,
+        "the run fails if a process, or a collective, makes no progress for this many seconds",
+        above=0,
+        at_most=1e6,
     )
     join_timeout_seconds: int = key(
         600, "longest wait for other hosts and processes before the first step", at_least=1, at_most=10**6
@@ -87,7 +90,9 @@ class TrainConfig:
 @dataclass
 class CheckpointConfig:
     every_steps: int | None = key(None, "optimizer steps between two checkpoints; null: one per epoch", at_least=1)
-    every_minutes: float | None = key(None, "also save after so long, at the end of a logging interval", above=0)
+    every_minutes: float | None = key(
+        None, "also save after this many minutes, at the end of a logging interval", above=0
+    )
     keep: int = key(2, "number of newest checkpoints to keep", at_least=1)
     best: bool = key(False, "save after every evaluation, keep the best checkpoint too, and link it as `best`")
     best_metric: str = key(
@@ -161,7 +166,10 @@ class TuningConfig:
         **AUTO,
     )
     prefetch_factor: int = key(
-        2, "batches prepared ahead by each loader process, or by all threads of data.decode=gpu", at_least=1
+        2,
+        "batches prepared ahead by each loader process, or by all threads of data.decode=gpu",
+        at_least=1,
+        at_most=10_000,
     )
     persistent_workers: bool = key(True, "keep the loader processes of an evaluation for the next one")
     pin_memory: Union[bool, str] = key("auto", "page-locked batches; auto: on GPUs", **AUTO)

@@ -164,7 +164,7 @@ def _hosts(asked: Config, config: Config, hardware: Hardware, world: World | Non
             f"launch.rdzv_endpoint={endpoint}: has an effect only with several hosts; add launch.nnodes=2, or leave "
             "it out"
         )
-    if endpoint and not re.fullmatch(r"[^\s:]+:\d{1,5}", endpoint):
+    if endpoint and (several or world) and not re.fullmatch(r"[^\s:]+:\d{1,5}", endpoint):
         problems.append(f"launch.rdzv_endpoint={endpoint}: must be HOST:PORT")
     return problems
 

@@ -1,15 +1,19 @@
-"""Plain nested values: their leaves, the secrets among them, and their references to the environment."""
+"""Plain nested values: their leaves, the secrets among them, their references to the environment, their quotes."""
 
 from __future__ import annotations
 
 import re
+import shlex
+import typing
 from collections.abc import Iterator
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from omegaconf.resolvers import oc
 
 from ddp_train.errors import ConfigError
+from ddp_train.text import shown
 
 
 def from_environment(value: Any, key: str) -> Any:
@@ -31,6 +35,27 @@ def from_environment(value: Any, key: str) -> Any:
     return value
 
 
+def plain(composed: DictConfig) -> dict[str, Any]:
+    """The composed configuration as plain data, references resolved.
+
+    `${oc.env:NAME}` stays as it is in the arguments of the user's own code, whatever refers to it: the value may be a
+    secret, and this is written to files. It is looked up where the argument is used. `bind` looks up all others, and
+    shows what was typed where it is wrong.
+    """
+
+    def kept(name: str, *default: str) -> str:
+        return "${oc.env:" + ",".join([name, *map(str, default)]) + "}"
+
+    OmegaConf.register_new_resolver("oc.env", kept, replace=True)
+    try:
+        values = typing.cast("dict[str, Any]", OmegaConf.to_container(composed, resolve=True))
+    finally:
+        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
+    for section, content in values.items():
+        from_environment(content, section)  # raises for a variable that is not set, before any worker starts
+    return values
+
+
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """The plain values inside a nested value, with their dotted paths."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
@@ -39,6 +64,26 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         return
     for name, item in items:
         yield from leaves(item, f"{path}.{name}".lstrip("."))
+
+
+def quoted(argument: str) -> str:
+    """An override whose value has letters outside of ASCII, in quotes: Hydra's grammar knows them there alone."""
+    key, equals, value = argument.partition("=")
+    plain = not value.isascii() and key.isascii() and re.fullmatch(r"[^'\"\[\]{}(),\\$]*", value)
+    return f"{key}{equals}'{value}'" if plain else argument
+
+
+def in_quotes(argument: str) -> str:
+    """What to type where Hydra reads a value in quotes alone; "" for a list, or what is no override at all."""
+    parts = re.fullmatch(r"(\+{0,2}[\w./@-]+)=([^\s'\"\[\]{}(),].{0,200})", argument)
+    if not parts:
+        return ""
+    key, value = parts.groups()
+    if value.startswith("~/"):
+        return f"no shell expands ~ there; use {key}=$HOME{value[1:]}"
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    plain = not re.search(r"['$`\"\\!]", value)
+    return "the value needs quotes; use " + (f"\"{key}='{value}'\"" if plain else shlex.quote(f'{key}="{escaped}"'))
 
 
 _SECRET = re.compile(
@@ -51,3 +96,12 @@ _SECRET = re.compile(
 def is_secret(dotted: str) -> bool:
     """Whether the name of a key suggests that its value is a secret."""
     return any(_SECRET.search(part.lower()) for part in dotted.split("."))
+
+
+def as_typed(problem: str, given: dict[str, Any]) -> str:
+    """A message about a section that there is not: of `tain.epochs=3` as it was typed, which became tain={epochs:3}."""
+    section, is_section, _ = problem.partition("={")
+    _, unknown, rest = problem.partition(": no such key")
+    below = [key for key in given if key.startswith(f"{section}.")]
+    words = " ".join(f"{key}={'(hidden)' if is_secret(key) else shown(given[key])}" for key in below)
+    return words + unknown + rest if is_section and unknown and below else problem

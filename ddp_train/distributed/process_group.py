@@ -198,7 +198,8 @@ def same_everywhere(number: int, device: str, what: str, remedy: str = SHARED_RU
     """Raises PeerError with the number of each rank if the ranks differ. what: its name, for the message."""
     numbers = from_all_ranks(torch.tensor(number, device=device)).tolist()
     if len(set(numbers)) > 1:
-        table = ", ".join(f"rank {rank}: {number}" for rank, number in enumerate(numbers))
+        short = [f"{number:x}"[:8] if number >> 32 else number for number in numbers]  # the first digits of a checksum
+        table = ", ".join(f"rank {rank}: {number}" for rank, number in enumerate(short))
         raise PeerError(f"{what} is not the same for all processes ({table})", remedy)
 
 

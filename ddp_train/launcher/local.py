@@ -20,6 +20,7 @@ from ddp_train.config.schema import Config
 from ddp_train.distributed.environment import worker_descriptors, worker_environment
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, DataError, LaunchError, WriteError
+from ddp_train.launcher import loopback
 from ddp_train.launcher.elastic import Elastic
 from ddp_train.launcher.fork_server import ForkedWorker, ForkServer, WorkerSpec
 from ddp_train.launcher.size import is_of_device
@@ -29,7 +30,7 @@ from ddp_train.linux import adopting_orphans, oom_kills
 from ddp_train.resilience import failure_report
 from ddp_train.resilience.hang_detector import HangDetector, working_stack
 from ddp_train.resilience.heartbeat import STARTING, StatusBoard
-from ddp_train.resilience.just_in_time import Loss, save_by_survivor
+from ddp_train.resilience.just_in_time import Loss, save_by_survivor, saved_step
 from ddp_train.resilience.preemption import INTERRUPTED, SAVED, SIGNALS, UNSAVED
 from ddp_train.resilience.restart_policy import RestartPolicy
 from ddp_train.text import counted
@@ -65,7 +66,7 @@ def launch(
     stop, elastic, code = stop or StopRequests(), Elastic(config, at_another_number), UNSAVED
     try:
         with stop.listening(), adopting_orphans():
-            code = _attempts(config, import_path, stop, server, elastic, started)
+            code = loopback.reported(config, started) or _attempts(config, import_path, stop, server, elastic, started)
     finally:
         elastic.close(completed=code == 0)
         started.page.write()
@@ -236,7 +237,7 @@ class Attempt:
                 code = self._report_exit(failed, codes)
                 self._wait_for_checkpoint(deadline)
                 if self.saved_step is not None:
-                    print(f"step {self.saved_step} is saved: a surviving rank had it", file=sys.stderr)
+                    print(saved_step(self.saved_step, self._goes_on()), file=sys.stderr)
                 return code
             if None not in codes:
                 return SAVED if SAVED in codes else 0

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_train.config.freeze import FILE, load_frozen
+from ddp_train.config.key import range_of
 from ddp_train.config.program import typed
 from ddp_train.config.schema import Config
 from ddp_train.errors import ConfigError, PeerError
@@ -177,7 +178,9 @@ def _running(run_dir: Path, number: str) -> tuple[Config, dict[str, str]]:
         if not held:
             if _status(run_dir) == "completed":
                 raise ConfigError([f"{named}: the run is completed; nothing is left to train"])
-            how = f"`{again} launch.nproc_per_node={number}`"
+            # With a range a batch need not divide evenly; on the CPU a run starts with its end.
+            had = range_of(config.process_range)
+            how = f"`{again} launch.nproc_per_node={f'{min(had.low, int(number))}:{number}' if had else number}`"
             raise ConfigError([f"{named}: the run is not running; start it with {how}"])
         if not config.process_counts:
             fixed, value = config.launch.nproc_per_node, "a fixed number"

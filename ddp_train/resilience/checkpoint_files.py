@@ -20,7 +20,8 @@ def place_of(run_dir: Path, step: int) -> Path:
 
 def places(run_dir: Path) -> list[Path]:
     """The checkpoints of a run, the newest first. Whatever else lies beside them is not looked at."""
-    return sorted((run_dir / "checkpoints").glob("step_" + "[0-9]" * 8), reverse=True)
+    found = (run_dir / "checkpoints").glob("step_" + "[0-9]" * 8)
+    return sorted((place for place in found if place.is_dir()), reverse=True)
 
 
 def step_of(place: Path) -> int:
@@ -40,6 +41,14 @@ def check_writable(folder: Path) -> None:
         raise WriteError(f"no checkpoint can be written to {folder}: {error.strerror}", remedy) from error
 
 
+def reason_of(error: BaseException) -> str:
+    """In the words of the operating system, if it is behind it: torch's own are of the file that it could not end."""
+    seen: BaseException | None = error
+    while seen and not (isinstance(seen, OSError) and seen.strerror):
+        seen = seen.__context__
+    return str(seen.strerror if isinstance(seen, OSError) else error)
+
+
 def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest of a checkpoint: step, files, config. Raises OSError or ValueError if it cannot be trusted."""
     try:
@@ -49,7 +58,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
             raise ValueError(f"{MANIFEST} does not match its sha256")
     except RecursionError:
         raise ValueError(f"{MANIFEST} is nested too deeply") from None
-    plain = {"config": dict, "files": dict, "data_digests": dict, "best_by": dict}
+    plain = {"config": dict, "files": dict, "trained": list, "data_digests": dict, "best_by": dict}
     odd = [name for name, kind in plain.items() if not isinstance(manifest.get(name, kind()), kind)]
     odd += [] if type(manifest.get("step")) is int and manifest["step"] >= 0 else ["step"]
     if odd:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ddp_train.errors import HangError, LaunchError, NonFiniteLossError, is_out_of_memory
-from ddp_train.resilience.hang_detector import Hang
+from ddp_train.resilience.hang_detector import STOPPED, Hang
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.resilience.stdio import TolerantStream
 from ddp_train.resilience.whole_files import write_json
@@ -79,8 +80,11 @@ def is_peer_error(error: BaseException) -> bool:
 
 def _is_lost_batch(error: BaseException) -> bool:
     """Whether a loader process died after it had announced a batch, so that the batch's memory cannot be opened."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return any(frame.filename.endswith("torch/multiprocessing/reductions.py") for frame in frames)
+    return _came_by(error, "torch/multiprocessing/reductions.py")
+
+
+def _came_by(error: BaseException, file: str) -> bool:
+    return any(frame.filename.endswith(file) for frame in traceback.extract_tb(error.__traceback__))
 
 
 def is_timeout(error: BaseException) -> bool:
@@ -97,6 +101,8 @@ def failure_from(error: BaseException, rank: int, status: RankStatus, log_file: 
     text = str(error).strip()
     kind, remedy, code, detail = "exception", "see the traceback", 70, f"{type(error).__name__}: {text}"
     detail = " ".join([detail, *getattr(error, "__notes__", [])])  # which sample, for one
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC and _came_by(error, "multiprocessing/synchronize.py"):
+        detail += " in /dev/shm"
     if isinstance(error, RuntimeError) and re.search(_OTHER_NUMBER_TYPE, text):
         remedy = "give the model the number type of its weights: return float32 inputs (numpy's default is float64)"
     if isinstance(error, LaunchError):
@@ -112,13 +118,21 @@ def failure_from(error: BaseException, rank: int, status: RankStatus, log_file: 
         kind, remedy, detail = "oom", _LESS_MEMORY, f"{detail}; memory at that time: {sizes}"
     elif text.startswith("DataLoader worker (pid") or _is_lost_batch(error):
         # torch raises the first wherever the main thread is; the second is a broken connection.
-        kind, detail = "data_worker", f"a loader process died: {first_line(error) or type(error).__name__}"
+        found = str(error.__cause__ or "").strip()  # what the loader process died of, if torch has seen it
+        found = found if found.startswith("DataLoader worker (pid") else text
+        kind, detail = (
+            "data_worker",
+            f"a loader process died: {found.splitlines()[0] if found else type(error).__name__}",
+        )
         if status.fetching:
             detail += f"; the next batch was samples {status.fetching[0].indices.tolist()[:20]}"
-        remedy = f"{_LESS_MEMORY}; with tuning.num_workers=0 an error of the data set is raised in the rank itself"
+        remedy = "with tuning.num_workers=0 an error of the data set is raised in the rank itself"
+        if "signal: Killed" in found:
+            remedy = f"{_LESS_MEMORY}; {remedy}"
     elif "in DataLoader worker process" in text:  # torch's message contains that process's traceback
         *_, error_line, note = text.splitlines()
         detail = f"{error_line} {note}" if note.startswith("(sample ") else note
+    remedy = next((known for limit, known in _LIMITS.items() if re.search(limit, detail)), remedy)
     step = error.step if isinstance(error, NonFiniteLossError) else status.step  # a GPU's is found out later
     return Failure(kind, rank, socket.gethostname(), step, status.phase, detail, remedy, str(log_file), code)
 
@@ -127,6 +141,12 @@ _OTHER_NUMBER_TYPE = (
     r"the same dtype|share same datatype|Input type \((?!float|torch\.(cuda\.)?Float).*\) and (weight|bias) type"
 )
 """What torch says of inputs whose number type is not that of the weights."""
+_LIMITS = {
+    "Too many open files": "raise the limit of open files before the start: ulimit -n 65536",
+    r"memory\(shm\)|/torch_\d+_\d+.*No space| in /dev/shm|signal: Bus": "enlarge /dev/shm, through which loader "
+    "processes pass their batches: docker run --shm-size=8g; or use tuning.num_workers=0",
+}
+"""Limits of the host, by what the system says of them, and what to do."""
 _LESS_MEMORY = (
     "lower train.global_batch_size or raise train.accumulation_steps; to save host memory, also lower "
     "tuning.num_workers or tuning.prefetch_factor"
@@ -146,6 +166,8 @@ def failure_from_exit(
         known = -returncode in {*signal.Signals}  # most real-time signals have a number only
         name = signal.Signals(-returncode).name if known else f"signal {-returncode}"
         detail = f"the process was killed by {name}"
+        if not known:
+            remedy = "find out who sent it, or which library uses it"
         if returncode == -signal.SIGKILL and oom_killed:
             kind, remedy = "oom", _LESS_MEMORY
             detail = f"killed by the kernel's OOM killer; memory before: {sizes}"
@@ -163,6 +185,9 @@ def failure_from_hang(hang: Hang, log_file: Path, timeout_seconds: float) -> Fai
     """The Failure for the rank that blocks a run, as the launcher found it."""
     detail = f"no progress for {hang.seconds:.1f} s (launch.timeout_seconds={timeout_seconds:g})"
     detail += "".join(f"; {known}" for known in (hang.reason, hang.others, hang.called) if known)
+    remedy = "see the stack of that rank; if it is only slow, raise launch.timeout_seconds"
+    if hang.reason == STOPPED:
+        remedy = "find out who stopped it; kill -CONT PID continues it, within launch.timeout_seconds"
     return Failure(
         kind=HangError.kind,
         rank=hang.rank,
@@ -170,7 +195,7 @@ def failure_from_hang(hang: Hang, log_file: Path, timeout_seconds: float) -> Fai
         step=hang.snapshot.step,
         phase=hang.snapshot.phase,
         detail=detail,
-        remedy="see the stack of that rank; if it is only slow, raise launch.timeout_seconds",
+        remedy=remedy,
         log=str(log_file),
         exit_code=HangError.exit_code,
     )

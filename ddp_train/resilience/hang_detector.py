@@ -29,6 +29,8 @@ EXCESS = 0.2
 """A straggler's share of time in WORK exceeds that of every other rank by more than this. By chance two shares differ
 by 0.1 (one standard deviation, for the 50 samples of a window at a share of one half, taken as independent)."""
 STATES = {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "waiting for a disk or a network file system"}
+STOPPED = f"the process is {STATES['T']}"
+"""The reason of a hang that a signal has made."""
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
+import signal
 import sys
 from typing import Any, TextIO
 
@@ -61,3 +63,8 @@ def tolerate_closed_streams() -> None:
     open_closed_streams()
     sys.stdout = TolerantStream(sys.stdout)  # pyright: ignore[reportAttributeAccessIssue]
     sys.stderr = TolerantStream(sys.stderr)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def show_stack_on_request() -> None:
+    """On SIGUSR2, as workers do, which would end the launcher, and with it the run. After `tolerate_closed_streams`."""
+    faulthandler.register(signal.SIGUSR2, 2)

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ddp_train.errors import OwnershipLostError, WriteError
 from ddp_train.resilience import run_lock
-from ddp_train.resilience.checkpoint_files import MANIFEST, check_writable, digest_of, place_of, places
+from ddp_train.resilience.checkpoint_files import MANIFEST, check_writable, digest_of, place_of, places, reason_of
 from ddp_train.tensor_tree import map_tensors, tensors
 from ddp_train.training.mirror import Mirroring
 from ddp_train.training.saved import AVERAGE, BEST, MODEL, TRAINING, best_of, defect_of, sha256_of
@@ -83,6 +83,8 @@ class Writer:
         self.owner = run_lock.owner(run_dir / run_lock.FILE)
         self.told: set[Path] = set()
         """What could not be removed, and was warned of."""
+        self.warned_of = ""
+        """Why the last checkpoint could not be written: that is warned of once."""
         self._remove_leftovers()
         check_writable(run_dir / "checkpoints")
 
@@ -114,6 +116,7 @@ class Writer:
         try:
             self.error = None
             place = write(self.run_dir, snapshot, self.owner)
+            self.warned_of = ""
             for old in _superseded(self.run_dir, snapshot.step, self.keep, self.selection):
                 with self._removing(old):
                     old.rename(old.with_name(f"{old.name}.part-old"))  # never half a checkpoint under its name
@@ -122,7 +125,9 @@ class Writer:
                 self.mirroring.submit(place)
         except Exception as error:  # noqa: BLE001  `submit` and `finish` raise it in the training thread
             self.error = error  # a WriteError counts if it is the last word: until then training continues
-            log.warning("%s; training continues, and the next checkpoint is tried", error)
+            level = logging.INFO if reason_of(error) == self.warned_of else logging.WARNING
+            log.log(level, "%s; training continues, and each later checkpoint is tried", error)
+            self.warned_of = reason_of(error)
         finally:
             self.on_saving(False)
 
@@ -135,7 +140,7 @@ class Writer:
                 if ".part-corrupt-" in part.name and not whole.exists():  # killed between the two renames of `write`
                     part.rename(whole)
                 else:
-                    part.unlink() if part.is_symlink() else shutil.rmtree(part)
+                    shutil.rmtree(part) if part.is_dir() and not part.is_symlink() else part.unlink()
 
     @contextlib.contextmanager
     def _removing(self, path: Path) -> Iterator[None]:
@@ -183,7 +188,7 @@ def write(run_dir: Path, snapshot: Snapshot, owner: dict[str, str] | None = None
         needed = sum(tensor.nbytes for tensor in tensors([snapshot.model, snapshot.training, snapshot.average or {}]))
         free = shutil.disk_usage(run_dir).free if run_dir.exists() else 0
         raise WriteError(
-            f"the checkpoint of step {step} cannot be written to {final}: {error} "
+            f"the checkpoint of step {step} cannot be written to {final}: {reason_of(error)} "
             f"({free:,} bytes free, some {needed:,} needed)",
             "free some space, or continue in another run_dir with checkpoint.resume=PATH",
         ) from error

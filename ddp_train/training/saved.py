@@ -56,7 +56,7 @@ def find(resume: str, run_dir: Path, which: str = "last") -> Path | None:
         log.warning("checkpoint %s is passed over: %s", path, defect)
     if resume == "auto" and not candidates:
         if done := last_step(run_dir):
-            log.warning("%s holds no checkpoint, and was at step %d before: it begins again at step 0", run_dir, done)
+            log.warning("%s had reached step %d but holds no checkpoint; starting from step 0", run_dir, done)
         return None
     if not candidates:
         runs = sorted(manifest.parents[2] for manifest in place.glob(f"*/checkpoints/step_*/{MANIFEST}"))
@@ -149,7 +149,7 @@ def defect_of(path: Path) -> str | None:
     for name in {MODEL: 0, TRAINING: 0, **files}:
         expected = files.get(name)
         if not isinstance(expected, dict):
-            return f"{MANIFEST} says nothing of {name}"
+            return f"{MANIFEST} does not list {name}"
         try:
             if (path / name).stat().st_size != expected.get("bytes"):
                 return f"{name} has the wrong size"
@@ -169,7 +169,7 @@ def _nan(path: Path) -> str | None:
     what is not trained; older checkpoints do not say which is which."""
     trained = read_manifest(path).get("trained", [])
     with safe_open(path / MODEL, "pt") as file:
-        for name in set(trained) & set(file.keys()):
+        for name in [name for name in file.keys() if name in trained]:  # noqa: SIM118  it is no mapping
             if file.get_tensor(name).isnan().any():
                 return f"{name} is NaN in {MODEL}"
     return None
