@@ -30,6 +30,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ddp_train import __version__
+from ddp_train.config import external_checks
 from ddp_train.config.auto import resolve
 from ddp_train.config.bind import all_keys, bind
 from ddp_train.config.freeze import FILE, freeze, load_frozen, to_text
@@ -980,6 +981,19 @@ def test_the_summary_of_an_earlier_run_goes_when_the_next_begins(tmp_path: Path)
         (tmp_path / name).write_text("{}")
     freeze(resolve(composed(f"run_dir={tmp_path}"), CPU, None))
     assert not any((tmp_path / name).exists() for name in names)
+
+
+def test_a_number_of_the_environment_may_stand_beside_auto(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text, found in (("3", 3), ("2:4", "2:4"), ("auto", "auto")):
+        monkeypatch.setenv("GPUS", text)
+        assert composed("launch.nproc_per_node=${oc.env:GPUS}").launch.nproc_per_node == found
+
+
+def test_too_few_open_files_are_told_before_a_process_hangs() -> None:
+    with mock.patch("resource.getrlimit", return_value=(24, 4096)):
+        (problem,) = external_checks._open_files(Config(), Config(), Hardware(cpus=2), None)
+    assert problem.startswith("a process may open 24 files (ulimit -n), too few")
+    assert not external_checks._open_files(Config(), Config(), Hardware(cpus=2), None)
 
 
 def test_an_optimizer_of_torch_is_known_by_its_name() -> None:

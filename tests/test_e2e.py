@@ -340,7 +340,7 @@ def test_a_sweep_goes_on_after_a_failed_trial_and_shows_both(tmp_path: Path) -> 
     assert read(sweep / "0", "summary.json")["status"] == "failed"
     assert not (sweep / "1/failure.json").exists()
     assert re.search(r"^ *trials *$", done.stdout, re.M)
-    assert f"best trial 1: optimizer.lr=0.01  test.loss {completed['objective']:g}" in done.stdout
+    assert f"best trial 1: optimizer.lr=0.01  test.loss {completed['objective']:.4f}" in done.stdout
     assert re.search(r"^ +0 .*failed", done.stdout, re.M) and re.search(r"^ +1 .*completed", done.stdout, re.M)
     assert f"results {sweep}/results.jsonl" in done.stdout.replace("\n", "")
     assert f"report {sweep}/report.html" in done.stdout.replace("\n", "")

@@ -53,7 +53,7 @@ DEFECTS: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "a score by batch": ({"task": "ScoredByBatch"}, "batches", "evaluation", "recall is "),
     "shuffled when it is made": ({"data": "Shuffled"}, "randomness", "order of samples", "when it is made again"),
     "a mean in the loss": ({"task": "Averaging"}, "mean", "gradients", "the loss is no sum over its units"),
-    "units do not add up": ({"task": "Rounding"}, "units batches", "gradients", "loss() counts"),
+    "units do not add up": ({"task": "Rounding"}, "units batches", "weights of units", "loss() counts"),
     "a clock in the loss": ({"task": "Clocked"}, "randomness", "random numbers", "time.perf_counter"),
     "a score with a memory": ({"task": "Smoothed"}, "state", "evaluation", "task.average changes"),
     "data with a memory": ({"data": "Remembering"}, "state", "augmentation", "Remembering.fetched changes with each"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import re
 import typing
 from types import UnionType
 from typing import Any, TypeGuard
@@ -108,12 +109,18 @@ def bind_fields(schema: type, prefix: str, content: dict[str, Any], problems: li
             OmegaConf.update(typed, name, value, merge=False)
             converted = typed[name]
             bound[name] = OmegaConf.to_object(converted) if OmegaConf.is_config(converted) else converted
+            if "${oc.env:" in str(value) and int in typing.get_args(types[name]) and _is_whole(converted):
+                bound[name] = int(converted)  # `auto` may stand there too, so that it stayed a text
             if "${oc.env:" in str(value) and (rule := _rule_broken_by(schema, name, bound[name])):
                 del bound[name]  # `check_rules` would show what was found
                 problems.append(f"{prefix}{name}={shown(value)}: {rule}")
         except OmegaConfBaseException:
             problems.append(f"{prefix}{name}={shown(value)}: must be {_expected(schema, name, types[name])}")
     return schema(**bound)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, str) and bool(re.fullmatch(r"-?[0-9]{1,18}", value))
 
 
 def _rule_broken_by(schema: type, name: str, value: Any) -> str:

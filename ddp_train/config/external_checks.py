@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import re
+import resource
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ from ddp_train.config.schema import OPTIONS, SECTIONS, TRACKERS, Config
 from ddp_train.distributed.world import World
 from ddp_train.resilience.checkpoint_files import MANIFEST, places, read_manifest
 from ddp_train.text import did_you_mean, shown
+
+LEAST_OPEN_FILES = 64
+"""With 24 a process hung as it began, with 64 it trains."""
 
 
 def _model(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
@@ -289,9 +293,16 @@ def _not_of_its_own(run_dir: Path) -> str:
     return "" if is_run or run_dir not in folders or not any(run_dir.iterdir()) else folders[run_dir]
 
 
+def _open_files(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= soft < LEAST_OPEN_FILES:
+        return [f"a process may open {soft} files (ulimit -n), too few to connect; run `ulimit -n 1024` first"]
+    return []
+
+
 def unwritable(run_dir: str | None, reason: str) -> str:
     """The message of a run directory that cannot be written."""
     return f"run_dir={run_dir}: cannot be written ({reason}); name a folder that can"
 
 
-CHECKS = (_model, _data, _checkpoint, _same_run, *code_checks.CHECKS, _mirror, _tracker, _run_dir)
+CHECKS = (_model, _data, _checkpoint, _same_run, *code_checks.CHECKS, _mirror, _tracker, _run_dir, _open_files)

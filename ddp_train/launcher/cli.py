@@ -110,6 +110,8 @@ def through_hydra(trials: Trials, argv: list[str], world: World | None) -> int:
 
 def _meant(flag: str) -> str:
     """What was probably meant by an unknown flag: another flag, or a key typed like one (`--lr 0.1`)."""
+    if len(flag) <= len("-x"):
+        return ""
     name = flag.lstrip("-").replace("-", "_")
     key = name if name in PRESETS else key_named_like(name)
     alike = difflib.get_close_matches(flag, FLAGS, n=1, cutoff=0.75)

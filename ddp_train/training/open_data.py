@@ -212,7 +212,8 @@ def common_digests(sources: Splits, read: BatchSource, device: str) -> dict[str,
             continue
         if what == last and from_all_ranks(torch.tensor(int(digests(read) != found), device=device)).any():
             break  # drawn with a generator of its own, other samples each time: nothing can be compared
-        table = ", ".join(f"rank {rank}: {number:,}" for rank, number in enumerate(theirs))
+        shown = [f"{number:x}"[:8] if what == last else f"{number:,}" for number in theirs]
+        table = ", ".join(f"rank {rank}: {number}" for rank, number in enumerate(shown))
         raise PeerError(f"{what} is not the same for all processes ({table})", SAME_FILES)
     return found
 
