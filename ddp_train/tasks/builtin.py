@@ -19,6 +19,8 @@ IGNORED = -100
 """torch's own: a target of this value is no unit."""
 NO_LABEL = -(2**31)
 """torch leaves out labels of -100 without a word, which would count as samples here; no label has this value."""
+PAIR = (tuple, list)
+"""As `tuple | list`, which is made anew in each step."""
 TOP = 5
 REGRESSION_LOSSES = {
     "mse": functional.mse_loss,
@@ -69,9 +71,14 @@ class Supervised(BuiltIn):
 
     def pair(self, batch: Any) -> tuple[Any, Tensor]:
         """Inputs and targets. Raises DataError if the batch is something else."""
-        if isinstance(batch, tuple | list) and len(batch) == 2 and isinstance(batch[1], Tensor):
-            targets = batch[1]  # integers of other widths, and truth values, as numpy has them, are labels too
-            return batch[0], targets if targets.is_floating_point() else targets.long()
+        if isinstance(batch, PAIR) and len(batch) == 2 and isinstance(batch[1], Tensor):
+            inputs, targets = batch
+            if targets.dtype == torch.int64 or targets.is_floating_point():
+                return inputs, targets
+            return (
+                inputs,
+                targets.long(),
+            )  # integers of other widths, and truth values, as numpy has them, are labels too
         what = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, tuple | list) else type(batch).__name__
         raise DataError(f"a batch is a {what}", "return (input, target) for each sample, or write a task of your own")
 
@@ -123,7 +130,7 @@ class Classification(Supervised):
             refuse(outputs, f"the data have {self.classes} classes")
         try:
             wide = wide_of(outputs)
-            weight = self.class_weights.like(wide, wide.shape[1])
+            weight = self.class_weights.like(wide)
             more = wide.shape[1] - targets.shape[1] if targets.ndim == 2 else 0
             if more > 0:  # a model may have more outputs than there are classes, as with labels
                 targets = functional.pad(targets, (0, more))
@@ -192,7 +199,7 @@ class Multilabel(Supervised):
             refuse(outputs, f"the targets are of shape {list(targets.shape)}")
         wide = wide_of(outputs)
         losses = functional.binary_cross_entropy_with_logits(
-            wide, targets.to(wide.dtype), reduction="sum", pos_weight=self.pos_weight.like(wide, wide.shape[1])
+            wide, targets.to(wide.dtype), reduction="sum", pos_weight=self.pos_weight.like(wide)
         )
         return losses / targets.shape[1]
 
@@ -287,7 +294,7 @@ class Segmentation(Supervised):
 
     def sum_of_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         wide = wide_of(outputs)
-        weight = self.class_weights.like(wide, wide.shape[1])
+        weight = self.class_weights.like(wide)
         if torch.are_deterministic_algorithms_enabled():  # on GPUs torch's kernel for images is refused then
             wide, targets = wide.movedim(1, -1).flatten(0, 2), targets.flatten()
         try:
@@ -329,10 +336,11 @@ class _Constant:
         self.tensors: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         """One for each GPU: the threads of DataParallel share this object."""
 
-    def like(self, outputs: Tensor, count: int) -> Tensor | None:
-        """count: of classes or labels. Raises DataError if there are more or fewer numbers."""
+    def like(self, outputs: Tensor) -> Tensor | None:
+        """outputs: [n, k, ...]. Raises DataError if there are not k numbers."""
         if self.numbers is None:
             return None
+        count = outputs.shape[1]
         if isinstance(self.numbers, Sequence) and len(self.numbers) not in (1, count):
             numbers = counted(len(self.numbers), "number")
             raise DataError(
@@ -352,7 +360,9 @@ def wide_of(outputs: Tensor) -> Tensor:
 def one_tensor(outputs: Any) -> Tensor:
     """Outputs of a model; an object with `logits`, as transformers' models return, stands for these. Raises DataError
     if it is something else."""
-    found = getattr(outputs, "logits", outputs)
+    if isinstance(outputs, Tensor):  # first: what a tensor lacks is looked for in vain for a microsecond
+        return outputs
+    found = getattr(outputs, "logits", None)
     if isinstance(found, Tensor):
         return found
     raise DataError(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ddp_train.data.batch_plan import MicroBatch
-from ddp_train.distributed.process_group import from_all_ranks
+from ddp_train.distributed.process_group import from_all_ranks, ranks
 
 Seen = float | Tensor
 """A number on the CPU, where looking costs nothing; on a GPU, where looking would wait for it, a detached tensor, a
@@ -106,12 +106,15 @@ class RunningLoss:
             return Mean()
         collected = extra.collect() if extra else []
         counted = [one.loss if one.micro_batch.num_real else _zero(one.loss) for one in self.seen]  # no stand-ins
-        losses = _column(counted, device)
-        units = _column([one.units for one in self.seen], device)
-        rows = from_all_ranks(torch.cat([_column(collected, device), losses, units])).tolist()
+        numbers = [one.units for one in self.seen]
+        if ranks() == 1 and not any(isinstance(value, Tensor) for value in [*counted, *numbers]):
+            rows, width = [[*collected, *counted, *numbers]], len(counted)
+        else:
+            columns = [_column(values, device) for values in (collected, counted, numbers)]
+            rows, width = from_all_ranks(torch.cat(columns)).tolist(), len(columns[1])
         self.seen.clear()
         self.known_sum = self.known_units = 0.0
-        first, second = len(collected), len(collected) + len(losses)
+        first, second = len(collected), len(collected) + width
         if extra:
             extra.deliver([row[:first] for row in rows])
         total = math.fsum(loss for row in rows for loss in row[first:second])

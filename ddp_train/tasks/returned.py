@@ -18,7 +18,7 @@ def checked_loss(found: Any, task: object) -> tuple[Tensor, Tensor | float]:
     """What `Task.loss` returned. Raises TaskError if it is not what it must be."""
     if isinstance(found, tuple) and len(found) == 2:
         loss, units = found
-        right_units = isinstance(units, int | float) or (isinstance(units, Tensor) and units.numel() == 1)
+        right_units = isinstance(units, (int, float)) or (isinstance(units, Tensor) and units.numel() == 1)
         if right_units and isinstance(loss, Tensor) and loss.ndim == 0 and loss.is_floating_point():
             return loss, units
     form = "a scalar tensor, and a number or a scalar tensor"
