@@ -134,6 +134,8 @@ class ModelWithTask(nn.Module):
         super().__init__()
         self.model = model
         self.task = task
+        self.is_ours = all(one.__module__.startswith("ddp_train.") for one in (type(task), task.loss))
+        """Whether what its loss returns needs no look in each step, of some microseconds."""
         self.device_type = torch.device(device).type
         self.autocast = autocast
         self.further: FurtherMetrics | None = None
@@ -156,7 +158,8 @@ class ModelWithTask(nn.Module):
     def loss_of(self, batch: Any) -> tuple[Tensor, Tensor | float]:
         """The sum of the losses of a batch, and the number of units, as the task returns them."""
         if self.autocast is None:
-            return checked_loss(self.task.loss(self.model, batch), self.task)
+            found = self.task.loss(self.model, batch)
+            return found if self.is_ours else checked_loss(found, self.task)
         with torch.autocast(self.device_type, self.autocast):
             return checked_loss(self.task.loss(self.model, batch), self.task)
 
