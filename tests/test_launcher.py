@@ -11,9 +11,13 @@ import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from ddp_train.distributed.world import World
+from ddp_train.launcher.local import Attempt
+from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.resilience.restart_policy import RestartPolicy
 from tests import netlab
 from tests.commands import (
@@ -33,6 +37,7 @@ from tests.commands import (
     wait_until,
     weights,
 )  # fmt: skip
+from tests.jobs import config_of
 
 pytestmark = pytest.mark.timeout(300)  # the machine may be busy
 
@@ -148,6 +153,19 @@ def test_a_restart_that_finds_no_config_says_so_once(tmp_path: Path) -> None:
     assert done.returncode == 73 and "Traceback" not in again, done.stderr
     assert len(fatal_lines(again)) == 1 and f"{run_dir}/config.yaml cannot be read as a process starts" in again
     assert read(run_dir, "failure.json")["kind"] == "write"
+
+
+def test_what_a_worker_could_only_say_is_not_said_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On a full disk there is no failure.json, by which the first report is known."""
+    config = config_of(World(0, 3, 0, 3), strategy={"name": "ddp"}, run_dir=str(tmp_path / "gone"))
+    config.launch.nproc_per_node = 3
+    for has_told in (True, False):
+        with contextlib.closing(Attempt(config, None, 0, StopRequests(), None)) as attempt:
+            attempt.board.ranks[0].has_told = has_told
+            attempt.workers = [SimpleNamespace(returncode=code) for code in (73, None, -9)]  # type: ignore[misc]
+            assert attempt._report_exit([0, 2], [73, None, -9]) == 73
+            attempt.workers = []
+        assert ("FATAL died (rank 2" in capsys.readouterr().err) is not has_told
 
 
 def test_restarts_are_counted_between_checkpoints(tmp_path: Path) -> None:

@@ -294,8 +294,10 @@ class Attempt:
             )
             # A fault (SIGSEGV, SIGABRT ...) writes the stack where it happened.
             stack = failure_report.stack_of(rank, working_stack(self.run_dir, rank))
-            facts = self.started.facts(self.config)
-            failure_report.report(self.run_dir, self.started.worded(failure), facts, stack, goes_on=self._goes_on)
+            failure, facts = self.started.worded(failure), self.started.facts(self.config)
+            with self.board.locked():
+                if not self.board.has_told():  # a worker has, and could write no file: that is all there is to say
+                    failure_report.report(self.run_dir, failure, facts, stack, goes_on=self._goes_on)
         else:
             failure_report.wait_for_report(self.run_dir, REPORT_SECONDS, self.board.has_told)
         return next(

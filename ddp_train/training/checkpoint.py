@@ -10,6 +10,7 @@ step_00000150/
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -187,8 +188,10 @@ def write(run_dir: Path, snapshot: Snapshot, owner: dict[str, str] | None = None
         shutil.rmtree(part, ignore_errors=True)
         needed = sum(tensor.nbytes for tensor in tensors([snapshot.model, snapshot.training, snapshot.average or {}]))
         free = shutil.disk_usage(run_dir).free if run_dir.exists() else 0
+        is_full = isinstance(error, RuntimeError) and run_dir.exists() and free < needed  # torch says "unexpected pos"
         raise WriteError(
-            f"the checkpoint of step {step} cannot be written to {final}: {reason_of(error)} "
+            f"the checkpoint of step {step} cannot be written to {final}: "
+            f"{os.strerror(errno.ENOSPC) if is_full else reason_of(error)} "
             f"({free:,} bytes free, some {needed:,} needed)",
             "free some space, or continue in another run_dir with checkpoint.resume=PATH",
         ) from error
