@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -663,6 +664,8 @@ def test_a_batch_of_a_language_model_may_be_ids_a_pair_or_a_dict() -> None:
     for batch in ((ids[:, :-1], ids[:, 1:]), {"input_ids": ids}, {"input_ids": ids, "labels": ids}):
         loss, number = task.loss(model, batch)
         assert torch.equal(loss, alone) and number == units
+    of_transformers = task.loss(lambda **given: SimpleNamespace(logits=model(**given)), {"input_ids": ids})  # type: ignore[arg-type]
+    assert torch.equal(of_transformers[0], alone), "its models return an object with logits"
     mask = (torch.arange(LENGTH) < 4).long().expand(4, LENGTH)
     padded = {"input_ids": ids, "attention_mask": mask}
     loss, number = task.loss(model, padded)
