@@ -75,10 +75,8 @@ class Supervised(BuiltIn):
             inputs, targets = batch
             if targets.dtype == torch.int64 or targets.is_floating_point():
                 return inputs, targets
-            return (
-                inputs,
-                targets.long(),
-            )  # integers of other widths, and truth values, as numpy has them, are labels too
+            # Integers of other widths, and truth values, as numpy has them, are labels too.
+            return inputs, targets.long()
         what = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, tuple | list) else type(batch).__name__
         raise DataError(f"a batch is a {what}", "return (input, target) for each sample, or write a task of your own")
 
@@ -185,9 +183,9 @@ class Multilabel(Supervised):
     def outputs_and_targets(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         """Targets [n], of one label, as [n, 1]."""
         outputs, targets = super().outputs_and_targets(model, batch)
-        return (
-            (outputs.view(-1, 1), targets[:, None]) if targets.ndim == 1 == outputs[0].numel() else (outputs, targets)
-        )
+        if targets.ndim == 1 and outputs.numel() == len(targets):
+            return outputs.view(-1, 1), targets[:, None]
+        return outputs, targets
 
     def check_targets(self, targets: Tensor) -> None:
         if targets.min() < 0 or targets.max() > 1:
