@@ -154,6 +154,9 @@ def main() -> None:
             "plain DDP, compiled": lambda batch, _: by_hand(corpus, batch, steps, n),
             "launch.py, recommended": lambda batch, run_dir: ours(corpus, batch, steps, n, run_dir),
             "launch.py, tuning=max": lambda batch, run_dir: ours(corpus, batch, steps, n, run_dir, "tuning=max"),
+            "launch.py, tuning=max, torch's own kernels": lambda batch, run_dir: ours(
+                corpus, batch, steps, n, run_dir, "tuning=max", "tuning.triton_kernels=false"
+            ),
             "launch.py, tuning=max, muon": lambda batch, run_dir: ours(corpus, batch, steps, n, run_dir, *MUON),
         }
         if arguments.only:

@@ -161,6 +161,8 @@ def contenders(arguments: argparse.Namespace) -> list[Contender]:
                "strategy.broadcast_buffers=false"),
         resnet("tuning=max, fp16, batch 1024", 4 * b, "tuning=max", "tuning.precision=fp16", view,
                "strategy.broadcast_buffers=false"),
+        resnet("tuning=max, fp16, batch 1024, torch's own kernels", 4 * b, "tuning=max", "tuning.precision=fp16", view,
+               "strategy.broadcast_buffers=false", "tuning.triton_kernels=false"),
         *(peer(name, "images", n, *rest) for name in (
             "plain DDP", "plain DDP, compiled", "DataParallel", "Accelerate", "Lightning Fabric", "Lightning Trainer")),
     ]  # fmt: skip

@@ -1230,6 +1230,7 @@ def test_a_config_that_was_frozen_earlier_is_read() -> None:
     config = load_frozen(EARLIER.read_text())
     assert config.strategy == OrderedConfig(virtual_shards=8)
     assert (config.data.placement, config.hooks, config.reasons) == ("host", [], {})
+    assert config.tuning.triton_kernels is False, "it goes on with the bits that it had"
     assert load_frozen(to_text(config)) == config
 
 

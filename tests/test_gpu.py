@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gzip
 import json
 import math
@@ -21,7 +22,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torchvision.models import resnet50
+from torchvision.models import resnet18, resnet50
 
 from ddp_train.config.hardware import Hardware
 from ddp_train.config.options.data import DigitsConfig
@@ -30,12 +31,16 @@ from ddp_train.data.batch_plan import BatchPlan
 from ddp_train.data.datasets import ArraySource
 from ddp_train.distributed.world import World
 from ddp_train.errors import NonFiniteLossError
+from ddp_train.models.gpt import Gpt
 from ddp_train.performance.activation_checkpointing import checkpoint_blocks
 from ddp_train.performance.cuda_graph import GraphedStepper
-from ddp_train.tasks.builtin import Segmentation
+from ddp_train.performance.switches import tune_model
+from ddp_train.tasks.builtin import Classification, Segmentation
+from ddp_train.tasks.language_model import LanguageModel
+from ddp_train.tasks.task import ModelWithTask
 from ddp_train.telemetry.hardware_monitor import hardware_monitor_for
 from ddp_train.training.loop import Job, evaluate, train
-from tests import lost_gpus
+from tests import lost_gpus, triton_kernels
 from tests.commands import ONE, ROOT, environment, metrics, read, run, running, wait_until
 from tests.jobs import config_of, datasets_of, job_of, largest_difference, loader_of
 from tests.lost_ranks import ranks_of
@@ -415,3 +420,44 @@ def test_a_job_is_proved_on_a_host_with_gpus(tmp_path: Path) -> None:
     done = run("mode=prove", "model=cnn", "model.channels=4", f"run_dir={tmp_path}/proof", env=VISIBLE)
     assert done.returncode == 0, done.stdout + done.stderr
     print(done.stdout)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_our_kernels_compute_what_torchs_do(dtype: torch.dtype) -> None:
+    triton_kernels.check_max_pool("cuda", dtype)
+    triton_kernels.check_cross_entropy("cuda", dtype)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_model_learns_the_same_by_our_kernels(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In fp32, without TF32: to the rounding of sums in another order."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    images = torch.randn(8, 3, 96, 96, device="cuda").contiguous(memory_format=torch.channels_last)
+    ids = torch.randint(0, 5000, (4, 33), device="cuda")
+    for task, model, batch in (
+        (Classification(classes=10), resnet18(num_classes=10), (images, torch.arange(8, device="cuda"))),
+        (LanguageModel(), Gpt(5000, 32, layers=1, heads=2, width=32), ids),
+    ):
+        gradients = []
+        for kernels in (False, True):
+            module = ModelWithTask(copy.deepcopy(model), task, "cuda", None).cuda()
+            mode = "default" if compiled else None
+            tune_model(module, channels_last=True, compile_mode=mode, triton_kernels=kernels)
+            module(batch)[0].backward()
+            gradients.append({name: p.grad for name, p in module.named_parameters() if p.grad is not None})
+        for name, gradient in gradients[0].items():
+            difference = (gradients[1][name] - gradient).norm() / gradient.norm()
+            assert difference < 2e-3, f"{name}: {difference}"
+    assert isinstance(task, LanguageModel) and task.cross_entropy_sum.__name__ == "cross_entropy_sum"
+
+
+def test_a_target_that_is_no_class_is_told() -> None:
+    """By an assertion of the device, as torch's own loss does; the process cannot use its GPU any more."""
+    code = (
+        "import torch; from ddp_train.performance.cross_entropy import cross_entropy_sum as f; "
+        "f(torch.zeros(2, 5000, device='cuda'), torch.tensor([3, 5000], device='cuda')).item()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0 and "a target is no number from 0 to 4999, nor -100" in done.stderr

@@ -386,6 +386,12 @@ def compiled(case: Case) -> Any:
     return utils.counters["stats"]["unique_graphs"]
 
 
+def loss_of_tokens(case: Case) -> Any:
+    """The function that computes it."""
+    task: Any = module_of(case.config, open_datasets(case.config)[0]).task
+    return getattr(task.cross_entropy_sum, "__name__", "torch's")
+
+
 def asked_of_the_compiler(case: Case) -> Any:
     """The options with which a training step is turned into kernels; it is not."""
     source, asked = open_datasets(case.config)[0], []
@@ -838,6 +844,7 @@ ROWS: dict[str, Row] = {
     "tuning.channels_last": Row("tuning.channels_last=true", memory_formats),
     "tuning.cudnn_benchmark": Row("tuning.cudnn_benchmark=false", process_flags, machine=GPU),
     "tuning.tf32": Row("tuning.tf32=false", process_flags, machine=GPU),
+    "tuning.triton_kernels": Row("tuning.triton_kernels=false", loss_of_tokens, TEXT, GPU),
     "tuning.compile": Row("tuning.compile=true", compiled),
     "tuning.compile_mode": Row(
         "tuning.compile_mode=max-autotune-no-cudagraphs", asked_of_the_compiler, "tuning.compile=true"
@@ -998,12 +1005,12 @@ def test_the_plan_says_why() -> None:
     assert rows("", CPU) == {"tuning": "recommended: precision fp32 (no GPU), gc_freeze, optimizer foreach (no GPU)"}
     assert rows("model=mlp tuning.tf32=false", GPU) == {
         "tuning": "recommended: precision bf16 (compute capability 9.0), pin_memory, non_blocking, copy_stream, "
-        "cudnn_benchmark, cuda_graph (a small model), gc_freeze, optimizer fused",
+        "cudnn_benchmark, triton_kernels, cuda_graph (a small model), gc_freeze, optimizer fused",
         "left off": "channels_last (no known convolutions), compile (no model known to be large)",
     }
     assert rows("model=resnet50 train.max_steps=100 optimizer=lars tuning.precision=fp32", GPU) == {
         "tuning": "recommended: precision fp32, pin_memory, non_blocking, copy_stream, channels_last (convolutions), "
-        "cudnn_benchmark, tf32, gc_freeze, optimizer foreach (no fused lars)",
+        "cudnn_benchmark, tf32, triton_kernels, gc_freeze, optimizer foreach (no fused lars)",
         "left off": "compile (under 2000 steps), cuda_graph (not a small model of ours)",
     }
     small = "model=gpt data=text model.layers=6 model.heads=6 model.width=384 train.global_batch_size=16"
@@ -1016,6 +1023,28 @@ def test_the_plan_says_why() -> None:
         "cudnn_benchmark (deterministic=true), compile (deterministic=true), cuda_graph (because of optimizer)"
     )
     assert rows("tuning=none", GPU) == {"tuning": "none: precision fp32, optimizer loop"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "answer", "what"),
+    [
+        ("importlib.util.find_spec", None, "no Triton"),
+        ("c_compiler", None, "no C compiler"),
+        ("sysconfig.get_path", "/nowhere", "no Python.h (python3-dev)"),
+    ],
+)
+def test_where_triton_can_make_nothing_it_is_left_out_and_refused(asked: str, answer: Any, what: str) -> None:
+    words = "model=resnet50 data=synthetic train.max_steps=9999"
+    with mock.patch(f"ddp_train.config.hardware.{asked}", return_value=answer):
+        config = case_of(words, GPU).config
+        assert not config.tuning.compile and not config.tuning.triton_kernels
+        assert config.reasons["compile"] == config.reasons["triton_kernels"] == what
+        problems = case_of(f"{words} tuning.compile=true tuning.triton_kernels=true", GPU).problems
+        assert [problem for problem in problems if what in problem] == [
+            f"tuning.{name}=true: Triton makes its kernels, and there is {what}; install it, or use tuning.{name}=false"
+            for name in ("compile", "triton_kernels")
+        ]
+        assert case_of("tuning.triton_kernels=true", CPU).problems == [], "it has no effect there, which is told"
 
 
 # --- the tests --------------------------------------------------------------------------------------------------------

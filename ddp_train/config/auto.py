@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
-from ddp_train.config.hardware import Hardware
+from ddp_train.config.hardware import Hardware, why_no_triton
 from ddp_train.config.key import range_of
 from ddp_train.config.options.custom import CustomConfig
 from ddp_train.config.options.strategy import OrderedConfig
@@ -123,7 +123,12 @@ def _tuning(config: Config, hardware: Hardware) -> tuple[TuningConfig, dict[str,
 def _choices(config: Config, hardware: Hardware) -> dict[str, Choice]:
     """Value and reason of each switch except cuda_graph. All keys outside of `tuning` are resolved."""
     gpu, model, data = config.device == "cuda", config.model, config.data
-    no_gpu, no_dp = (not gpu, "no GPU"), (config.strategy.spreads_over_gpus, f"strategy={config.strategy.name}")
+    why_not = why_no_triton() if gpu else ""
+    no_gpu, no_triton, no_dp = (
+        (not gpu, "no GPU"),
+        (bool(why_not), why_not),
+        (config.strategy.spreads_over_gpus, f"strategy={config.strategy.name}"),
+    )
     repeatable = (bool(config.deterministic), "deterministic=true")
     shapes = (data.batch_by == "tokens", "data.batch_by=tokens: shapes differ")
     cores = hardware.cpus // max(1, int(config.launch.nproc_per_node))
@@ -134,6 +139,7 @@ def _choices(config: Config, hardware: Hardware) -> dict[str, Choice]:
         (hardware.compute_capability < (8, 0), capability),
         (bool(data.is_regression), "a regression"),
     )
+    old = ((0, 0) < hardware.compute_capability < (7, 0), capability)  # Triton's least
     fused, why_fused = _on_unless("", no_gpu, (not config.optimizer.has_fused, f"no fused {config.optimizer.name}"))
     steps, largest = config.train.max_steps, config.tuning.name == "max"
     in_memory = data.in_memory_bytes() is not None
@@ -147,6 +153,7 @@ def _choices(config: Config, hardware: Hardware) -> dict[str, Choice]:
         # DataParallel's replicas autotune in one thread each: ResNet-50 had not finished its first steps after 150 s.
         "cudnn_benchmark": _on_unless("", no_gpu, repeatable, no_dp, shapes),
         "tf32": _on_unless("", no_gpu),
+        "triton_kernels": _on_unless("", no_gpu, no_dp, old, no_triton),
         "optimizer": ("default", "your own class decides")
         if isinstance(config.optimizer, CustomConfig)
         else ("fused" if fused else "foreach", why_fused),
@@ -155,6 +162,7 @@ def _choices(config: Config, hardware: Hardware) -> dict[str, Choice]:
             "tuning=max" if largest else "long steps",
             no_gpu,
             (config.mode != "train", "an evaluation"),
+            no_triton,
             no_dp,
             (config.strategy.sync_bn, "strategy.sync_bn"),
             repeatable,

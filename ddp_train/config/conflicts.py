@@ -13,7 +13,7 @@ from typing import Any
 
 from ddp_train.config import fine_tuning, metrics
 from ddp_train.config.auto import OWN_GRAPHS, capture_blockers, process_count
-from ddp_train.config.hardware import Hardware
+from ddp_train.config.hardware import Hardware, why_no_triton
 from ddp_train.config.key import range_of
 from ddp_train.config.options.custom import CustomConfig
 from ddp_train.config.options.optimizer import SgdConfig
@@ -138,6 +138,14 @@ def _tuning(asked: Config, config: Config, hardware: Hardware, world: World | No
             "tuning.cudnn_benchmark=true: chooses algorithms by timing, which deterministic=true forbids; "
             "drop one of them"
         )
+    why_not = why_no_triton() if config.device == "cuda" else ""
+    if why_not:
+        found += [
+            f"tuning.{name}=true: Triton makes its kernels, and there is {why_not}; install it, or use "
+            f"tuning.{name}=false"
+            for name in ("compile", "triton_kernels")
+            if getattr(tuning, name)
+        ]
     if tuning.compile and config.strategy.spreads_over_gpus:
         found.append(
             "tuning.compile=true: DataParallel's replicas would all run the compiled model of the first GPU; "
@@ -290,7 +298,10 @@ def notices(asked: Config, config: Config) -> list[str]:
     tuning, strategy, model, launch = config.tuning, config.strategy, config.model, config.launch
     on_cpu, optimizer, prefetch = config.device == "cpu", config.optimizer, asked.tuning.prefetch_factor
     stopping, resume, which = config.train.early_stopping, config.checkpoint.resume, config.checkpoint.which
-    on_gpus_only = ("pin_memory", "non_blocking", "copy_stream", "cudnn_benchmark", "tf32", "cuda_graph", "rehearse")
+    on_gpus_only = (
+        *("pin_memory", "non_blocking", "copy_stream", "cudnn_benchmark", "tf32", "cuda_graph", "rehearse"),
+        "triton_kernels",
+    )
     applies = {
         f"tuning.{name}=true has no effect on CPU": on_cpu and getattr(asked.tuning, name) is True
         for name in on_gpus_only

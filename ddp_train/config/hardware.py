@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import platform
+import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pynvml
+
+from ddp_train.distributed.environment import c_compiler
 
 PACKAGES = ("torch", "torchvision", "numpy", "ddp-train")
 """Whose versions results depend on."""
@@ -127,6 +131,15 @@ def hardware_description(machine: Hardware) -> str:
     host = f"{machine.cpus} cores {model}, {memory:.0f} GiB"
     gpus = f"{machine.gpus} x {machine.gpu_name}, {machine.gpu_bytes / 2**30:.0f} GiB; " if machine.gpus else ""
     return gpus + host
+
+
+def why_no_triton() -> str:
+    """Why Triton, by which torch.compile makes kernels for GPUs, cannot make any here; "" if it can."""
+    if not importlib.util.find_spec("triton"):
+        return "no Triton"
+    if not c_compiler():
+        return "no C compiler"
+    return "" if Path(sysconfig.get_path("include"), "Python.h").exists() else "no Python.h (python3-dev)"
 
 
 def versions() -> dict[str, str]:

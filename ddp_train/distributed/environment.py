@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import socket
 import sys
 import time
@@ -334,6 +335,11 @@ def store_address() -> str:
 def visible_devices() -> str | None:
     """CUDA_VISIBLE_DEVICES as the user set it."""
     return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def c_compiler() -> str | None:
+    """As Triton looks for one."""
+    return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
 
 
 def disable_tracker_telemetry() -> None:

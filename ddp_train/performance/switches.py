@@ -9,6 +9,7 @@ import torch
 
 from ddp_train.distributed.environment import set_cublas_workspace
 from ddp_train.performance.activation_checkpointing import checkpoint_blocks
+from ddp_train.tasks.language_model import LanguageModel
 from ddp_train.tasks.task import ModelWithTask
 
 
@@ -31,11 +32,15 @@ def tune_model(
     channels_last: bool = False,
     checkpointed_blocks: Sequence[str] = (),
     compile_mode: str | None = None,
+    triton_kernels: bool = False,
 ) -> None:
     """Number type, memory format, activation checkpointing and compilation of a model that is on its device.
 
-    checkpointed_blocks: names of classes. compile_mode: of torch.compile; None does not compile.
+    checkpointed_blocks: names of classes. compile_mode: of torch.compile; None does not compile. triton_kernels:
+    max pooling and the loss of large vocabularies by our own.
     """
+    if triton_kernels:
+        use_triton_kernels(module)
     if float64:
         module.model = module.model.double()
     if channels_last:
@@ -48,6 +53,15 @@ def tune_model(
         # and last batch, in training and in evaluation) is faster than one for all.
         module.compile(dynamic=False, mode=compile_mode)
         module.score = torch.compile(module.score, dynamic=False, mode=compile_mode)
+
+
+def use_triton_kernels(module: ModelWithTask) -> None:
+    """Needs Triton, which is imported here."""
+    from ddp_train.performance import cross_entropy, max_pool
+
+    max_pool.replace_max_pools(module.model)
+    if isinstance(module.task, LanguageModel):
+        module.task.cross_entropy_sum = cross_entropy.cross_entropy_sum
 
 
 def set_garbage_collection(freeze: bool) -> None:

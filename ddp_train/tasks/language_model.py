@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,6 +28,10 @@ class LanguageModel(BuiltIn):
     def __init__(self, loss: str = "cross_entropy", bytes_per_token: float | None = None) -> None:
         """bytes_per_token: on average over the data, for `bits_per_byte`."""
         self.loss_name, self.bytes_per_token = loss, bytes_per_token
+        self.cross_entropy_sum: Callable[[Tensor, Tensor], Tensor] = functools.partial(
+            functional.cross_entropy, reduction="sum"
+        )
+        """Of logits [n, v] and targets [n]; tuning.triton_kernels puts a faster one here."""
 
     def outputs_and_targets(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         """[n, v] and [n]."""
@@ -46,7 +51,8 @@ class LanguageModel(BuiltIn):
             if isinstance(batch, Mapping):
                 given = {name: value for name, value in batch.items() if name != "labels"}
                 labels = batch.get("labels", _padding_ignored(batch))
-                logits, targets = one_tensor(model(**given))[:, :-1], labels[:, 1:]
+                # The last position has no target: cut off, the logits would be copied to lie in one piece.
+                logits, targets = one_tensor(model(**given)), functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
             elif isinstance(batch, Tensor):
                 logits, targets = one_tensor(model(batch[:, :-1])), batch[:, 1:]
             else:
@@ -66,7 +72,7 @@ class LanguageModel(BuiltIn):
     def sum_of_losses(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Over valid tokens, and their number."""
         try:
-            return functional.cross_entropy(logits, targets, reduction="sum"), (targets != IGNORED).sum()
+            return self.cross_entropy_sum(logits, targets), (targets != IGNORED).sum()
         except IndexError:
             valid = targets[targets != IGNORED]
             refuse(logits, f"the targets go from {int(valid.min())} to {int(valid.max())}")

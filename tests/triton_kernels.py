@@ -1,0 +1,92 @@
+"""Our Triton kernels against torch. On a GPU: tests/test_gpu.py. Without one, by Triton's interpreter in numpy:
+
+TRITON_INTERPRET=1 python -m tests.triton_kernels
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ddp_train.performance.cross_entropy import IGNORED, cross_entropy
+from ddp_train.performance.max_pool import MaxPool2d, max_pool, replace_max_pools
+
+WINDOWS = [
+    # n, c, height, width, kernel, stride, padding
+    (2, 8, 9, 11, 3, 2, 1),
+    (2, 3, 8, 8, 2, 2, 0),
+    (1, 4, 7, 7, 3, 1, 1),
+    (1, 2, 8, 8, 2, 3, 1),
+    (1, 2, 13, 13, 5, 2, 2),
+    (3, 64, 20, 20, 3, 2, 1),
+]
+
+
+def check_max_pool(device: str, dtype: torch.dtype = torch.float32) -> None:
+    """Equal pixels, NaN and an infinity among them: the same maxima, and the same pixel of each window that has won."""
+    draw = torch.Generator().manual_seed(0)
+    for n, c, h, w, kernel, stride, padding in WINDOWS:
+        pixels = torch.randint(0, 4, (n, c, h, w), generator=draw).float()
+        pixels[0, 0, 0, 0], pixels[0, 0, 5, 5], pixels[0, 1] = torch.inf, torch.nan, -torch.inf
+        ours = pixels.to(device, dtype).contiguous(memory_format=torch.channels_last).requires_grad_()
+        theirs = pixels.clone().requires_grad_()  # on the CPU: torch's CUDA kernel gives the gradient of windows of
+        found = max_pool(ours, kernel, stride, padding)[0]  # -inf alone to the first pixel of the image
+        expected = functional.max_pool2d(theirs, kernel, stride, padding)
+        torch.testing.assert_close(found.float().cpu(), expected, rtol=0, atol=0, equal_nan=True)
+        assert found.is_contiguous(memory_format=torch.channels_last)
+        gradient = torch.randn(found.shape, generator=draw).to(dtype)  # not channels_last
+        found.backward(gradient.to(device))
+        expected.backward(gradient.float())
+        assert ours.grad is not None and theirs.grad is not None
+        tolerance = 1e-6 if dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(ours.grad.float().cpu(), theirs.grad, rtol=tolerance, atol=tolerance)
+
+
+def check_cross_entropy(device: str, dtype: torch.dtype = torch.float32) -> None:
+    """Against float64: a row without a target, rows of which some classes, or the first 4,096, are ruled out."""
+    draw = torch.Generator().manual_seed(0)
+    for classes in (4096, 5000, 9001):
+        values = torch.randn(9, classes, generator=draw) * 3
+        values[0, :100] = -torch.inf
+        values[1, : classes - 1] = -torch.inf
+        targets = torch.randint(200, classes, (9,), generator=draw)
+        targets[1], targets[3] = classes - 1, IGNORED
+        logits = values.to(device, dtype).requires_grad_()
+        exact = logits.detach().double().requires_grad_()
+        losses = cross_entropy(logits, targets.to(device))[0]
+        expected = functional.cross_entropy(exact, targets.to(device), reduction="none")
+        torch.testing.assert_close(losses.double(), expected, rtol=1e-5, atol=1e-5)
+        weights = torch.rand(9, generator=draw).to(device)
+        losses.backward(weights)
+        expected.backward(weights.double())
+        assert logits.grad is not None and exact.grad is not None
+        tolerance = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
+        torch.testing.assert_close(logits.grad.double(), exact.grad, rtol=tolerance, atol=tolerance)
+        assert logits.grad[3].abs().max() == 0
+
+
+def check_which_layers_are_replaced() -> None:
+    layers = nn.Sequential(
+        nn.MaxPool2d(3, 2, 1),
+        nn.MaxPool2d(2),
+        nn.MaxPool2d(3, 2, ceil_mode=True),
+        nn.MaxPool2d(3, 2, dilation=2),
+        nn.MaxPool2d((3, 3), 2),
+        nn.MaxPool2d(3, 2, return_indices=True),
+    )
+    replace_max_pools(layers)
+    assert [type(layer) is MaxPool2d for layer in layers] == [True, False, False, False, False, False]
+
+
+if __name__ == "__main__":
+    check_which_layers_are_replaced()
+    check_max_pool("cpu")
+    check_cross_entropy("cpu")
+    check_cross_entropy("cpu", torch.bfloat16)
+    try:
+        cross_entropy(torch.zeros(1, 5000), torch.tensor([5000]))
+    except RuntimeError as error:
+        assert "a target is no number from 0 to 4999, nor -100" in str(error)
+    else:
+        raise AssertionError("a target beyond the classes was taken")
