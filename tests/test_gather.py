@@ -21,7 +21,7 @@ from ddp_train.config.bind import bind
 from ddp_train.config.hardware import Hardware
 from ddp_train.data.datasets import ArraySource
 from ddp_train.distributed.exchange import tensors_from_all_ranks
-from ddp_train.distributed.training_step import TrainingStep
+from ddp_train.distributed.training_step import CURRENT, TrainingStep
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, DataError
 from ddp_train.parallel.strategy import DataParallel
@@ -238,7 +238,7 @@ def test_it_is_refused_where_it_would_not_see_the_global_batch() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             fit(made(World(), "InfoNCE", strategy, accumulation, **more))
-        assert TrainingStep.current is None
+        assert CURRENT.step is None
     with pytest.raises(DataError, match="without dimensions"):
         all_gather(torch.tensor(1.0))
 

@@ -297,7 +297,7 @@ def test_a_device_keeps_a_bad_loss_out_of_the_weights_until_the_host_looks(optim
     job = job_of(config, World(), (bad, table(24)))
     step = next(step for step in range(4) if 40 in job.plan.global_batch(step))
     stepper: Any = job.stepper
-    stepper._stepper.check_finite = DeviceNonFiniteCheck(stepper.optimizer, stepper.losses)
+    stepper.unreported.check_finite = DeviceNonFiniteCheck(stepper.optimizer, stepper.losses)
     batches = iter(job.batches)
     train(job, batches, until=step)
     stepper.check_finite.check_losses(step)

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from ddp_train.distributed.connections import check_peers, trusted
 from ddp_train.distributed.process_group import side_group
-from ddp_train.distributed.training_step import TrainingStep
+from ddp_train.distributed.training_step import CURRENT
 from ddp_train.errors import ConfigError, DataError, LaunchError
 
 
@@ -34,7 +34,7 @@ def all_gather(tensor: Tensor) -> tuple[Tensor, Tensor]:
     if tensor.ndim == 0:
         raise DataError("ddp_train.all_gather was given a tensor without dimensions", "give it rows, [n, ...]")
     check_peers()  # there is no group any more once it was aborted
-    step = TrainingStep.current
+    step = CURRENT.step
     if step and step.refused:
         raise ConfigError([step.refused])
     if not step or not dist.is_initialized() or dist.get_world_size() == 1:

@@ -78,16 +78,17 @@ class NonFiniteCheck:
         """A scalar that is not finite if a loss was not: of the smallest gradient, which costs least to read."""
         if self.allow_missing_grads:
             return nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None]).item()
-        gradient = self._sentinel_gradient()
-        return sum(gradient.tolist()) if self.sentinel_is_short else gradient.sum().item()
-
-    def _sentinel_gradient(self) -> Tensor:
         gradient = self.sentinel.grad
         if gradient is None:
-            self.sentinel = min((p for p in self.parameters if p.grad is not None), key=Tensor.numel)
-            gradient = self.sentinel.grad
-            assert gradient is not None
-            self.sentinel_is_short = gradient.is_cpu and gradient.ndim == 1 and len(gradient) <= 64
+            gradient = self._new_sentinel()
+        return sum(gradient.tolist()) if self.sentinel_is_short else gradient.sum().item()
+
+    def _new_sentinel(self) -> Tensor:
+        """Chooses it among the parameters with a gradient. Returns its gradient."""
+        self.sentinel = min((p for p in self.parameters if p.grad is not None), key=Tensor.numel)
+        gradient = self.sentinel.grad
+        assert gradient is not None
+        self.sentinel_is_short = gradient.is_cpu and gradient.ndim == 1 and len(gradient) <= 64
         return gradient
 
     def _is_overflow(self, step: int) -> bool:
@@ -104,13 +105,14 @@ class NonFiniteCheck:
 
     def _culprits(self, step: int) -> list[int]:
         """The ranks whose loss was not finite in a step."""
-        good = all(is_finite(one.loss) for one in self.losses.of_step(step))
+        good = all(is_finite(loss) for loss, _, _ in self.losses.of_step(step))
         verdicts = from_all_ranks(torch.tensor(float(good), device=self.parameters[0].device)).tolist()
         return [rank for rank, verdict in enumerate(verdicts) if not verdict]
 
     def _explain(self, step: int) -> NonFiniteLossError:
         culprits = self._culprits(step)
-        bad = [one.micro_batch.indices for one in self.losses.of_step(step) if not is_finite(one.loss)]
+        seen = self.losses.of_step(step)
+        bad = [micro_batch.indices for loss, _, micro_batch in seen if not is_finite(loss)]
         mine = f"; samples here: {bad[0].tolist()[:20]}" if bad else ""
         what = "the gradients are not finite, though every rank's loss is"
         if culprits:
@@ -141,7 +143,9 @@ class DeviceNonFiniteCheck(NonFiniteCheck):
 
     def allows(self, step: int, norm: Tensor | None) -> bool:
         if not self.scaled:
-            checked = self._sentinel_gradient() if norm is None else norm
+            checked = norm if norm is not None else self.sentinel.grad
+            if checked is None:
+                checked = self._new_sentinel()
             # What GradScaler does, with a scale of one: sets the flag if a number is not finite, and never resets it.
             torch._amp_foreach_non_finite_check_and_unscale_(  # pyright: ignore[reportPrivateImportUsage]
                 [checked], self.stopped, self.one

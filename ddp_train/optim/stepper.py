@@ -89,7 +89,10 @@ class Stepper:
 
         The backward pass starts from the micro-batch's scale, or from NaN if the loss is not finite.
         """
-        self.count(units, micro_batch.scale, micro_batch.is_last)
+        number: float | Tensor = micro_batch.num_real
+        if units is not None:
+            self.count(units, micro_batch.scale, micro_batch.is_last)
+            number = self.units_seen(units, micro_batch)
         if loss.is_cpu:
             seen = loss.item()
             value = micro_batch.scale if math.isfinite(seen) else math.nan
@@ -99,7 +102,7 @@ class Stepper:
         else:  # looking at the loss would wait for the GPU
             seen = loss.detach().clone()  # a compiled model with CUDA graphs of its own writes the next loss there
             start = seen * 0 + micro_batch.scale
-        self.losses.add(seen, self.units_seen(units, micro_batch), micro_batch)
+        self.losses.add(seen, number, micro_batch)
         torch.autograd.backward((loss,), (self.scaler.scale(start) if self.scaled else start,))
 
     def count(self, units: Tensor | None, scale: float | Tensor, is_last: bool) -> None:

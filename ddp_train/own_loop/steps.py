@@ -17,7 +17,7 @@ from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.loader import Loader
 from ddp_train.data.rng import StepSeed, hash_key
 from ddp_train.distributed.process_group import total
-from ddp_train.distributed.training_step import TrainingStep
+from ddp_train.distributed.training_step import CURRENT, training_step
 from ddp_train.distributed.world import World
 from ddp_train.own_loop.settings import Settings, UsageError
 from ddp_train.own_loop.state import Position, State
@@ -67,7 +67,7 @@ class Steps:
         self._handle.remove()
         for loader in self.loaders:
             loader.close()
-        self.micro_batch = TrainingStep.current = None
+        self.micro_batch = CURRENT.step = None
         if self.model:
             self.model.release()
 
@@ -127,7 +127,7 @@ class Steps:
         if self.model:
             self.model.counts(micro_batch.num_real > 0)
         self.micro_batch, self.had_backward = micro_batch, False
-        TrainingStep.current = TrainingStep(micro_batch.num_real > 0)
+        CURRENT.step = training_step(micro_batch.num_real > 0)
         self.steps_seeds(self.position.step)
         key = hash_key(self.steps_seeds.key, self.position.step)
         np.random.seed(key & 0xFFFFFFFF)
@@ -136,7 +136,7 @@ class Steps:
     def end_step(self, is_last: bool) -> None:
         """After the user's code is done with a batch. is_last: of its epoch, whose end is not reached yet: what follows
         the loop over batches belongs to it."""
-        self.micro_batch = TrainingStep.current = None
+        self.micro_batch = CURRENT.step = None
         self.position.batch += 1
         self.position.step += 1
         self.status.step = self.position.step

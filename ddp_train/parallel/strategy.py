@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.loader import Batch
 from ddp_train.distributed.process_group import averaged_buffers, mean_later
-from ddp_train.distributed.training_step import TrainingStep
+from ddp_train.distributed.training_step import TrainingStep, training_step
 from ddp_train.parallel.naming_ddp import NamingDdp
 from ddp_train.parallel.sync_batch_norm import SyncBatchNorm, synchronised
 from ddp_train.tasks.task import ModelWithTask
@@ -81,7 +81,7 @@ class Single:
         """Nothing to do."""
 
     def sync_gradients(self, micro_batch: MicroBatch) -> AbstractContextManager[Any]:
-        return TrainingStep(is_last=micro_batch.is_last)
+        return training_step(True, micro_batch.is_last)
 
     def mean_of_units(self, scaled: Tensor) -> Callable[[], Tensor]:
         return scaled.sum
@@ -154,7 +154,7 @@ class DistributedDataParallel:
         counts, is_last = micro_batch.num_real > 0, micro_batch.is_last
         for layer in self.sync_batch_norms:
             layer.counts = counts
-        step = TrainingStep(counts, is_last)
+        step = training_step(counts, is_last)
         return step if is_last else self._without_exchange(step)
 
     @contextlib.contextmanager

@@ -38,7 +38,7 @@ PHASES = (
 )
 """In the order in which they follow a completed step: of ranks at the same step, the one in the earliest phase is
 furthest behind."""
-_NUMBERS = {phase: number for number, phase in enumerate(PHASES)}
+PHASE_NUMBERS = {phase: number for number, phase in enumerate(PHASES)}
 STARTING, TRAINING, STOPPED, SAVED, NOT_SAVED = range(5)
 """What a worker has to offer a launcher that has lost another one (resilience/just_in_time.py): nothing yet; it trains;
 it has stopped with the state of its `step` intact; that state is saved; it could not be saved."""
@@ -60,7 +60,7 @@ class StatusSnapshot(NamedTuple):
     @property
     def progress(self) -> tuple[int, int, int]:
         """Compares the progress of two ranks: greater is further ahead."""
-        return min(self.beats, 1), self.step, _NUMBERS[self.phase]
+        return min(self.beats, 1), self.step, PHASE_NUMBERS[self.phase]
 
     @property
     def where(self) -> str:
@@ -73,7 +73,7 @@ class RankStatus(ctypes.Structure):
     _fields_ = tuple(
         (name, ctypes.c_int64)
         for name in (
-            *("beats", "step", "batches", "resident_bytes", "saving", "_phase", "_leaves_with", "has_told"),
+            *("beats", "step", "batches", "resident_bytes", "saving", "phase_number", "_leaves_with", "has_told"),
             *("state", "order", "acted", "heeds_stop", "goes_on", "is_done", "is_examined"),
         )
     )
@@ -83,6 +83,8 @@ class RankStatus(ctypes.Structure):
     beats: int
     resident_bytes: int
     """Resident memory of the process at its last beat."""
+    phase_number: int
+    """Of `phase`, among PHASES."""
     saving: int
     """1 while a checkpoint is being written, in whatever phase the worker is."""
     has_told: int
@@ -110,11 +112,11 @@ class RankStatus(ctypes.Structure):
 
     @property
     def phase(self) -> str:
-        return PHASES[self._phase]
+        return PHASES[self.phase_number]
 
     @phase.setter
     def phase(self, phase: str) -> None:
-        self._phase = _NUMBERS[phase]
+        self.phase_number = PHASE_NUMBERS[phase]
 
     def snapshot(self) -> StatusSnapshot:
         return StatusSnapshot(self.beats, self.step, self.batches, self.phase)

@@ -88,7 +88,7 @@ class Supervised(BuiltIn):
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | float]:
         outputs, targets = self.outputs_and_targets(model, batch)
-        return self.sum_of_losses(outputs, targets), len(targets)
+        return self.sum_of_losses(outputs, targets), targets.shape[0]  # len() takes a microsecond more
 
     @abstractmethod
     def sum_of_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:

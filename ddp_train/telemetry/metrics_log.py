@@ -64,13 +64,20 @@ class MetricsFile:
             listener(known)
         line = (json.dumps(known) + "\n").encode()  # JSON knows no NaN
         try:
-            with self.path.open("ab", buffering=0) as file:
-                before = file.seek(0, os.SEEK_END)
-                if file.write(line) < len(line):  # the disk became full within the line
-                    file.truncate(before)
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._append(line)
         except OSError as error:
             self._warn(error)
+
+    def _append(self, line: bytes) -> None:
+        """Opens the file for each line: on a network file system others see what is in it when it is closed."""
+        file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            written = os.write(file, line)
+            if written < len(line):  # the disk became full within the line
+                os.ftruncate(file, os.fstat(file).st_size - written)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        finally:
+            os.close(file)
 
     def _warn(self, error: OSError) -> None:
         if not self.warned:

@@ -50,7 +50,7 @@ def saver_of(
     rank, on_cpu = world.rank, job.stepper.device == "cpu"
     own = Exchanged() if not board else Published(board, rank) if on_cpu else OnDevice(board, rank, job.stepper.device)
     if on_cpu and not isinstance(own, OnDevice):
-        cast(ReportedStepper, job.stepper).publish_to(own.publish)
+        cast(ReportedStepper, job.stepper).reports.publish = own.publish
     return (
         JustInTime(board, rank, run_dir, checkpoints, own)
         if board

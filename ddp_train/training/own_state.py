@@ -240,9 +240,9 @@ class OnDevice:
         for name, now, before in zip(names, buffers, self.before, strict=True):
             if not ((now == before) | ((now != now) & (before != before))).all():  # NaN is as it was too
                 raise LaunchError(f"the buffer {name} changes in training, and that of the dead rank died with it")
-        seen = [one for one in losses if one.micro_batch.step < job.step and one.micro_batch.num_real]
-        seen = [one for one in seen if is_finite(one.loss)]
-        loss = Mean(math.fsum(float(one.loss) for one in seen), math.fsum(float(one.units) for one in seen))
+        done = [one for one in losses if one[2].step < job.step and one[2].num_real]
+        seen = [(float(loss), float(units)) for loss, units, _ in done if is_finite(loss)]
+        loss = Mean(math.fsum(loss for loss, _ in seen), math.fsum(units for _, units in seen))
         Row(self.board.row(self.rank, Row.size([])), []).write(job.step, loss, [])
 
     def note_losses(self, job: Job) -> None:
