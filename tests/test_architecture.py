@@ -24,8 +24,8 @@ ROOMS = """
 
 LINES = {
     "errors": 75, "text": 40, "linux": 95, "tensor_tree": 25,
-    "distributed": 785, "resilience": 1135, "config": 3550, "launcher": 2660, "data": 2135, "models": 370,
-    "telemetry": 2230, "tasks": 1075, "optim": 950, "parallel": 320, "performance": 370, "training": 4000,
+    "distributed": 785, "resilience": 1200, "config": 3550, "launcher": 2660, "data": 2195, "models": 370,
+    "telemetry": 2230, "tasks": 1075, "optim": 950, "parallel": 320, "performance": 370, "training": 4005,
     "own_loop": 1005, "study": 2125, "doctor": 1600, "prove": 1580, "testing": 25, "__main__": 155,
 }  # fmt: skip
 """The most lines of code that each room may hold: not blank, no comment, no docstring. No file is left out."""
