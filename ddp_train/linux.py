@@ -126,6 +126,14 @@ def children_of(pid: int) -> list[int]:
     return [child for child in pids if (fields := _fields(child)) and fields[1] == str(pid)]
 
 
+def command_of(pid: int) -> bytes:
+    """The command line of a process, as /proc has it; empty if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
 def start_time(pid: int) -> float:
     """When a process started, in seconds since the epoch; the current time if it is unknown."""
     fields = _fields(pid)

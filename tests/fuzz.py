@@ -46,7 +46,7 @@ from ddp_train.resilience.checkpoint_files import places
 from ddp_train.telemetry.metrics_log import last_step
 from ddp_train.training.hooks import RESIZE
 from tests import chaos, fuzz_faults, zygote
-from tests.commands import LAUNCH, ROOT, Running, environment, fatal_lines, read, torchrun
+from tests.commands import LAUNCH, ROOT, Running, environment, fatal_lines, processes_of, read, torchrun
 from tests.fuzz_faults import FAILED, STOPPED, Command, Fault, Stage
 
 CASES_PER_COMMAND = 5
@@ -280,11 +280,33 @@ def start(stage: Stage, fuzz: dict[str, Any], *more: str, limit: int = 0, again:
     return Running(process, stage.run_dir, output), time.monotonic()
 
 
+def stacks_of(job: Running) -> str:
+    """What each rank, and each loader process, is doing: all write into the stack file of their rank."""
+    there = {pid: rank for pid, rank in processes_of(job.run_dir).items() if rank is not None}
+    for pid in there:
+        if caught(pid) >> (signal.SIGUSR2 - 1) & 1:
+            fuzz_faults.send(pid, signal.SIGUSR2)
+            time.sleep(0.2)  # one after the other
+    files = sorted((job.run_dir / "logs").glob("*.stack"))
+    return "\n".join([f"processes and their ranks: {there}", *(f"{file.name}:\n{file.read_text()}" for file in files)])
+
+
+def caught(pid: int) -> int:
+    """The signals for which a process has a handler, as bits."""
+    with contextlib.suppress(OSError):
+        found = re.search(r"^SigCgt:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+        return int(found[1], 16) if found else 0
+    return 0
+
+
 def finished(job: Running, began: float) -> Ended:
     try:
         code = job.process.wait(max(1.0, COMMAND_SECONDS - (time.monotonic() - began)))
     except subprocess.TimeoutExpired:
-        raise WrongError(f"no end within {COMMAND_SECONDS:.0f} s:\n{job.said()}") from None
+        stacks = stacks_of(job)
+        job.process.kill()  # with it all that it has started: the next case would find them left
+        job.process.wait()
+        raise WrongError(f"no end within {COMMAND_SECONDS:.0f} s:\n{job.said()}\n{stacks}") from None
     ended = Ended(code, job.output.read_text(), job.said(), time.monotonic() - began)
     expect(ended.seconds < SLOW_SECONDS, f"it took {ended.seconds:.1f} s:\n{ended.out}{ended.err}")
     return ended

@@ -85,6 +85,8 @@ def misbehave(how):
         torch.empty(2**60)
     elif how == "raise":
         raise ValueError("boom")
+    elif how == "stuck loaders":
+        os.register_at_fork(after_in_child=lambda: misbehave("sleep"))
     elif how == "killed loader":
         assert multiprocessing.parent_process(), "this is a loader process"
         os.kill(os.getpid(), signal.SIGKILL)
@@ -589,6 +591,31 @@ def test_a_loader_process_that_is_killed_is_named_with_its_samples(tmp_path: Pat
         assert re.search(r"a loader process died: .*samples \[\d+, ", failure["detail"]), failure["detail"]
         assert "tuning.num_workers=0" in failure["remedy"]
         assert len(fatal_lines(job.said())) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "data", "phase", "state"),
+    [
+        ({}, {"how": "sleep", "rank": 1, "reads": 100}, "data", ""),
+        ({}, {"how": "stop", "rank": 1, "reads": 100}, "data", "stopped by a signal"),
+        ({"how": "stuck loaders", "rank": 1, "step": 3}, {}, "evaluation data", ""),  # before they run Python
+    ],
+)
+def test_a_rank_that_waits_for_its_loader_processes_shows_what_they_do(
+    model: dict[str, Any], data: dict[str, Any], phase: str, state: str, tmp_path: Path, env: dict[str, str]
+) -> None:
+    limit = (f"launch.timeout_seconds={TIMEOUT_SECONDS}", "tuning.num_workers=2")
+    with running(tmp_path / "run", *words(model, data), *limit, env=env) as job:
+        assert job.end() == 71, job.said()
+        assert processes_of(job.run_dir) == {}
+        failure, said = read(job.run_dir, "failure.json"), job.said()
+    assert (failure["kind"], failure["rank"], failure["phase"]) == ("hang", 1, phase), failure
+    loaders = re.findall(r"^its loader process \d+ \((.*)\):?$", said, re.MULTILINE)
+    assert len(loaders) == (4 if phase == "evaluation data" else 2), said  # those of training wait for their next task
+    assert (state in loaders) == bool(state), said
+    assert state or " in misbehave" in said
+    assert (job.run_dir / "logs/rank_1.log").read_text().count("its loader process ") == len(loaders)
 
 
 # --- nothing is left behind -----------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import threading
@@ -18,18 +19,17 @@ import torch
 from torch import nn
 
 from ddp_train.data.batch_plan import MicroBatch
-from ddp_train.distributed.connections import PeersLostError
 from ddp_train.distributed.process_group import buffer_places
-from ddp_train.errors import LaunchError
+from ddp_train.errors import LaunchError, PeersLostError
 from ddp_train.optim.nan_guard import DeviceNonFiniteCheck, NonFiniteCheck
 from ddp_train.resilience.failure_report import is_peer_error
 from ddp_train.resilience.heartbeat import NOT_SAVED, SAVE, SAVED, STOP, STOPPED, TRAINING, RankStatus, StatusBoard
-from ddp_train.resilience.just_in_time import save_by_survivor
+from ddp_train.resilience.just_in_time import LATE_SECONDS, save_by_survivor
 from ddp_train.tasks.mean_loss import Mean, RunningLoss
 from ddp_train.training import own_state
 from ddp_train.training.own_state import OfRank, Published, Row
-from tests.commands import checkpoints, read, run, running
-from tests.lost_ranks import Kill, Outcome, differences, kill, outcome
+from tests.commands import checkpoints, read, run, running, wait_until
+from tests.lost_ranks import Kill, Outcome, board_of, differences, kill, outcome, ranks_of
 
 
 class Sharded(torch.optim.SGD):
@@ -180,16 +180,18 @@ def test_a_survivor_goes_back_to_the_last_completed_step(monkeypatch: pytest.Mon
 
 
 @contextmanager
-def survivors(*steps: int | None, answer: Callable[[int], int] = lambda _: SAVED) -> Iterator[tuple[StatusBoard, set]]:
-    """Ranks that have completed so many steps, stop when they are told and answer an order to save; None: dead. Yields
-    the board and the ranks that are alive."""
+def survivors(
+    *steps: int | None, answer: Callable[[int], int] = lambda _: SAVED, deaf: int = -1
+) -> Iterator[tuple[StatusBoard, set]]:
+    """Ranks that have completed so many steps, stop when they are told and answer an order to save; None: dead. deaf:
+    a rank that does not stop. Yields the board and the ranks that are alive."""
     over = threading.Event()
     with closing(StatusBoard.create(len(steps))) as board:
         alive = {rank for rank, step in enumerate(steps) if step is not None}
 
         def live(rank: int, status: RankStatus) -> None:
             while not over.wait(0.001):
-                if status.order == STOP and status.state == TRAINING:
+                if status.order == STOP and status.state == TRAINING and rank != deaf:
                     status.state = STOPPED
                 if status.order == SAVE and status.state == STOPPED:
                     status.state = answer(rank)
@@ -221,6 +223,16 @@ def test_the_next_best_saves_if_the_first_cannot() -> None:
         assert board.ranks[3].state == SAVED
     with survivors(7, 8, None, answer=lambda _: NOT_SAVED) as (board, alive):
         assert save_by_survivor(board, alive.__contains__, 5.0, lambda: False) is None
+
+
+def test_a_survivor_that_does_not_stop_is_waited_for_only_if_it_has_a_step_that_others_lack() -> None:
+    for steps, at_least in (((8, None, 8, 7), LATE_SECONDS), ((9, None, 8, 8), 3.0)):
+        late: list[int] = []
+        began = time.monotonic()
+        with survivors(*steps, deaf=0) as (board, alive):
+            assert save_by_survivor(board, alive.__contains__, 3.0, lambda: False, on_late=late.extend) == 8
+            assert [board.ranks[0].state, board.ranks[2].state, late] == [TRAINING, SAVED, [0]]
+        assert at_least <= time.monotonic() - began < at_least + 0.9
 
 
 def test_nobody_is_waited_for_in_vain() -> None:
@@ -311,3 +323,86 @@ def test_ordered_ranks_have_nothing_of_their_own(tmp_path: Path) -> None:
     found = outcome(tmp_path / "lost", 2, [Kill(0, 4, "forward"), Kill(1, 15, "backward")], *words)
     assert len(found.killed) == 2, found.killed
     assert differences(found, expected) == [] and found.summary["steps_redone"] == 0
+
+
+MUTE = """
+import time
+
+class Mute:
+    def __init__(self, job, run_dir, world):
+        self.job, self.mine = job, world.rank == 2
+
+    def __enter__(self):
+        if self.mine:
+            self.job.stop.propose_step = lambda status: time.sleep(600)
+
+    def __exit__(self, *_):
+        pass
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_before_it_has_agreed_on_a_stop_costs_neither_the_grace_nor_a_step(tmp_path: Path) -> None:
+    """The others wait for its answer, and not in a collective: breaking connections does not wake them. They left
+    without saving after half of launch.grace_seconds."""
+    (tmp_path / "mute.py").write_text(MUTE)
+    words = (*MLP[:2], MLP[-2], "train.epochs=100000", "train.log_every_steps=2", "launch.nproc_per_node=4",
+             "train.evaluate_every_epochs=99999", "hooks=[mute.Mute]", "trusted_modules=[mute]")  # fmt: skip
+    with running(tmp_path / "run", *words, env={"PYTHONPATH": str(tmp_path)}) as job:
+        job.wait_for_step()
+        job.process.send_signal(signal.SIGTERM)
+        board = board_of(job, 4)
+        wait_until(lambda: "asked to stop" in (tmp_path / "run/logs/rank_3.log").read_text(), "the request", seconds=10)
+        time.sleep(1)  # all others stand at the step after which they would stop; evaluations end at once
+        began, steps = time.monotonic(), {status.step for status in board.ranks}
+        board.close()
+        os.kill(ranks_of(job)[2], signal.SIGKILL)
+        assert job.end() == 70, job.said()
+        assert time.monotonic() - began < 10, "launch.grace_seconds are 30"
+        said = job.said()
+    assert len(steps) == 1 and f"saved step {steps.pop()} from a surviving rank; the same command resumes" in said, said
+
+
+DEAF = """
+import time
+
+class Deaf:
+    def __init__(self, job, run_dir, world):
+        self.job, self.mine = job, world.rank == 0
+
+    def __enter__(self):
+        wrapped = self.job.wrapped
+
+        def call(data):
+            if self.mine and self.job.step == 5:
+                stand_still()
+            return wrapped(data)
+
+        self.job.wrapped = call
+
+    def __exit__(self, *_):
+        pass
+
+def stand_still():
+    time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_a_survivor_that_stands_still_in_code_of_the_users_does_not_cost_the_grace(tmp_path: Path) -> None:
+    """Broken connections do not wake it. Rank 0, which serves the store."""
+    (tmp_path / "deaf.py").write_text(DEAF)
+    words = (*MLP, "launch.nproc_per_node=3", "hooks=[deaf.Deaf]", "trusted_modules=[deaf]")
+    with running(tmp_path / "run", *words, env={"PYTHONPATH": str(tmp_path)}) as job:
+        board = board_of(job, 3)
+        wait_until(lambda: all(status.step == 5 for status in board.ranks), "step 5", seconds=60)
+        board.close()
+        time.sleep(0.5)
+        began = time.monotonic()
+        os.kill(ranks_of(job)[2], signal.SIGKILL)
+        assert job.end() == 70, job.said()
+        assert time.monotonic() - began < 10, "launch.grace_seconds are 30"
+        said = job.said()
+    assert "saved step 5 from a surviving rank; the same command resumes there" in said
+    log = (tmp_path / "run/logs/rank_0.log").read_text()
+    assert "a rank is lost, and this one, in forward of step 5, has not stopped for it" in log and "stand_still" in log

@@ -16,11 +16,10 @@ from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.copy_stream import CopyStream
 from ddp_train.data.datasets import BatchSource, HeldSource
 from ddp_train.data.image_folder import FolderSource
+from ddp_train.data.loader_processes import LoaderProcesses
 from ddp_train.data.mix import Mix
 from ddp_train.data.prefetch import GpuDecoder
 from ddp_train.errors import DataError, LaunchError
-from ddp_train.linux import end_loader_with_parent
-from ddp_train.resilience.preemption import ignore_signals
 from ddp_train.tensor_tree import map_tensors
 from ddp_train.text import counted
 
@@ -76,12 +75,6 @@ def _check_number(data: Any, samples: int) -> None:
             "let collate_fn keep each sample once, since the mean of the loss is over as many as the plan says; leave "
             "samples out in the data set itself, or write a task of your own that counts its units",
         )
-
-
-def _enter_worker(worker: int) -> None:
-    """Called first in each loader process."""
-    end_loader_with_parent(worker)
-    ignore_signals()
 
 
 class _Noted:
@@ -186,6 +179,7 @@ class Loader:
         self.resident = resident
         self.in_flight: deque[MicroBatch] = deque()
         """The micro-batches that loader processes are working on, the next one first."""
+        self.processes = LoaderProcesses(options.num_workers)
         self.on_fetched: Callable[[], None] = lambda: None
         """Is called when the host has a batch, before it is copied to the device."""
         self.folder = source if isinstance(source, FolderSource) else None
@@ -215,12 +209,12 @@ class Loader:
             persistent_workers=self.options.persistent_workers and workers > 0,
             pin_memory=self.options.pin_memory and self.device.type == "cuda",
             generator=torch.Generator(),  # else its iterator draws from the one that a step's dropout was seeded in
-            worker_init_fn=_enter_worker,
+            worker_init_fn=self.processes.enter,
         )
 
     def __iter__(self) -> Iterator[Batch]:
         copies = CopyStream(self.device) if self.copies_beside else None
-        for batch in self.batches:
+        for batch in self.processes.first(self.batches) if isinstance(self.batches, DataLoader) else self.batches:
             if self.in_flight:
                 self.in_flight.popleft()
             if isinstance(batch, LaunchError):

@@ -20,20 +20,13 @@ from torch import Tensor
 
 from ddp_train.distributed.environment import has_agent_store
 from ddp_train.distributed.world import World
-from ddp_train.errors import PeerError
+from ddp_train.errors import PeerError, PeersLostError
 
 _of_groups: set[int] = set()
 """The sockets that process groups have opened, by number."""
 _breaking = threading.Lock()
 _stop_flag: list[StopFlag] = []
 """That of this process, once there is one."""
-
-
-class PeersLostError(RuntimeError):
-    """The launcher has lost another process of the run."""
-
-    def __init__(self) -> None:
-        super().__init__("a rank is lost: remote process exited")
 
 
 def check_agent_lives(world: World, address: str, port: int) -> None:

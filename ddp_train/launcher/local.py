@@ -28,7 +28,7 @@ from ddp_train.launcher.started import Started
 from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.linux import adopting_orphans, oom_kills
 from ddp_train.resilience import failure_report
-from ddp_train.resilience.hang_detector import HangDetector, working_stack
+from ddp_train.resilience.hang_detector import HangDetector, note_late, working_stack
 from ddp_train.resilience.heartbeat import STARTING, StatusBoard
 from ddp_train.resilience.just_in_time import Loss, save_by_survivor, saved_step
 from ddp_train.resilience.preemption import INTERRUPTED, SAVED, SIGNALS, UNSAVED
@@ -261,15 +261,15 @@ class Attempt:
         """Only if a rank was killed: an exception, or an exit by the rank itself, would come again at the same step."""
         if all((self.workers[rank].poll() or 0) >= 0 for rank in failed):
             return
-        at = time.monotonic()
+        at, statuses = time.monotonic(), self.board.ranks
         self.saved_step = save_by_survivor(
             self.board,
             lambda rank: self.workers[rank].poll() is None,
             seconds=max(LEAST_SAVE_SECONDS, min(self.config.launch.grace_seconds, deadline - at)),
             given_up=lambda: self.stop.repeated,
             before_saving=lambda: self._wait_for_checkpoint(deadline),
+            on_late=lambda late: note_late(self.run_dir, {rank: self.workers[rank].pid for rank in late}, statuses),
         )
-        statuses = self.board.ranks
         reached = [status.step for rank, status in enumerate(statuses) if rank not in failed]
         step, before = max(reached, default=statuses[failed[0]].step), self.lost_before
         trained = any(status.state != STARTING for status in statuses)

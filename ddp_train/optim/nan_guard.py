@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ddp_train.distributed.connections import PeersLostError, StopFlag
+from ddp_train.distributed.connections import StopFlag
 from ddp_train.distributed.process_group import from_all_ranks
-from ddp_train.errors import NonFiniteLossError
+from ddp_train.errors import NonFiniteLossError, PeersLostError
 from ddp_train.tasks.mean_loss import RunningLoss, is_finite
 
 log = logging.getLogger(__name__)

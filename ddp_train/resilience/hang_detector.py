@@ -8,12 +8,13 @@ import signal
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ddp_train.linux import signal_main_thread, state_of
+from ddp_train.linux import children_of, command_of, signal_main_thread, state_of
 from ddp_train.resilience import collectives
-from ddp_train.resilience.heartbeat import START_SECONDS, StatusBoard, StatusSnapshot, stack_file
+from ddp_train.resilience.heartbeat import START_SECONDS, RankStatus, StatusBoard, StatusSnapshot, stack_file
 
 LOOK_SECONDS = 0.1
 STALE_SECONDS = 2.0
@@ -25,6 +26,8 @@ RECORD_SECONDS = 1.0
 WINDOW_SECONDS = 10.0
 WORK = ("data", "forward")
 """Phases in which a rank does not wait for others. In backward (on a GPU, the optimizer step) all wait for the last."""
+FETCHING = ("data", "evaluation data")
+"""Phases in which a rank may wait for its loader processes."""
 EXCESS = 0.2
 """A straggler's share of time in WORK exceeds that of every other rank by more than this. By chance two shares differ
 by 0.1 (one standard deviation, for the 50 samples of a window at a share of one half, taken as independent)."""
@@ -48,7 +51,8 @@ class Hang:
     called: str
     """Where the collectives of the ranks part; may be empty."""
     stack: list[str]
-    """Of the culprit's working thread, most recent call last; empty if it wrote none."""
+    """Of the culprit's working thread, most recent call last; empty if it wrote none. Those of the loader processes
+    that it waits for follow."""
 
 
 @dataclass
@@ -151,6 +155,8 @@ class HangDetector:
             status.is_examined = 1
         stacks = self._stacks(run_dir)
         rank, reason = self._culprit(now, states, stacks)
+        if self.observed[rank].snapshot.phase in FETCHING:
+            stacks[rank] += stacks_of_loaders(run_dir, rank, self.pids[rank])
         culprit = self.observed[rank]
         others = [f"rank {other} in {seen.snapshot.where}" for other, seen in enumerate(self.observed) if other != rank]
         seconds, called = now - culprit.progress_at, self._calls(run_dir)
@@ -210,14 +216,65 @@ def working_stack(run_dir: Path, rank: int) -> list[str]:
     Autograd computes the gradients of a GPU in a thread of its own, and calls the user's hooks there; on a CPU it uses
     the main thread.
     """
-    try:
-        text = stack_file(run_dir, rank).read_text(errors="replace")
-    except OSError:
-        return []
+    return _newest(_written(run_dir, rank))
+
+
+def _newest(text: str) -> list[str]:
     threads = [block.splitlines()[1:] for block in text.split("\n\n")]  # the newest thread first, the main one last
     threads = [[line for line in lines if line.startswith("  File ")] for lines in threads]
     own = [lines[::-1] for lines in threads if lines and not lines[-1].rstrip().endswith(" in _bootstrap")]
     return own[0] if own else []
+
+
+def _written(run_dir: Path, rank: int) -> str:
+    try:
+        return stack_file(run_dir, rank).read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def stacks_of_loaders(run_dir: Path, rank: int, pid: int) -> list[str]:
+    """The stacks of a rank's loader processes, each under a line that names it; of one that is stopped that line alone.
+
+    A forked process has the command line of its parent, and its handler of SIGUSR2, which writes to the same file even
+    before the process has run a line of Python.
+    """
+    found, deadline, command = [], time.monotonic() + STACK_SECONDS, command_of(pid)
+    for loader in [child for child in children_of(pid) if command_of(child) == command]:
+        before, state = _written(run_dir, rank), state_of(loader)
+        stack: list[str] = []
+        if state not in STATES:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(loader, signal.SIGUSR2)
+            while not stack and time.monotonic() < deadline:
+                time.sleep(0.05)
+                stack = _of_loader(_newest(_written(run_dir, rank).removeprefix(before)))
+        known = "most recent call last" if stack else STATES.get(state, "it wrote no stack")
+        found += [f"its loader process {loader} ({known})" + ":" * bool(stack), *stack]
+    return found
+
+
+def _of_loader(stack: list[str]) -> list[str]:
+    """Without the calls of the rank that forked it, if it has come to its own."""
+    begins = [number for number, line in enumerate(stack) if "multiprocessing/process.py" in line]
+    return stack[begins[-1] + 1 :] or stack if begins else stack
+
+
+def note_late(run_dir: Path, pids: dict[int, int], statuses: Sequence[RankStatus]) -> None:
+    """Writes into the log of each of these ranks, which should have stopped, where they are. pids: by rank."""
+    for rank, pid in pids.items():
+        before = _written(run_dir, rank)
+        with contextlib.suppress(ProcessLookupError):
+            signal_main_thread(pid, signal.SIGUSR2)
+        deadline = time.monotonic() + STACK_SECONDS
+        while (text := _written(run_dir, rank)) == before and time.monotonic() < deadline:
+            time.sleep(0.02)
+        time.sleep(0.02)  # for one that is being written
+        text = _written(run_dir, rank)
+        where = statuses[rank].snapshot().where
+        lines = [f"a rank is lost, and this one, in {where}, has not stopped for it; its threads:", text[len(before) :]]
+        with contextlib.suppress(OSError), (run_dir / "logs" / f"rank_{rank}.log").open("a") as file:
+            file.write("\n".join(lines))
 
 
 def _is_waiting(stack: list[str]) -> bool:

@@ -7,6 +7,7 @@ workers' is training/just_in_time.py. They speak through the status board alone:
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -14,6 +15,9 @@ from dataclasses import asdict, dataclass
 from ddp_train.resilience.heartbeat import SAVE, SAVED, STOP, STOPPED, TRAINING, StatusBoard
 
 POLL_SECONDS = 0.002
+LATE_SECONDS = 2.0
+"""How long a survivor may take to stop once another one has. 20 to 300 ms are usual: its heartbeat looks five times a
+second."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +40,18 @@ def save_by_survivor(
     seconds: float,
     given_up: Callable[[], bool],
     before_saving: Callable[[], None] = lambda: None,
+    on_late: Callable[[list[int]], None] = lambda _: None,
 ) -> int | None:
     """Lets the survivors stop, and the one that is furthest save its state. Returns its step, None if none was saved.
 
     Survivors are at most one step apart. Who has completed a step had everybody's contribution to it, so the highest
     one is right; a step that only the dead rank had completed is computed again. If the one that saves dies, the next
-    best does it. seconds: how long stopping may take (20 ms, unless a rank computes for long without an exchange), and
-    how long saving. given_up: ends the waiting. before_saving: what must be over before a survivor writes.
+    best does it. Who stands still where no broken connection is noticed, in code of the user's or while it waits for a
+    batch, has no step that those who have stopped lack: it is not waited for beyond LATE_SECONDS.
+
+    seconds: how long stopping may take (20 ms, unless a rank computes for long without an exchange), and how long
+    saving. given_up: ends the waiting. before_saving: what must be over before a survivor writes. on_late: is told
+    the ranks that are not waited for.
     """
     ranks = range(len(board.ranks))
     for rank in ranks:
@@ -53,7 +62,22 @@ def save_by_survivor(
         while not until() and time.monotonic() < deadline and not given_up():
             time.sleep(POLL_SECONDS)
 
-    wait(lambda: not any(board.ranks[rank].state == TRAINING and is_alive(rank) for rank in ranks))
+    def those(state: int) -> list[int]:
+        return [rank for rank in ranks if board.ranks[rank].state == state and is_alive(rank)]
+
+    late_at = math.inf
+
+    def have_stopped() -> bool:
+        nonlocal late_at
+        training, best = those(TRAINING), max((board.ranks[rank].step for rank in those(STOPPED)), default=-1)
+        if best >= 0:
+            late_at = min(late_at, time.monotonic() + LATE_SECONDS)
+        is_behind = all(board.ranks[rank].step <= best for rank in training)
+        return not training or (is_behind and time.monotonic() > late_at)
+
+    wait(have_stopped)
+    if (late := those(TRAINING)) and not given_up():
+        on_late(late)
     before_saving()
     stopped = [rank for rank in ranks if board.ranks[rank].state == STOPPED]
     for rank in sorted(stopped, key=lambda rank: -board.ranks[rank].step):

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from ddp_train.distributed.world import World
+from ddp_train.errors import PeersLostError
 from ddp_train.resilience.failure_report import RankStatus
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
@@ -62,6 +63,8 @@ class StopController:
         self.is_leaving = False
         """Whether this process ends by itself, and has a failure to report before."""
         self.is_closed = False
+        self.is_in_vain = False
+        """Whether a rank was lost before all had agreed."""
         self.agreeing: threading.Thread | None = None
         self.signal_number = 0
         self.status = RankStatus()
@@ -69,9 +72,12 @@ class StopController:
         self.leave: Callable[[int], Any] = os._exit
 
     def allows(self, step: int) -> bool:
-        """Whether training continues after `step` steps. At the limit it waits until the last step is agreed."""
+        """Whether training continues after `step` steps. At the limit it waits until the last step is agreed. Raises
+        PeersLostError if `end_waiting` was called before it was."""
         if step >= self.limit:
             self.is_agreed.wait()
+            if self.is_in_vain:
+                raise PeersLostError
         return step < self.limit
 
     @contextlib.contextmanager
@@ -153,6 +159,13 @@ class StopController:
         evaluation that a stop has cut off shows on each."""
         with self.deciding:
             self.last_step = self.limit = step
+            self.is_agreed.set()
+
+    def end_waiting(self) -> None:
+        """From any thread, once a rank is lost: its answer will not come, and who waits for that is in no collective
+        that would fail."""
+        with self.deciding:
+            self.is_in_vain = not self.is_agreed.is_set()
             self.is_agreed.set()
 
     def _read_signals(self, read_end: int) -> None:

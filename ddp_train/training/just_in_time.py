@@ -84,7 +84,7 @@ class JustInTime:
         self.own.begin(job)
         self.status.acted = job.step - hooks_owed
         self.survivor.around_hooks(job)
-        self.status.on_stop = break_connections
+        self.status.on_stop = lambda: _wake(job)
         self.status.state = TRAINING
         try:
             yield
@@ -134,3 +134,9 @@ class JustInTime:
         deadline = time.monotonic() + END_SECONDS
         while self.status.order == while_it_is and time.monotonic() < deadline:
             time.sleep(0.001)
+
+
+def _wake(job: Job) -> None:
+    """Ends what training may wait for."""
+    break_connections()
+    job.stop.end_waiting()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.loader import Batch, Loader
-from ddp_train.distributed.connections import PeersLostError
+from ddp_train.errors import PeersLostError
 from ddp_train.optim.stepper import Stepper
 from ddp_train.resilience.heartbeat import PHASE_NUMBERS, RankStatus
 from ddp_train.tasks.mean_loss import Mean
