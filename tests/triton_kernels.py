@@ -74,9 +74,10 @@ def check_which_layers_are_replaced() -> None:
         nn.MaxPool2d(3, 2, dilation=2),
         nn.MaxPool2d((3, 3), 2),
         nn.MaxPool2d(3, 2, return_indices=True),
+        nn.MaxPool2d(13, 2),
     )
     replace_max_pools(layers)
-    assert [type(layer) is MaxPool2d for layer in layers] == [True, False, False, False, False, False]
+    assert [type(layer) is MaxPool2d for layer in layers] == [True, *[False] * 6]
 
 
 if __name__ == "__main__":
