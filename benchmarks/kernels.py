@@ -66,7 +66,6 @@ def of_losses(measure: Measure) -> None:
     targets = torch.randint(0, CLASSES, (TOKENS,), device="cuda", generator=draw)
     hidden = torch.randn(TOKENS, WIDTH, device="cuda", generator=draw).requires_grad_()
     weight = (0.02 * torch.randn(CLASSES, WIDTH, device="cuda", generator=draw)).requires_grad_()
-    logits = torch.randn(TOKENS, CLASSES, device="cuda", dtype=torch.bfloat16, generator=draw).requires_grad_()
     losses = {
         "torch's compiler": lambda logits: functional.cross_entropy(logits, targets, reduction="sum"),
         "ours": lambda logits: cross_entropy_sum(logits, targets),
@@ -79,8 +78,9 @@ def of_losses(measure: Measure) -> None:
 
         measure(f"head, {name}", head, [hidden, weight])
         hidden.grad = weight.grad = None
+    logits = torch.randn(TOKENS, CLASSES, device="cuda", dtype=torch.bfloat16, generator=draw).requires_grad_()
+    for name, loss in losses.items():
         measure(f"loss, {name}", loss, [logits])
-        logits.grad = None
 
 
 def of_pools(measure: Measure) -> None:

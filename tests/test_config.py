@@ -16,6 +16,7 @@ import os
 import pty
 import re
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -606,6 +607,8 @@ def test_trusted_code_is_imported_when_it_is_called(tmp_path: Path, monkeypatch:
     words = ["model._target_=mine_alone.Thing", "model.size=3", "trusted_modules=[mine_alone]", "run_dir=run"]
     config = prepare(PROGRAM, words, None).config
     assert config.words_to_resume == "run_dir=run trusted_modules=[mine_alone]", "typed again"
+    odd = dataclasses.replace(config, run_dir="a run=(1)", trusted_modules=[])
+    assert shlex.split(odd.words_to_resume) == ['run_dir="a run=(1)"'], "as Hydra reads it, behind a shell"
     assert not (tmp_path / "imported").exists()
     assert instantiate("model", config.model) == {"size": 3}
     assert (tmp_path / "imported").exists()

@@ -5,11 +5,14 @@ TRITON_INTERPRET=1 python -m tests.triton_kernels
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn import functional
 
 from ddp_train.performance.cross_entropy import IGNORED, cross_entropy
+from ddp_train.performance.custom_ops import only_backward
 from ddp_train.performance.max_pool import MaxPool2d, max_pool, replace_max_pools
 
 WINDOWS = [
@@ -20,6 +23,8 @@ WINDOWS = [
     (1, 2, 8, 8, 2, 3, 1),
     (1, 2, 13, 13, 5, 2, 2),
     (3, 64, 20, 20, 3, 2, 1),
+    (1, 2, 16, 17, 7, 3, 3),
+    (1, 2, 24, 23, 11, 5, 5),
 ]
 
 
@@ -46,17 +51,19 @@ def check_max_pool(device: str, dtype: torch.dtype = torch.float32) -> None:
 def check_cross_entropy(device: str, dtype: torch.dtype = torch.float32) -> None:
     """Against float64: a row without a target, rows of which some classes, or the first 4,096, are ruled out."""
     draw = torch.Generator().manual_seed(0)
-    for classes in (4096, 5000, 9001):
-        values = torch.randn(9, classes, generator=draw) * 3
+    for classes, size in ((4096, 3), (5000, 30), (9001, 300)):
+        values = torch.randn(9, classes, generator=draw) * size
+        values[2, 4000] = 100 + values[2].max()  # nearly certain: its loss is 0, and not below
         values[0, :100] = -torch.inf
         values[1, : classes - 1] = -torch.inf
         targets = torch.randint(200, classes, (9,), generator=draw)
-        targets[1], targets[3] = classes - 1, IGNORED
+        targets[1], targets[2], targets[3] = classes - 1, 4000, IGNORED
         logits = values.to(device, dtype).requires_grad_()
         exact = logits.detach().double().requires_grad_()
         losses = cross_entropy(logits, targets.to(device))[0]
         expected = functional.cross_entropy(exact, targets.to(device), reduction="none")
-        torch.testing.assert_close(losses.double(), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(losses.double(), expected, rtol=1e-5, atol=1e-6)
+        assert losses.min() >= 0
         weights = torch.rand(9, generator=draw).to(device)
         losses.backward(weights)
         expected.backward(weights.double())
@@ -75,9 +82,42 @@ def check_which_layers_are_replaced() -> None:
         nn.MaxPool2d((3, 3), 2),
         nn.MaxPool2d(3, 2, return_indices=True),
         nn.MaxPool2d(13, 2),
+        nn.MaxPool2d(3, 2, padding=2),
     )
     replace_max_pools(layers)
-    assert [type(layer) is MaxPool2d for layer in layers] == [True, *[False] * 6]
+    assert [type(layer) is MaxPool2d for layer in layers] == [True, *[False] * 7]
+
+
+def check_compiled() -> None:
+    """The gradients by torch's compiler, as far as it works without a GPU: by what it knows of our operators."""
+    images = torch.randn(2, 4, 9, 9).contiguous(memory_format=torch.channels_last)
+    targets = torch.tensor([3, 7])
+
+    def loss(images: torch.Tensor) -> torch.Tensor:
+        rows = max_pool(images.relu(), 3, 2, 1)[0].flatten(1).repeat(1, 50)
+        return cross_entropy(rows, targets)[0].sum()
+
+    gradients = []
+    for function in (loss, torch.compile(loss, backend="aot_eager")):
+        leaf = images.detach().requires_grad_()
+        function(leaf).backward()
+        gradients.append(leaf.grad)
+    torch.testing.assert_close(*gradients)
+
+
+def check_what_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="a target is no number from 0 to 4999, nor -100"):
+        cross_entropy(torch.zeros(1, 5000), torch.tensor([5000]))
+    with pytest.raises(ValueError, match="one target a row is needed"):
+        cross_entropy(torch.zeros(4, 5000), torch.tensor([1, 2]))
+    image = torch.randn(1, 2, 8, 8, requires_grad=True)
+    (gradient,) = torch.autograd.grad((max_pool(image, 3, 2, 1)[0] ** 2).sum(), image, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        gradient.sum().backward()
+    assert only_backward()
+    assert torch.func.grad(lambda x: x * float(not only_backward()))(torch.ones(())) == 1, "torch's own are taken"
+    with forward_ad.dual_level():
+        assert not only_backward()
 
 
 if __name__ == "__main__":
@@ -85,9 +125,5 @@ if __name__ == "__main__":
     check_max_pool("cpu")
     check_cross_entropy("cpu")
     check_cross_entropy("cpu", torch.bfloat16)
-    try:
-        cross_entropy(torch.zeros(1, 5000), torch.tensor([5000]))
-    except RuntimeError as error:
-        assert "a target is no number from 0 to 4999, nor -100" in str(error)
-    else:
-        raise AssertionError("a target beyond the classes was taken")
+    check_compiled()
+    check_what_is_refused()

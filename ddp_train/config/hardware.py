@@ -14,6 +14,7 @@ from typing import Any
 import pynvml
 
 from ddp_train.distributed.environment import c_compiler
+from ddp_train.text import counted
 
 PACKAGES = ("torch", "torchvision", "numpy", "ddp-train")
 """Whose versions results depend on."""
@@ -128,7 +129,7 @@ def hardware_description(machine: Hardware) -> str:
         found = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line]
         model = found[0] if found else model
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    host = f"{machine.cpus} cores {model}, {memory:.0f} GiB"
+    host = f"{counted(machine.cpus, 'core')} {model}, {memory:.0f} GiB"
     gpus = f"{machine.gpus} x {machine.gpu_name}, {machine.gpu_bytes / 2**30:.0f} GiB; " if machine.gpus else ""
     return gpus + host
 
@@ -139,7 +140,9 @@ def why_no_triton() -> str:
         return "no Triton"
     if not c_compiler():
         return "no C compiler"
-    return "" if Path(sysconfig.get_path("include"), "Python.h").exists() else "no Python.h (python3-dev)"
+    scheme = sysconfig.get_default_scheme()
+    headers = sysconfig.get_path("include", "posix_prefix" if scheme == "posix_local" else scheme)  # as Triton does
+    return "" if Path(headers, "Python.h").exists() else "no Python.h (python3-dev)"
 
 
 def versions() -> dict[str, str]:

@@ -8,6 +8,7 @@ without annotation are no keys: they hold what is true of options that have no s
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass, field
 from typing import Any, Union
 
@@ -19,6 +20,7 @@ from ddp_train.config.options.optimizer import OPTIMIZERS, SgdConfig
 from ddp_train.config.options.schedule import SCHEDULES, CosineConfig
 from ddp_train.config.options.strategy import STRATEGIES, DdpConfig
 from ddp_train.config.options.task import TASKS, AutoTaskConfig
+from ddp_train.text import word
 
 
 @dataclass
@@ -287,7 +289,7 @@ class Config:
     def words_to_resume(self) -> str:
         """What to type to resume the run. Code of your own has to be trusted again: SECURITY.md."""
         packages = ",".join(self.trusted_modules)
-        return f"run_dir={self.run_dir}" + (f" trusted_modules=[{packages}]" if packages else "")
+        return shlex.quote(word("run_dir", self.run_dir)) + (f" trusted_modules=[{packages}]" if packages else "")
 
 
 def _by_name(*schemas: type) -> dict[str, Any]:

@@ -30,9 +30,9 @@ class LoaderProcesses:
     """
 
     def __init__(self, count: int) -> None:
-        method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
-        self.begun = mmap.mmap(-1, count) if count and method == "fork" else None
-        """Which of them run Python, a byte for each; None where they are not forked."""
+        self.count = count
+        self.begun: mmap.mmap | None = None
+        """Which of them run Python, a byte for each; None where they are not forked: it cannot be sent to a process."""
 
     def enter(self, worker: int) -> None:
         """Called first in each of them."""
@@ -44,6 +44,9 @@ class LoaderProcesses:
     def first(self, loader: Iterable[Any]) -> Iterator[Any]:
         """The batches of a DataLoader from the first one on. If a process has not come to life within BEGIN_SECONDS,
         all are started anew: they have no state, and no batch was taken."""
+        method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+        if self.begun is None and self.count and method == "fork":
+            self.begun = mmap.mmap(-1, self.count)
         for _ in range(BEGIN_TRIES if self.begun else 0):
             assert self.begun is not None
             if getattr(loader, "_iterator", None) is None:  # else it is persistent, and its processes live
@@ -74,8 +77,9 @@ def _kill(batches: Any) -> None:
     # Else torch raises wherever the main thread is.
     signal_handling._remove_worker_pids(id(batches))  # pyright: ignore[reportPrivateImportUsage]
     batches._worker_pids_set = False
+    batches._workers_done_event.set()  # before: a process that dies while it looks at it keeps its lock
     for worker in batches._workers:
         worker.kill()
-        worker.join()
+        worker.join(BEGIN_SECONDS)
         remove_shared_memory(worker.pid)
     batches._shutdown_workers()

@@ -12,6 +12,7 @@ import re
 import shutil
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -339,7 +340,17 @@ def visible_devices() -> str | None:
 
 def c_compiler() -> str | None:
     """As Triton looks for one."""
-    return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    if "CC" in os.environ:
+        return shutil.which(os.environ["CC"])
+    return shutil.which("gcc") or shutil.which("clang")
+
+
+def set_triton_cache() -> None:
+    """Triton keeps kernels in the home folder, which a container with another user may not have; torch's compiler keeps
+    its own in the folder for temporary files, too."""
+    home = Path("~/.triton").expanduser()
+    if not os.access(home if home.exists() else home.parent, os.W_OK):
+        os.environ.setdefault("TRITON_CACHE_DIR", str(Path(tempfile.gettempdir(), f"triton_{os.getuid()}")))
 
 
 def disable_tracker_telemetry() -> None:

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import select
+import shlex
 import socket
 import struct
 import sys
@@ -28,7 +29,7 @@ from ddp_train.errors import ConfigError, PeerError
 from ddp_train.launcher.size import shown_counts
 from ddp_train.resilience import run_lock
 from ddp_train.resilience.failure_report import SUMMARY
-from ddp_train.text import counted, did_you_mean
+from ddp_train.text import counted, did_you_mean, word
 
 RESIZE = "resize"
 WORD_SECONDS = 1.0
@@ -153,7 +154,7 @@ def resize(words: list[str]) -> int:
     except ConnectionRefusedError:
         answer = {"done": False, "text": "the launcher takes no requests at this moment; try again in a second"}
     except (OSError, ValueError):
-        again = f"{typed()} run_dir={run_dir}"
+        again = f"{typed()} {shlex.quote(word('run_dir', run_dir))}"
         answer = {"done": False, "text": f"the launcher ended before the change; `{again}` resumes the run"}
     except KeyboardInterrupt:
         print(f"{named}: no longer waited for; the run changes all the same", file=sys.stderr)
@@ -165,7 +166,7 @@ def resize(words: list[str]) -> int:
 def _running(run_dir: Path, number: str) -> tuple[Config, dict[str, str]]:
     """The config and the lock's owner of a run that is running here. Raises ConfigError if there is none, or if its
     number of processes is fixed."""
-    named, again = f"{RESIZE} {run_dir} {number}", f"{typed()} run_dir={run_dir}"
+    named, again = f"{RESIZE} {run_dir} {number}", f"{typed()} {shlex.quote(word('run_dir', run_dir))}"
     try:
         if not (run_dir / FILE).is_file():
             beside = [path.parent.name for path in run_dir.parent.glob(f"*/{FILE}")]

@@ -17,27 +17,33 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
+from ddp_train.performance.custom_ops import once_differentiable, only_backward
+
 IGNORED = -100
 """torch's own: a target of this value has no loss."""
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 FEWEST_CLASSES = 4096
-"""Fewer than that the compiler reads once, too, and fuses with what made them."""
+"""With fewer, a row fits into one block of the compiler's kernels, which then read it once, too."""
 BLOCK, WARPS = 4096, 4
-"""On an H200 in bf16: forward 1.52 ms, with eight warps 1.81; backward 3.2, whatever they are."""
+"""Of the logits above on an H200, by themselves: forward 1.52 ms, with eight warps 1.81; backward 3.2 to 3.3."""
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
 def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
     """As torch's with reduction="sum", in float32. logits: [n, classes]; targets: int64 [n], -100 for none."""
-    if logits.is_cuda and logits.dtype in DTYPES and logits.shape[1] >= FEWEST_CLASSES:
+    if logits.is_cuda and logits.dtype in DTYPES and logits.shape[1] >= FEWEST_CLASSES and only_backward():
         return cross_entropy(logits, targets)[0].sum()
     return functional.cross_entropy(logits, targets, reduction="sum")
 
 
 @triton.jit
 def _forward(logits, targets, losses, norms, classes, ignored, BLOCK: tl.constexpr):
-    """A row each. Powers of two, which the GPU has: exp(x) = 2 ** (x / ln 2)."""
+    """A row each. Powers of two, which the GPU has: exp(x) = 2 ** (x / ln 2).
+
+    norms: the largest logit, and the logarithm of the sum of exponentials over it, [n, 2]. In one number a large logit
+    would take the digits of the sum.
+    """
     row = tl.program_id(0).to(tl.int64)
     logits += row * classes
     column = tl.arange(0, BLOCK)
@@ -45,16 +51,17 @@ def _forward(logits, targets, losses, norms, classes, ignored, BLOCK: tl.constex
     total = tl.full((), 0.0, tl.float32)
     for start in range(0, classes, BLOCK):
         there = start + column < classes
-        x = tl.load(logits + start + column, mask=there, other=float("-inf")).to(tl.float32) * LOG2_E
+        x = tl.load(logits + start + column, mask=there, other=float("-inf")).to(tl.float32)
         new = tl.maximum(largest, tl.max(x, 0))
         base = tl.where(new == float("-inf"), 0.0, new)  # a class that is ruled out has a logit of -inf
-        total = total * tl.exp2(largest - base) + tl.sum(tl.exp2(x - base), 0)
+        total = total * tl.exp2((largest - base) * LOG2_E) + tl.sum(tl.exp2((x - base) * LOG2_E), 0)
         largest = new
-    norm = largest + tl.log2(total)
+    norm = tl.log2(total)
     target = tl.load(targets + row)
     at_target = tl.load(logits + target, mask=target != ignored, other=0.0).to(tl.float32)
-    tl.store(losses + row, tl.where(target == ignored, 0.0, norm * LN_2 - at_target))
-    tl.store(norms + row, norm)
+    tl.store(losses + row, tl.where(target == ignored, 0.0, norm * LN_2 + (largest - at_target)))
+    tl.store(norms + 2 * row, largest)
+    tl.store(norms + 2 * row + 1, norm)
 
 
 @triton.jit
@@ -64,32 +71,36 @@ def _backward(logits, targets, norms, dlosses, dlogits, classes, ignored, BLOCK:
     logits += row * classes
     dlogits += row * classes
     column = tl.arange(0, BLOCK)
-    target, norm = tl.load(targets + row), tl.load(norms + row)
+    target, largest, norm = tl.load(targets + row), tl.load(norms + 2 * row), tl.load(norms + 2 * row + 1)
     factor = tl.load(dlosses + row)
     for start in range(0, classes, BLOCK):
         there = start + column < classes
         x = tl.load(logits + start + column, mask=there, other=0.0).to(tl.float32)
-        softmax = tl.exp2(x * LOG2_E - norm)
+        softmax = tl.exp2((x - largest) * LOG2_E - norm)
         gradient = tl.where(start + column == target, softmax - 1.0, softmax) * factor
         tl.store(dlogits + start + column, tl.where(target == ignored, 0.0, gradient), mask=there)
 
 
 @torch.library.custom_op("ddp_train::cross_entropy", mutates_args=())
 def cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The loss of each row and the logarithm, to base 2, of its sum of exponentials; float32 [n]."""
+    """The loss of each row, float32 [n], and what the backward pass needs, [n, 2]."""
+    if targets.shape != logits.shape[:1]:
+        raise ValueError(f"logits {list(logits.shape)} and targets {list(targets.shape)}: one target a row is needed")
+    targets = targets.long()
     losses, norms = _empty_rows(logits, targets)
     classes = logits.shape[1]
     known = ((targets >= 0) & (targets < classes)) | (targets == IGNORED)
     torch.ops.aten._assert_async.msg(known.all(), f"a target is no number from 0 to {classes - 1}, nor {IGNORED}")
     logits, targets = logits.contiguous(), targets.contiguous()
-    _forward[(len(logits),)](logits, targets, losses, norms, classes, IGNORED, BLOCK, num_warps=WARPS)
+    with torch.cuda.device_of(logits):
+        _forward[(len(logits),)](logits, targets, losses, norms, classes, IGNORED, BLOCK, num_warps=WARPS)
     return losses, norms
 
 
 @cross_entropy.register_fake
 def _empty_rows(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-    return losses, torch.empty_like(losses)
+    return losses, torch.empty(len(logits), 2, dtype=torch.float32, device=logits.device)
 
 
 @torch.library.custom_op("ddp_train::cross_entropy_backward", mutates_args=())
@@ -97,7 +108,8 @@ def _cross_entropy_backward(logits: Tensor, targets: Tensor, norms: Tensor, dlos
     logits, targets, dlosses = logits.contiguous(), targets.contiguous(), dlosses.contiguous()
     dlogits = torch.empty_like(logits)
     size = logits.shape[1], IGNORED, BLOCK
-    _backward[(len(logits),)](logits, targets, norms, dlosses, dlogits, *size, num_warps=WARPS)
+    with torch.cuda.device_of(logits):
+        _backward[(len(logits),)](logits, targets.long(), norms, dlosses, dlogits, *size, num_warps=WARPS)
     return dlogits
 
 
@@ -116,3 +128,4 @@ def _gradient(ctx: Any, dlosses: Tensor, _: Tensor | None) -> tuple[Tensor, None
 
 
 cross_entropy.register_autograd(_gradient, setup_context=_keep)
+_cross_entropy_backward.register_autograd(once_differentiable)

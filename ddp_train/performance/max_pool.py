@@ -1,7 +1,7 @@
 """Max pooling of channels_last images, with a backward pass that gathers.
 
 Each pixel looks which of the few windows over it have it as their maximum. torch's own backward pass, and that of its
-compiler, took 8.2 and 5.8 ms for a batch of 1,024 pictures of ResNet-50 in fp16 on an H200, whose 2.3 GB are read and
+compiler, took 8.2 and 5.8 ms for a batch of 1,024 pictures of ResNet-50 in fp16 on an H200, whose 2.5 GB are read and
 written in 0.6 (docs/benchmarks/speed.md).
 """
 
@@ -18,12 +18,14 @@ import triton.language as tl
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ddp_train.performance.custom_ops import once_differentiable, only_backward
+
 FORWARD_BLOCK, BACKWARD_BLOCK = 1024, 2048
 """Numbers for each program: on an H200, forward took 0.75 and 0.98 ms with 1,024 and 2,048, backward 1.76 and 1.49."""
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Sums are in float32."""
-LARGEST_KERNEL = 11
-"""The place of a maximum in its window is an int8."""
+LARGEST_KERNEL = 7
+"""Its loops are unrolled; the place of a maximum in its window is an int8, which ends at 11 x 11."""
 MOST_IMAGES = 2**16 - 1
 """The limit of CUDA for the second dimension of a grid."""
 
@@ -31,7 +33,7 @@ MOST_IMAGES = 2**16 - 1
 @triton.jit
 def _forward(x, y, winner, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr,
              K: tl.constexpr, S: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """winner: of each window the place of its maximum, row by row; the first of equals, and NaN before all."""
+    """winner: of each window the place of its maximum, row by row; the first of equals, and NaN wins."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < OH * OW * C
     image = tl.program_id(1).to(tl.int64)
@@ -72,10 +74,11 @@ def _backward(dy, winner, dx, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr,
 
 
 class MaxPool2d(nn.MaxPool2d):
-    """torch's, but for channels_last images on a GPU."""
+    """As torch's, by our kernels where the images are channels_last and on a GPU."""
 
     def forward(self, input: Tensor) -> Tensor:
         fits = input.is_cuda and input.dtype in DTYPES and input.ndim == 4 and len(input) <= MOST_IMAGES
+        fits = fits and min(input.shape[2:]) >= LARGEST_KERNEL and only_backward()
         if fits and input.is_contiguous(memory_format=torch.channels_last):
             return max_pool(input, self.kernel_size, self.stride, self.padding)[0]
         return functional.max_pool2d(input, self.kernel_size, self.stride, self.padding)
@@ -90,7 +93,7 @@ def replace_max_pools(model: nn.Module) -> None:
         if type(layer) is nn.MaxPool2d and not layer.return_indices and not layer.ceil_mode and layer.dilation == 1:
             kernel, stride = layer.kernel_size, layer.stride
             square = all(isinstance(size, int) for size in (kernel, stride, layer.padding))
-            if square and stride < kernel <= LARGEST_KERNEL:  # pyright: ignore[reportOperatorIssue]
+            if square and stride < kernel <= LARGEST_KERNEL and 2 * layer.padding <= kernel:  # pyright: ignore
                 layer.__class__ = MaxPool2d
 
 
@@ -102,7 +105,8 @@ def max_pool(images: Tensor, kernel: int, stride: int, padding: int) -> tuple[Te
     (n, c, oh, ow), (h, w) = y.shape, images.shape[2:]
     images = images.contiguous(memory_format=torch.channels_last)
     grid = triton.cdiv(oh * ow * c, FORWARD_BLOCK), n
-    _forward[grid](images, y, winner, h, w, c, oh, ow, kernel, stride, padding, FORWARD_BLOCK)
+    with torch.cuda.device_of(images):
+        _forward[grid](images, y, winner, h, w, c, oh, ow, kernel, stride, padding, FORWARD_BLOCK)
     return y, winner
 
 
@@ -123,7 +127,8 @@ def _max_pool_backward(dy: Tensor, winner: Tensor, h: int, w: int, kernel: int, 
     n, c, oh, ow = dy.shape
     dy = dy.contiguous(memory_format=torch.channels_last)
     grid = triton.cdiv(h * w * c, BACKWARD_BLOCK), n
-    _backward[grid](dy, winner, dx, h, w, c, oh, ow, kernel, stride, padding, BACKWARD_BLOCK)
+    with torch.cuda.device_of(dy):
+        _backward[grid](dy, winner, dx, h, w, c, oh, ow, kernel, stride, padding, BACKWARD_BLOCK)
     return dx
 
 
@@ -146,3 +151,4 @@ def _gradient(ctx: Any, dy: Tensor, _: Tensor | None) -> tuple[Tensor, None, Non
 
 
 max_pool.register_autograd(_gradient, setup_context=_keep)
+_max_pool_backward.register_autograd(once_differentiable)

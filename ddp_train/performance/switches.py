@@ -6,8 +6,9 @@ import gc
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
-from ddp_train.distributed.environment import set_cublas_workspace
+from ddp_train.distributed.environment import set_cublas_workspace, set_triton_cache
 from ddp_train.performance.activation_checkpointing import checkpoint_blocks
 from ddp_train.tasks.language_model import LanguageModel
 from ddp_train.tasks.task import ModelWithTask
@@ -56,12 +57,16 @@ def tune_model(
 
 
 def use_triton_kernels(module: ModelWithTask) -> None:
-    """Needs Triton, which is imported here."""
-    from ddp_train.performance import cross_entropy, max_pool
+    """Triton is imported only for a model and a task that have use for it."""
+    set_triton_cache()
+    if any(isinstance(layer, nn.MaxPool2d) for layer in module.model.modules()):
+        from ddp_train.performance.max_pool import replace_max_pools
 
-    max_pool.replace_max_pools(module.model)
+        replace_max_pools(module.model)
     if isinstance(module.task, LanguageModel):
-        module.task.cross_entropy_sum = cross_entropy.cross_entropy_sum
+        from ddp_train.performance.cross_entropy import cross_entropy_sum
+
+        module.task.cross_entropy_sum = cross_entropy_sum
 
 
 def set_garbage_collection(freeze: bool) -> None:

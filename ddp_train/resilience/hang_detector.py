@@ -239,9 +239,9 @@ def stacks_of_loaders(run_dir: Path, rank: int, pid: int) -> list[str]:
     A forked process has the command line of its parent, and its handler of SIGUSR2, which writes to the same file even
     before the process has run a line of Python.
     """
-    found, deadline, command = [], time.monotonic() + STACK_SECONDS, command_of(pid)
+    found, command = [], command_of(pid)
     for loader in [child for child in children_of(pid) if command_of(child) == command]:
-        before, state = _written(run_dir, rank), state_of(loader)
+        before, state, deadline = _written(run_dir, rank), state_of(loader), time.monotonic() + STACK_SECONDS
         stack: list[str] = []
         if state not in STATES:
             with contextlib.suppress(ProcessLookupError):

@@ -203,7 +203,8 @@ class StopController:
                     self.last_step = step  # before `limit`: training that passes `allows` must find it
                     self.limit = step
                     self.is_agreed.set()
-            log.info("asked to stop; agreed on step %d", self.last_step)
+            if not self.is_in_vain:
+                log.info("asked to stop; agreed on step %d", self.last_step)
         except RuntimeError as error:  # the store is gone: the run is over, or rank 0, which serves it, has ended
             if not self.is_over.is_set():
                 log.info("ranks can no longer agree on a stop: %s", error)

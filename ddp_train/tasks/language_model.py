@@ -51,7 +51,7 @@ class LanguageModel(BuiltIn):
             if isinstance(batch, Mapping):
                 given = {name: value for name, value in batch.items() if name != "labels"}
                 labels = batch.get("labels", _padding_ignored(batch))
-                # The last position has no target: cut off, the logits would be copied to lie in one piece.
+                # The last position has no target, and is ignored: without it, flattening would copy all logits.
                 logits, targets = one_tensor(model(**given)), functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
             elif isinstance(batch, Tensor):
                 logits, targets = one_tensor(model(batch[:, :-1])), batch[:, 1:]

@@ -108,7 +108,7 @@ class RunningLoss:
             rows = [row]
         else:
             columns = [_column(values, device) for values in (collected, counted, numbers)]
-            rows, width = from_all_ranks(torch.cat(columns)).tolist(), len(columns[1])  # of replicas a column each
+            rows, width = from_all_ranks(torch.cat(columns)).tolist(), len(columns[1])  # replicas have a column each
         self.seen.clear()
         self.known_sum = self.known_units = 0.0
         first, second = len(collected), len(collected) + width
