@@ -161,9 +161,10 @@ class ModelWithTask(nn.Module):
         assert model is not None
         if self.autocast is None:
             found = self.task.loss(model, batch)
-            return found if self.is_ours else checked_loss(found, self.task)
-        with torch.autocast(self.device_type, self.autocast):
-            return checked_loss(self.task.loss(model, batch), self.task)
+        else:
+            with torch.autocast(self.device_type, self.autocast):
+                found = self.task.loss(model, batch)
+        return found if self.is_ours else checked_loss(found, self.task)
 
     def score(self, batch: Any) -> ScoreSums:
         """The metrics of a batch; see `Task.score`. With further metrics also its `PREDICTIONS`."""
