@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ddp_train.config.program import Program, started
+from ddp_train.distributed.agent import end_with_agent
 from ddp_train.distributed.environment import (
     restart_in_utf8,
     world_from_environment,
@@ -27,7 +28,7 @@ from ddp_train.launcher.fork_server import ForkServer
 from ddp_train.launcher.new_project import INIT, create
 from ddp_train.launcher.packages import require_packages
 from ddp_train.launcher.stop_requests import StopRequests
-from ddp_train.linux import end_with_parent, keep_exit_codes
+from ddp_train.linux import keep_exit_codes
 from ddp_train.resilience import stdio
 from ddp_train.resilience.preemption import INTERRUPTED
 
@@ -56,7 +57,7 @@ def main(script: Path | None, argv: list[str]) -> int:
     except ConfigError as error:
         return refuse(None, error)
     if world:  # before torch is imported, which takes seconds: an agent that is killed meanwhile leaves nobody behind
-        end_with_parent()
+        end_with_agent(world)
         write_begun()
     if world and not world.is_leader:  # rank 0 composes, prints and refuses for all
         return 0 if any(word.startswith("-") for word in argv) else under_torchrun(program, world, argv, None)

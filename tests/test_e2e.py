@@ -6,6 +6,9 @@ import dataclasses
 import json
 import re
 import shutil
+import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -16,12 +19,14 @@ from safetensors.torch import load
 from ddp_train.config.freeze import load_frozen, to_values
 from ddp_train.distributed.process_group import local_leader_first
 from ddp_train.distributed.world import World
+from ddp_train.errors import PeerError
 from tests.commands import (
     LAUNCH,
     ONE,
     SMALL,
     THREE,
     checkpoints,
+    environment,
     fatal_lines,
     foreign_code,
     foreign_net,
@@ -171,6 +176,25 @@ def test_torchrun_is_refused_and_leaves_no_file(words: list[str], problem: str, 
     assert len(parts) == 2
     for told in parts:  # at once, and on torchrun's last page
         assert told.count(problem) == told.count("1 problem in the configuration") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_worker_whose_agent_has_died_ends_before_it_imports_torch(tmp_path: Path) -> None:
+    """One that died in the worker's first moments: the kernel does not end it, and the agent's store is gone."""
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # it does not listen
+        variables = {
+            **{"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"},
+            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(nobody.getsockname()[1])},
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+        command = [sys.executable, "-X", "importtime", LAUNCH[1], f"run_dir={tmp_path / 'run'}"]
+        done = subprocess.run(
+            command, env=environment(variables), cwd=tmp_path, capture_output=True, text=True, timeout=60
+        )
+    assert done.returncode == PeerError.exit_code
+    assert "FATAL peer (rank 0)" in done.stderr and "so torchrun's agent, which served it, has ended" in done.stderr
+    assert re.search(r"\| +ddp_train\b", done.stderr) and not re.search(r"\| +torch\b", done.stderr)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -10,7 +10,6 @@ import contextlib
 import os
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,39 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_train.distributed.environment import has_agent_store
-from ddp_train.distributed.world import World
-from ddp_train.errors import PeerError, PeersLostError
+from ddp_train.errors import PeersLostError
 
 _of_groups: set[int] = set()
 """The sockets that process groups have opened, by number."""
 _breaking = threading.Lock()
 _stop_flag: list[StopFlag] = []
 """That of this process, once there is one."""
-
-
-def check_agent_lives(world: World, address: str, port: int) -> None:
-    """torchrun's agent listens before it starts workers: if its host answers that nobody does, it has died before
-    they could ask to be ended with it, and torch would try for `timeout_seconds`. Raises PeerError."""
-    if not has_agent_store():
-        return
-    for pause in (0, 0.3, 0.3):
-        time.sleep(pause)
-        if not _is_refused(address, port):
-            return
-    raise PeerError(
-        f"rank {world.rank} cannot reach the store at {address}:{port}: nothing is listening on that port, "
-        "so torchrun's agent, which served it, has ended",
-        "see the output of torchrun, and start the same command again",
-    )
-
-
-def _is_refused(address: str, port: int) -> bool:
-    try:
-        socket.create_connection((address, port), timeout=5).close()
-    except OSError as error:
-        return isinstance(error, ConnectionRefusedError)
-    return False
 
 
 class _InHostMemory:

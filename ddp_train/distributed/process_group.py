@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # pyright: ignore[reportPrivateImportUsage]
 
-from ddp_train.distributed.connections import check_agent_lives, check_peers, noting_sockets, trusted
+from ddp_train.distributed.agent import check_agent_lives
+from ddp_train.distributed.connections import check_peers, noting_sockets, trusted
 from ddp_train.distributed.environment import LISTEN_SOCKET
 from ddp_train.distributed.preflight import acknowledge
 from ddp_train.distributed.world import World
@@ -37,7 +38,7 @@ def open_store(world: World, timeout_seconds: float) -> Store:
     timeout = timedelta(seconds=timeout_seconds)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     listen_fd = os.environ.pop(LISTEN_SOCKET, None)
-    check_agent_lives(world, address, port)
+    check_agent_lives(world)
     try:
         if listen_fd is not None:
             store = TCPStore(

@@ -62,7 +62,6 @@ def main() -> NoReturn:
 
 def receive_config(world: World, text: str | None) -> tuple[Store, str]:
     """A rank under torchrun: rank 0 brings the frozen config, the others wait for it. Leaves if there is none."""
-    die_with_parent()
     try:
         store = open_store(world, JOIN_SECONDS)
         text = share_config(store, world, text)
