@@ -183,7 +183,7 @@ def test_an_own_optimizer_is_captured_if_it_says_that_it_can_be() -> None:
         for module in ("training.setup", "performance.cuda_graph"):
             stack.enter_context(mock.patch(f"ddp_train.{module}.on_stream", contextlib.nullcontext))
         job = job_of(config, World(), device="cpu")
-        assert isinstance(vars(job.stepper)["_stepper"], GraphedStepper)
+        assert isinstance(vars(job.stepper)["unreported"], GraphedStepper)
         config.optimizer.arguments["fused"] = False
         with pytest.raises(ConfigError, match="no attribute _step_supports_amp_scaling"):
             job_of(config, World(), device="cpu")

@@ -58,7 +58,7 @@ def kind(descriptor):
         name = os.readlink(f"/proc/self/fd/{descriptor}")
     except FileNotFoundError:  # the status board's thread had it open for a moment
         return "closed"
-    return name.split(":")[0] if ":" in name else name
+    return name.split(":")[0] if ":" in name else name.replace(f"/{os.getpid()}/", "/self/")
 
 
 class Net(nn.Module):

@@ -277,6 +277,30 @@ def test_a_device_is_not_free_while_a_process_of_its_job_lives(tmp_path: Path) -
         end_of(sweep)
 
 
+INTERRUPTED_JOB = """
+import signal
+import time
+from hydra_plugins.ddp_train_pool import _jobs
+
+def run():
+    try:
+        signal.raise_signal(signal.SIGINT)
+    finally:
+        None.half_done
+
+job = _jobs.start(0, [], run, None, [])
+while not job.poll():
+    time.sleep(0.01)
+print(job.exit_code, repr(job.returned([])._return_value))
+"""
+"""As OmegaConf did once: a with block of its that was left by Ctrl-C found None where a config should have been."""
+
+
+def test_a_job_is_interrupted_whatever_the_interruption_raises() -> None:
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED_JOB], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "-2 KeyboardInterrupt()\n", done.stderr
+
+
 def test_what_a_dead_job_has_left_ends_to_the_last_process() -> None:
     keep = _jobs.children()
     _jobs.adopt(True)

@@ -124,8 +124,12 @@ def _run(
         if output:
             _redirect(output)
         _reseed()
-        code = _tell(run(), result)
+        returned = run()
+        if _is_of_interrupt(returned._return_value):
+            raise KeyboardInterrupt
+        code = _tell(returned, result)
     except BaseException as error:  # noqa: BLE001  as at the end of any program
+        error = KeyboardInterrupt() if _is_of_interrupt(error) else error
         if isinstance(error, SystemExit):
             code = error.code if isinstance(error.code, int) else int(error.code is not None)
         elif isinstance(error, KeyboardInterrupt):
@@ -142,6 +146,13 @@ def _run(
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)
         os._exit(code)
+
+
+def _is_of_interrupt(error: Any) -> bool:
+    """Whether it came of Ctrl-C: what that leaves half done, in OmegaConf for one, may raise another error."""
+    while isinstance(error, BaseException) and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__
+    return isinstance(error, KeyboardInterrupt)
 
 
 def failed(error: BaseException, overrides: list[str] | None = None) -> JobReturn:
