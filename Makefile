@@ -5,8 +5,9 @@ ARGS ?=
 BIN := .venv/bin
 # Bytecode is kept, whatever the caller's setting: without it each test process rewrites every assert again, in 7 s.
 unexport PYTHONDONTWRITEBYTECODE
-# Four tests at a time, on two cores: tests wait for processes. tests/conftest.py groups them and puts slow ones first.
-PYTEST := $(BIN)/python -m pytest -n 4 --dist loadgroup --no-loadscope-reorder
+# Of all tests four at a time, on two cores: they wait for processes. The quick ones wait for nothing, so two at a time.
+# tests/conftest.py groups them and puts slow ones first.
+PYTEST := $(BIN)/python -m pytest --dist loadgroup --no-loadscope-reorder
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -15,13 +16,13 @@ train: .venv/base  ## train the digits on every GPU of this machine, or in two C
 	@$(BIN)/python launch.py $(ARGS)
 
 test: .venv/ready  ## the quick tests
-	$(PYTEST) -m "not slow and not nightly"
+	$(PYTEST) -n 2 -m "not slow and not nightly"
 
 check: rewritten lint  ## what CI runs: lint, format, types and every test but the nightly ones
-	$(PYTEST) -m "not nightly"
+	$(PYTEST) -n 4 -m "not nightly"
 
 check-all: rewritten lint  ## every test; docs/test_map.md says what the nightly ones add
-	$(PYTEST)
+	$(PYTEST) -n 4
 
 bench: .venv/ready  ## start-up against torchrun and overhead against a raw loop, on an idle machine; both have limits
 	$(BIN)/python benchmarks/startup.py

@@ -225,6 +225,7 @@ def test_the_next_best_saves_if_the_first_cannot() -> None:
         assert save_by_survivor(board, alive.__contains__, 5.0, lambda: False) is None
 
 
+@pytest.mark.slow
 def test_a_survivor_that_does_not_stop_is_waited_for_only_if_it_has_a_step_that_others_lack() -> None:
     for steps, at_least in (((8, None, 8, 7), LATE_SECONDS), ((9, None, 8, 8), 3.0)):
         late: list[int] = []

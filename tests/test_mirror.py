@@ -211,6 +211,7 @@ def at_the_end(mirroring: Mirroring, stop: StopController, config: Config) -> bo
     return finish(mirroring, config, stop, RankStatus(), "cpu")
 
 
+@pytest.mark.slow
 def test_the_end_of_a_run_waits_for_the_last_copy_as_long_as_it_moves(mirror: Mirror, tmp_path: Path) -> None:
     config = config_of(mirror, tmp_path / "run")
     config.launch.timeout_seconds, config.launch.grace_seconds = 0.5, 0.5

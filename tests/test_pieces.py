@@ -117,6 +117,7 @@ def test_nothing_saved_is_none_and_nothing_whole_is_an_error(tmp_path: Path) -> 
         ddp_train.load_checkpoint(tmp_path)
 
 
+@pytest.mark.slow
 def test_all_that_is_public_can_be_imported() -> None:
     names = "[getattr(ddp_train, name) for name in ddp_train.__all__]"
     code = f"import sys, ddp_train; assert 'torch' not in sys.modules; {names}"

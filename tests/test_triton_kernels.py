@@ -14,6 +14,7 @@ from ddp_train.distributed.environment import set_triton_cache
 from tests.commands import ROOT
 
 
+@pytest.mark.slow
 def test_our_kernels_compute_what_torchs_do() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     command = [sys.executable, "-m", "tests.triton_kernels"]
