@@ -1,12 +1,13 @@
 """Does GPT-2 learn by launch.py as it does in plain PyTorch? Their losses from the same weights, windows and seed.
 
-    python benchmarks/gpt2_curves.py [--steps 300] [--batch 64] [--output PAGE.md] [--plot PLOT.png] [--cpu]
+    python benchmarks/gpt2_curves.py [--steps 300] [--batch 64] [--output PAGE.md] [--cpu]
+    python benchmarks/gpt2_curves.py --plot PAGE.md PLOT.png
 
 launch.py trains experiment=gpt2_124m on one GPU with tuning=max. Then a plain loop trains: the network from the same
 seed, the windows in the order that launch.py's plan has, bf16 by autocast, torch's cross_entropy and fused AdamW,
 clipping to 1.0; once eager and once more with another seed for its weights, which shows how far apart two runs are
-that differ in nothing that matters. The corpus is the standard library of Python, a byte a token. --plot needs
-matplotlib. --cpu: a small network, to try the script.
+that differ in nothing that matters. The corpus is the standard library of Python, a byte a token. --plot draws the
+table of a page, and needs matplotlib. --cpu: a small network, to try the script.
 """
 
 from __future__ import annotations
@@ -81,14 +82,32 @@ def plain(run_dir: Path, device: str, seed_more: int) -> list[float]:
     return means.tolist()
 
 
+def plot(page: Path, into: Path) -> None:
+    """The losses of a page over the steps that they are means of, but for the first mean, which is twice the others."""
+    from matplotlib import pyplot
+
+    rows = [line.strip("| ").split(" | ") for line in page.read_text().splitlines() if " to " in line and "|" in line][
+        1:
+    ]
+    middles = [sum(map(int, row[0].split(" to "))) / 2 for row in rows]
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    for i, (name, style) in enumerate(((OURS, "-o"), (THEIRS, "--s"), (OTHER, ":^"))):
+        axes.plot(middles, [float(row[i + 1]) for row in rows], style, label=name, markersize=4)
+    axes.set(xlabel="step", ylabel="loss, nats a token", title="GPT-2 124M: the same windows in the same order")
+    axes.legend()
+    figure.savefig(into, dpi=120, bbox_inches="tight")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--plot", type=Path, nargs=2, metavar=("PAGE.md", "PLOT.png"))
     parser.add_argument("--cpu", action="store_true")
     arguments = parser.parse_args()
+    if arguments.plot:
+        return plot(*arguments.plot)
     from ddp_train.data.corpus import standard_library
 
     words, device = ["tuning=max"], "cuda"
@@ -103,7 +122,6 @@ def main() -> None:
         curves[THEIRS] = plain(run_dir, device, 0)
         curves[OTHER] = plain(run_dir, device, 1)
     gaps = {name: np.abs(np.subtract(curves[name], curves[THEIRS])) for name in (OURS, OTHER)}
-    shown = [*range(0, len(curves[OURS]), max(1, len(curves[OURS]) // 10)), len(curves[OURS]) - 1]
     publish(
         [
             "# The losses of GPT-2 124M by launch.py and by plain PyTorch",
@@ -114,7 +132,7 @@ def main() -> None:
             "|---:|---:|---:|---:|",
             *(
                 f"| {EVERY * i + 1} to {EVERY * i + EVERY} | {' | '.join(f'{one[i]:.4f}' for one in curves.values())} |"
-                for i in dict.fromkeys(shown)
+                for i in range(len(curves[OURS]))
             ),
             "",
             *(
@@ -126,15 +144,7 @@ def main() -> None:
         ],
         arguments.output,
     )
-    if arguments.plot:
-        from matplotlib import pyplot
-
-        figure, axes = pyplot.subplots(figsize=(7, 4))
-        for (name, curve), style in zip(curves.items(), ("-", "--", ":"), strict=True):
-            axes.plot(EVERY * np.arange(1, len(curve) + 1), curve, style, label=name)
-        axes.set(xlabel="step", ylabel="loss, nats a token", title="GPT-2 124M, the same windows in the same order")
-        axes.legend()
-        figure.savefig(arguments.plot, dpi=120, bbox_inches="tight")
+    return None
 
 
 if __name__ == "__main__":
