@@ -91,7 +91,7 @@ def ours(corpus: Path, batch: int, steps: int, processes: int, run_dir: Path, *o
         *(f"train.global_batch_size={batch * processes}", f"launch.nproc_per_node={processes}"),
         *(f"train.max_steps={WARM_UP_STEPS + steps}", "train.log_every_steps=10", "data.test_part=0.02"),
         *("train.evaluate_batch_size=8", "train.epochs=1000", "schedule.final_factor=1", "schedule.warmup_steps=0"),
-        *("tuning.compile=true", "strategy.gradient_as_bucket_view=true", "checkpoint.every_steps=1000000"),
+        *("tuning.compile=true", "checkpoint.every_steps=1000000"),
         f"data.vocabulary={VOCABULARY}",
         *overrides,
     ]

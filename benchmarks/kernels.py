@@ -4,7 +4,8 @@
 
 Median of 20 by CUDA events, after 4. head: 65,536 tokens of 768 numbers through GPT-2's head of 50,304 classes to their
 loss, bf16 by autocast. loss: the same without the matrix products. pool: the 3 x 3 max pool of ResNet-50 on 1,024
-pictures in fp16, channels_last. stem: batch norm, ReLU and that pool. Peak: of the memory that torch allocated.
+pictures in fp16, channels_last. stem: batch norm, ReLU and that pool. fetch: 1,024 of 2,048 pictures of 224 x 224,
+uint8, fetched and normalised, forward only. Peak: of the memory that torch allocated.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 TOKENS, WIDTH, CLASSES, PICTURES = 65_536, 768, 50_304, 1024
 
 
-def milliseconds(work: Callable[[], None]) -> tuple[float, float]:
+def milliseconds(work: Callable[[], object]) -> tuple[float, float]:
     """The median, and the peak in GiB."""
     for _ in range(4):
         work()
@@ -104,6 +105,19 @@ def of_pools(measure: Measure) -> None:
         measure(f"stem, {name}", stem, [images, *norm.parameters()])
 
 
+def of_fetches() -> dict[str, Callable[[], object]]:
+    from ddp_train.data.fetch_kernel import fetched
+    from ddp_train.data.rows import normalised_rows
+
+    held = torch.randint(0, 256, (2 * PICTURES, 3, 224, 224), dtype=torch.uint8, device="cuda")
+    held = held.contiguous(memory_format=torch.channels_last)
+    index, half = torch.randperm(2 * PICTURES, device="cuda")[:PICTURES], (0.5,) * 3
+    return {
+        "fetch, torch's": lambda: normalised_rows(held, index, half, half),
+        "fetch, ours": lambda: fetched(held, index, half, half),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path)
@@ -111,13 +125,18 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")
     rows: list[str] = []
 
-    def measure(name: str, function: Callable[[Tensor], Tensor], leaves: list[Tensor], compiled: bool = True) -> None:
-        time, peak = milliseconds(step(function, leaves, compiled))
+    def report(name: str, work: Callable[[], object]) -> None:
+        time, peak = milliseconds(work)
         rows.append(f"| {name} | {time:.2f} | {peak:.1f} |")
         print(rows[-1], file=sys.stderr, flush=True)
 
+    def measure(name: str, function: Callable[[Tensor], Tensor], leaves: list[Tensor], compiled: bool = True) -> None:
+        report(name, step(function, leaves, compiled))
+
     of_losses(measure)
     of_pools(measure)
+    for name, work in of_fetches().items():
+        report(name, work)
     publish(
         [
             "# Kernels by themselves, one GPU",

@@ -152,16 +152,15 @@ def contenders(arguments: argparse.Namespace) -> list[Contender]:
     b = arguments.batch
     rest = ["--device", device, "--batch", str(b), "--steps", str(arguments.steps), "--side", str(arguments.side)]
     eager = "tuning.compile=false"
-    view = "strategy.gradient_as_bucket_view=true"
     return [
         resnet("eager", b, eager),
         resnet("recommended", b, "tuning.compile=true", "strategy.broadcast_buffers=false"),
-        resnet("tuning=max", b, "tuning=max", "strategy.broadcast_buffers=false", view),
-        resnet("tuning=max, fp16, batch 512", 2 * b, "tuning=max", "tuning.precision=fp16", view,
+        resnet("tuning=max", b, "tuning=max", "strategy.broadcast_buffers=false"),
+        resnet("tuning=max, fp16, batch 512", 2 * b, "tuning=max", "tuning.precision=fp16",
                "strategy.broadcast_buffers=false"),
-        resnet("tuning=max, fp16, batch 1024", 4 * b, "tuning=max", "tuning.precision=fp16", view,
+        resnet("tuning=max, fp16, batch 1024", 4 * b, "tuning=max", "tuning.precision=fp16",
                "strategy.broadcast_buffers=false"),
-        resnet("tuning=max, fp16, batch 1024, torch's own kernels", 4 * b, "tuning=max", "tuning.precision=fp16", view,
+        resnet("tuning=max, fp16, batch 1024, torch's own kernels", 4 * b, "tuning=max", "tuning.precision=fp16",
                "strategy.broadcast_buffers=false", "tuning.triton_kernels=false"),
         *(peer(name, "images", n, *rest) for name in (
             "plain DDP", "plain DDP, compiled", "DataParallel", "Accelerate", "Lightning Fabric", "Lightning Trainer")),

@@ -43,7 +43,7 @@ def runs(mnist: list[str]) -> dict[str, tuple[int, list[str]]]:
         "hook fp16": (0, [*quick, "strategy.comm_hook=fp16"]),
         "hook bf16": (0, [*quick, "strategy.comm_hook=bf16"]),
         "hook powersgd": (0, [*quick, "strategy.comm_hook=powersgd"]),
-        "ddp options": (0, [*quick, "strategy.static_graph=true", "strategy.gradient_as_bucket_view=true",
+        "ddp options": (0, [*quick, "strategy.static_graph=true",
                             "strategy.bucket_cap_mb=1", "strategy.broadcast_buffers=false"]),
         "precision fp16": (0, [*quick, "tuning.precision=fp16"]),
         "exact ddp 2": (0, EXACT),

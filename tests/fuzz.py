@@ -224,7 +224,7 @@ def drawn_command(number: int, data: Path) -> Command:
         (0.15, f"train.max_steps={draw.randint(3, 9)}"),
         (0.1, "train.early_stopping.patience=1"),
         (0.15, "strategy.sync_bn=true") if strategy == "ddp" and ranks > 1 else (0.0, ""),
-        (0.15, "strategy.gradient_as_bucket_view=true") if strategy == "ddp" and ranks > 1 else (0.0, ""),
+        (0.15, "strategy.gradient_as_bucket_view=false") if strategy == "ddp" and ranks > 1 else (0.0, ""),
         (0.15, "strategy.broadcast_buffers=false") if strategy == "ddp" and ranks > 1 else (0.0, ""),
     ]
     words += [word for probability, word in optional if draw.random() < probability]

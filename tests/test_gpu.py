@@ -199,9 +199,14 @@ def pixels() -> ArraySource:
 def test_data_on_the_device_are_those_of_the_host(name: str) -> None:
     source = pixels() if name == "pixels" else datasets_of(DigitsConfig(augment="augmented" in name), 0)[0]
     plan = BatchPlan(samples=len(source), global_batch_size=96, accumulation_steps=1, steps=40, seed=0)
-    tuning = TuningConfig(num_workers=0, pin_memory=False, non_blocking=False, channels_last=True, precision="fp32")
-    made = [loader_of(source, list(plan.micro_batches()), tuning, "cuda:0", resident=r) for r in (False, True)]
-    for batch, other in zip(*made, strict=True):
+    plain = {"num_workers": 0, "pin_memory": False, "non_blocking": False, "channels_last": True, "precision": "fp32"}
+    tuned = TuningConfig(**plain, triton_kernels=False), TuningConfig(**plain, triton_kernels=True)
+    on_host, *held = (
+        loader_of(source, list(plan.micro_batches()), tuning, "cuda:0", resident)
+        for tuning, resident in ((tuned[0], False), (tuned[0], True), (tuned[1], True))
+    )
+    for batch, other, fetched in zip(on_host, *held, strict=True):
+        assert torch.equal(other.inputs, fetched.inputs) and other.inputs.stride() == fetched.inputs.stride()
         assert np.array_equal(batch.micro_batch.indices, other.micro_batch.indices)
         assert batch.inputs.is_cuda and other.inputs.is_contiguous(memory_format=torch.channels_last)
         assert torch.equal(batch.inputs, other.inputs) and torch.equal(batch.targets, other.targets)
@@ -426,6 +431,7 @@ def test_a_job_is_proved_on_a_host_with_gpus(tmp_path: Path) -> None:
 def test_our_kernels_compute_what_torchs_do(dtype: torch.dtype) -> None:
     triton_kernels.check_max_pool("cuda", dtype)
     triton_kernels.check_cross_entropy("cuda", dtype)
+    triton_kernels.check_fetch("cuda")
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -11,6 +11,8 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.nn import functional
 
+from ddp_train.data.fetch_kernel import fetched
+from ddp_train.data.rows import normalised_rows
 from ddp_train.performance.cross_entropy import IGNORED, cross_entropy
 from ddp_train.performance.custom_ops import only_backward
 from ddp_train.performance.max_pool import MaxPool2d, max_pool, replace_max_pools
@@ -73,6 +75,24 @@ def check_cross_entropy(device: str, dtype: torch.dtype = torch.float32) -> None
         assert logits.grad[3].abs().max() == 0
 
 
+def check_fetch(device: str) -> None:
+    """The same bits and strides: pictures of several sizes and numbers of channels, in both memory formats."""
+    draw = torch.Generator().manual_seed(0)
+    for shape in ((9, 3, 20, 19), (5, 1, 28, 28), (4, 4, 3, 3), (3, 3, 2, 700)):
+        pictures = torch.randint(0, 256, shape, dtype=torch.uint8, generator=draw).to(device)
+        mean, std = (0.485, 0.456, 0.406, 0.5)[: shape[1]], (0.229, 0.224, 0.225, 0.3)[: shape[1]]
+        for held in (pictures, pictures.contiguous(memory_format=torch.channels_last)):
+            for index in (torch.tensor([2, 0, 2, 1]), torch.empty(0, dtype=torch.int64)):
+                found = fetched(held, index.to(device), mean, std)
+                expected = normalised_rows(held, index.to(device), mean, std)
+                assert torch.equal(found, expected)
+                assert found.stride() == expected.stride() and found.dtype == expected.dtype
+    strided = pictures[..., ::2]
+    assert torch.equal(
+        fetched(strided, index.to(device), mean, std), normalised_rows(strided, index.to(device), mean, std)
+    )
+
+
 def check_which_layers_are_replaced() -> None:
     layers = nn.Sequential(
         nn.MaxPool2d(3, 2, 1),
@@ -123,6 +143,7 @@ def check_what_is_refused() -> None:
 if __name__ == "__main__":
     check_which_layers_are_replaced()
     check_max_pool("cpu")
+    check_fetch("cpu")
     check_cross_entropy("cpu")
     check_cross_entropy("cpu", torch.bfloat16)
     check_compiled()

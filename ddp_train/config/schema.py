@@ -189,7 +189,9 @@ class TuningConfig:
         choices=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
     )
     triton_kernels: Union[bool, str] = key(
-        "auto", "our own kernels for max pooling and for the loss of large vocabularies; auto: on GPUs", **AUTO
+        "auto",
+        "our own kernels: max pooling, the loss of large vocabularies, images held on the GPU; auto: on GPUs",
+        **AUTO,
     )
     activation_checkpointing: list[str] = key(
         [], "classes of blocks that recompute their activations in the backward pass, for example [Bottleneck]"

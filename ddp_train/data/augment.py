@@ -106,14 +106,14 @@ def normalise(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...], d
     images: uint8 [n, channels, height, width]; the memory format is kept. The two operations are rounded separately: on
     CPUs the bits of a fused one depend on the position of a pixel in the batch.
     """
-    factor, offset = _factor_and_offset(mean, std, dtype, images.device)
+    factor, offset = factor_and_offset(mean, std, dtype, images.device)
     # On a CPU a multiplication of two dtypes takes 15 times as long.
     scaled = torch.mul(images, factor) if images.is_cuda else images.to(dtype).mul_(factor)
     return scaled.add_(offset)
 
 
 @functools.lru_cache(maxsize=8)
-def _factor_and_offset(
+def factor_and_offset(
     mean: tuple[float, ...], std: tuple[float, ...], dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     deviation = torch.tensor(std, dtype=dtype).view(-1, 1, 1)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.copy_stream import CopyStream
-from ddp_train.data.datasets import BatchSource, HeldSource
+from ddp_train.data.datasets import ArraySource, BatchSource, HeldSource
 from ddp_train.data.image_folder import FolderSource
 from ddp_train.data.loader_processes import LoaderProcesses
 from ddp_train.data.mix import Mix
@@ -150,6 +150,7 @@ class LoaderOptions:
     pin_memory: bool = False
     non_blocking: bool = False
     copy_stream: bool = False
+    triton_kernels: bool = False
     a_target_each: bool = False
     """Whether a batch must have a target for each of its samples."""
 
@@ -190,6 +191,10 @@ class Loader:
         if resident:
             assert isinstance(source, HeldSource), "config.validate lets no other data set be resident"
             held = source.to(self.device, options.channels_last)
+            if options.triton_kernels and self.device.type == "cuda" and isinstance(held, ArraySource):
+                from ddp_train.data.fetch_kernel import fetched  # imports Triton
+
+                held.normalised = fetched
             self.batches = _Resident(held, micro_batches, self._place, self.device)
         elif self.folder is not None and decoded_on_gpu:
             readers = max(1, options.num_workers)

@@ -48,7 +48,7 @@ class DdpConfig(StrategyConfig):
     sync_bn: bool = key(False, "batch norm statistics over the samples of all processes")
     bucket_cap_mb: float | None = key(None, "size of a gradient bucket in MiB; null: torch's default", above=0)
     bucket_cap_mb_list: list[float] | None = key(None, "size of each gradient bucket in MiB", above=0)
-    gradient_as_bucket_view: bool = key(False, "gradients are views into the buckets, which saves a copy")
+    gradient_as_bucket_view: bool = key(True, "gradients are views into the buckets, which saves a copy of each")
     static_graph: bool = key(False, "promise that the graph is the same in every iteration")
     broadcast_buffers: bool = key(True, "send rank 0's buffers to all ranks before every forward pass")
     find_unused_parameters: bool = key(False, "allow parameters that get no gradient in some iterations")
