@@ -42,7 +42,11 @@ sys.path.insert(0, str(ROOT))
 WARM_UP_STEPS, LOG_EVERY, LIMIT_SECONDS = 30, 10, 240
 VOCABULARY, CORPUS = 50_304, "corpus.bin"
 PEERS = ("plain DDP, compiled", "Accelerate, compiled", "Lightning Trainer, compiled")
-OURS = {"launch.py, recommended": (), "launch.py, tuning=max": ("tuning=max",)}
+OURS = {
+    "launch.py, recommended": (),
+    "launch.py, captured": ("tuning.cuda_graph=true",),
+    "launch.py, tuning=max": ("tuning=max",),
+}
 
 
 @dataclass
