@@ -1240,7 +1240,7 @@ def test_a_config_that_was_frozen_earlier_is_read() -> None:
 @pytest.mark.parametrize(
     ("before", "after", "key", "value"),
     [
-        ("reduction: ordered", "reduction: all_reduce", "strategy", DdpConfig()),
+        ("reduction: ordered", "reduction: all_reduce", "strategy", DdpConfig(gradient_as_bucket_view=False)),
         ("virtual_shards: 8", "virtual_shards: 4", "strategy", OrderedConfig(virtual_shards=4)),
         ("name: digits", "name: image_folder\n  decode: threads", "data.decode", "processes"),
         ("probe: none", "probe: step_times", "hooks", []),
