@@ -182,7 +182,7 @@ def write_data(folder: Path) -> None:
 def wait(stage: Stage, job: Running, training: bool = False) -> bool:
     """Until a moment that is drawn: a time, or a phase of a step of a rank. False if the run is over.
 
-    training: not before every rank has done a step.
+    training: not before every rank has begun its second batch.
     """
     draw, ranks = stage.draw, stage.command.ranks
     by_time = stage.torchrun or (draw.random() < 0.4 and not training)
@@ -202,7 +202,7 @@ def wait(stage: Stage, job: Running, training: bool = False) -> bool:
         try:
             while job.process.poll() is None and not any(one.order for one in board.ranks):
                 one = board.ranks[rank]
-                begun = not training or all(other.step for other in board.ranks)  # until then the limit is 120 s
+                begun = not training or all(each.batches > 1 for each in board.ranks)  # until then the limit is 120 s
                 if begun and one.step >= step and (one.phase == phase or one.step > step + 1):
                     return True
                 if one.phase == "end" and not training:
@@ -429,7 +429,7 @@ STRAYS = ("step_8_backup", "step_99", "notes")
 def leave_strays(stage: Stage) -> None:
     """What somebody, or a process that was killed, might have left."""
     folder = stage.run_dir / "checkpoints"
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)  # it may have been killed before it made one
     for name in (*STRAYS, "step_00000099.part-1"):
         (folder / name).mkdir(exist_ok=True)
     (folder / "best.part-77").symlink_to("step_99")
