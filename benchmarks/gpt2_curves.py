@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -86,13 +87,11 @@ def plot(page: Path, into: Path) -> None:
     """The losses of a page over the steps that they are means of, but for the first mean, which is twice the others."""
     from matplotlib import pyplot
 
-    rows = [line.strip("| ").split(" | ") for line in page.read_text().splitlines() if " to " in line and "|" in line][
-        1:
-    ]
-    middles = [sum(map(int, row[0].split(" to "))) / 2 for row in rows]
+    found = re.finditer(r"^\| (\d+) to (\d+) \| (.+) \|$", page.read_text(), re.MULTILINE)
+    rows = [[(int(row[1]) + int(row[2])) / 2, *map(float, row[3].split(" | "))] for row in found][1:]
     figure, axes = pyplot.subplots(figsize=(7, 4))
     for i, (name, style) in enumerate(((OURS, "-o"), (THEIRS, "--s"), (OTHER, ":^"))):
-        axes.plot(middles, [float(row[i + 1]) for row in rows], style, label=name, markersize=4)
+        axes.plot([row[0] for row in rows], [row[i + 1] for row in rows], style, label=name, markersize=4)
     axes.set(xlabel="step", ylabel="loss, nats a token", title="GPT-2 124M: the same windows in the same order")
     axes.legend()
     figure.savefig(into, dpi=120, bbox_inches="tight")

@@ -48,6 +48,7 @@ from ddp_train.launcher.started import with_page
 from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.launcher.sweep_baseline import Baseline
 from ddp_train.launcher.sweep_numbers import Numbers
+from ddp_train.parallel.strategy import ddp_arguments
 from ddp_train.performance import switches
 from ddp_train.prove.configs import for_proof
 from ddp_train.prove.runs import Proof
@@ -314,6 +315,15 @@ def wrapped(case: Case) -> Any:
         return {name: str(value) for name, value in given.items()}, hooks
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("ranks", "sent"), [(1, False), (2, True)])
+def test_buffers_are_sent_only_where_somebody_receives_them(
+    ranks: int, sent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ddp_train.parallel.strategy.ranks", lambda: ranks)
+    arguments = ddp_arguments("cpu")
+    assert [value for name, value in arguments.items() if "buffers" in name] == [sent]
 
 
 def placed_modules(case: Case) -> Any:

@@ -78,19 +78,24 @@ def check_cross_entropy(device: str, dtype: torch.dtype = torch.float32) -> None
 def check_fetch(device: str) -> None:
     """The same bits and strides: pictures of several sizes and numbers of channels, in both memory formats."""
     draw = torch.Generator().manual_seed(0)
-    for shape in ((9, 3, 20, 19), (5, 1, 28, 28), (4, 4, 3, 3), (3, 3, 2, 700)):
+    for shape in ((9, 3, 20, 19), (5, 1, 28, 28), (5, 1, 27, 27), (5, 3, 1, 1), (4, 4, 3, 3), (3, 3, 2, 700)):
         pictures = torch.randint(0, 256, shape, dtype=torch.uint8, generator=draw).to(device)
         mean, std = (0.485, 0.456, 0.406, 0.5)[: shape[1]], (0.229, 0.224, 0.225, 0.3)[: shape[1]]
-        for held in (pictures, pictures.contiguous(memory_format=torch.channels_last)):
+        last = torch.empty_like(pictures, memory_format=torch.channels_last).copy_(pictures)  # its strides in any case
+        for held in (pictures, last):
             for index in (torch.tensor([2, 0, 2, 1]), torch.empty(0, dtype=torch.int64)):
                 found = fetched(held, index.to(device), mean, std)
                 expected = normalised_rows(held, index.to(device), mean, std)
                 assert torch.equal(found, expected)
                 assert found.stride() == expected.stride() and found.dtype == expected.dtype
-    strided = pictures[..., ::2]
-    assert torch.equal(
-        fetched(strided, index.to(device), mean, std), normalised_rows(strided, index.to(device), mean, std)
-    )
+    index = torch.tensor([-1, 0, 1, 2], device=device)
+    for given in (
+        (pictures[..., ::2], index[1:], mean, std),
+        (pictures, index[1::2], mean, std),
+        (pictures, index[1:].int(), mean, std),
+        (pictures, index[1:], mean[:1], std[:1]),
+    ):
+        assert torch.equal(fetched(*given), normalised_rows(*given)), "by torch: the kernel is made for neither"
 
 
 def check_which_layers_are_replaced() -> None:

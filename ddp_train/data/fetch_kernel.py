@@ -44,7 +44,8 @@ def fetched(held: Tensor, index: Tensor, mean: tuple[float, ...], std: tuple[flo
     memory_format = next((one for one in formats if held.is_contiguous(memory_format=one)), None)
     n, size = len(index), held.shape[1:].numel()
     programs = n * triton.cdiv(size, BLOCK)
-    if memory_format is None or held.dtype != torch.uint8 or not 0 < programs <= MOST_PROGRAMS:
+    fits = memory_format is not None and held.dtype == torch.uint8 and len(mean) == len(std) == held.shape[1]
+    if not (fits and index.dtype == torch.int64 and index.is_contiguous() and 0 < programs <= MOST_PROGRAMS):
         return normalised_rows(held, index, mean, std)
     factor, offset = factor_and_offset(mean, std, torch.float32, held.device)
     out = torch.empty((n, *held.shape[1:]), device=held.device, memory_format=memory_format)

@@ -23,5 +23,5 @@ def rows(held: Tensor, index: Tensor) -> Tensor:
         return rows(as_held, index).permute(0, 3, 1, 2) if as_held.is_contiguous() else held[index]
     samples = held.view(len(held), -1)
     if samples.shape[1] * held.itemsize % WORD.itemsize:
-        return held[index]
+        return samples[index].view(-1, *held.shape[1:])
     return samples.view(WORD)[index].view(held.dtype).view(-1, *held.shape[1:])

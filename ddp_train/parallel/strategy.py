@@ -175,7 +175,9 @@ def warm_up_ddp_buckets(wrapped: nn.Module, loss: Callable[[], Tensor]) -> None:
 
     DDP lays out its buckets anew after its first iteration, in the order in which gradients came. At three ranks and
     more the layout decides in which order numbers are added: without these passes the first step after every start
-    would differ, in the last bits, from the same step of a run that was not interrupted.
+    would differ, in the last bits, from the same step of a run that was not interrupted. On a GPU so would the norm of
+    gradients that are views into the buckets: torch's kernel adds up in another order where one begins at no multiple
+    of 16 bytes (ATen/native/cuda/ForeachReduceOp.cu).
     """
     before = {name: tensor.clone() for name, tensor in wrapped.state_dict().items()}
     for _ in range(2):

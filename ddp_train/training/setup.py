@@ -68,7 +68,8 @@ def build_strategy(config: Config, world: World, device: str) -> Strategy:
     if name == "ordered":
         return OrderedReduction(device, config.seed, config.strategy.virtual_shards)
     if name == "ddp":
-        fixed_buckets = bool(config.deterministic) and world.size > 2
+        # On a GPU the bits of a gradient's norm depend on its place in its bucket.
+        fixed_buckets = bool(config.deterministic) and (world.size > 2 or device.startswith("cuda"))
         return DistributedDataParallel(device, fixed_buckets=fixed_buckets, **arguments_of(config.strategy))
     return DataParallel(device) if name == "dp" else Single(device)
 
