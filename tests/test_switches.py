@@ -48,7 +48,7 @@ from ddp_train.launcher.started import with_page
 from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.launcher.sweep_baseline import Baseline
 from ddp_train.launcher.sweep_numbers import Numbers
-from ddp_train.parallel.strategy import ddp_arguments
+from ddp_train.parallel.strategy import DistributedDataParallel, ddp_arguments
 from ddp_train.performance import switches
 from ddp_train.prove.configs import for_proof
 from ddp_train.prove.runs import Proof
@@ -324,6 +324,18 @@ def test_buffers_are_sent_only_where_somebody_receives_them(
     monkeypatch.setattr("ddp_train.parallel.strategy.ranks", lambda: ranks)
     arguments = ddp_arguments("cpu")
     assert [value for name, value in arguments.items() if "buffers" in name] == [sent]
+
+
+@pytest.mark.parametrize(
+    ("deterministic", "device", "ranks", "fixed"),
+    [(True, "cpu", 2, False), (True, "cpu", 3, True), (True, "cuda:0", 1, True), (False, "cuda:0", 3, False)],
+)
+def test_buckets_are_final_from_the_start_where_bits_depend_on_them(
+    deterministic: bool, device: str, ranks: int, fixed: bool
+) -> None:
+    config = case_of(f"strategy=ddp deterministic={str(deterministic).lower()}", CPU).config
+    strategy = build_strategy(config, World(size=ranks), device)
+    assert isinstance(strategy, DistributedDataParallel) and strategy.fixed_buckets == fixed
 
 
 def placed_modules(case: Case) -> Any:

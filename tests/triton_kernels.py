@@ -95,7 +95,7 @@ def check_fetch(device: str) -> None:
         (pictures, index[1:].int(), mean, std),
         (pictures, index[1:], mean[:1], std[:1]),
     ):
-        assert torch.equal(fetched(*given), normalised_rows(*given)), "by torch: the kernel is made for neither"
+        assert torch.equal(fetched(*given), normalised_rows(*given)), "by torch: the kernel is not made for this"
 
 
 def check_which_layers_are_replaced() -> None:
