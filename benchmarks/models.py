@@ -8,11 +8,16 @@ by SGD with momentum, transformers by AdamW, GPTs are clipped to 1.0. launch.py 
 device, and shuffles, normalises (or cuts windows) for every step; the peers of benchmarks/peers.py read eight ready
 batches.
 
-Samples per second over all processes, the median of ten steps at a time, of STEPS steps after 30, one run each;
-launch.py is stopped when it has done them. It logs every ten steps, for which it waits for the device; the peers log
-nothing. The ends of its epochs, which have sixteen steps here, are in none of the tens. The mean of 60 steps will not
-do: ours was 9 % behind on one machine, and 11 % ahead on the next with the same code (wide_resnet50_2). Such a step is
-hardly longer than its launches take the host, which has neighbours.
+All contenders of a model are alive at the same time, and one runs at a time: the others are stopped (SIGSTOP), and use
+neither the host nor the GPU. After the warm-up they take TURNS turns of STEPS steps each. So what changes on a machine
+in minutes (its neighbours, its heat) changes for all; measured one after the other, ours was 9 % behind on one machine
+and 11 % ahead on the next with the same code. They trace at the same time, but wait for their turn before the first
+compiled graph runs: cuDNN chooses its kernels by timing them.
+
+Samples per second over all processes, the median of ten steps at a time; tens in which a process was stopped do not
+count, nor do launch.py's ends of epochs. launch.py logs every ten steps, for which it waits for the device; the peers
+note a time. `--at-once N`: where memory holds no more contenders; each sitting has plain DDP, and shares are of its own
+sitting. Several processes cannot be stopped at the same step: these contenders run one after the other.
 
 `--prepare N` runs a few steps before, N commands at a time: what is compiled then lies in torch's cache, so that
 the commands that count begin at once. Results are kept in FILE line by line: a command that was cut off goes on with
@@ -22,7 +27,13 @@ those that it has not.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import json
+import os
+import re
+import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -57,21 +68,26 @@ class Model:
     batch: int
     words: list[str]
     flags: list[str]
+    at_once: int = 5
+    """Contenders that 139 GiB hold."""
 
 
 def image_model(arch: str, batch: int, optimizer: str = "sgd") -> Model:
     words = ["data=synthetic", "data.image_size=224", "data.classes=1000", "model=torchvision", f"model.arch={arch}",
              "schedule=constant", f"optimizer={optimizer}", "optimizer.lr=0.001"]  # fmt: skip
-    return Model(arch, batch, words, ["images", "--arch", arch, "--optimizer", optimizer])
+    flags = ["images", "--arch", arch, "--optimizer", optimizer]
+    return Model(arch, batch, words, flags, at_once=3 if batch >= 1024 else 5)
 
 
-def gpt(layers: int, heads: int, width: int, length: int, batch: int) -> Model:
+def gpt(layers: int, heads: int, width: int, length: int, batch: int, at_once: int) -> Model:
     sizes = {"layers": layers, "heads": heads, "width": width}
     words = ["experiment=gpt2_124m", f"data.length={length}", f"data.vocabulary={VOCABULARY}", "optimizer.lr=0.001",
              "schedule.final_factor=1", "schedule.warmup_steps=0",
              *(f"model.{name}={value}" for name, value in sizes.items())]  # fmt: skip
     flags = [word for name, value in (*sizes.items(), ("length", length)) for word in (f"--{name}", str(value))]
-    return Model(f"GPT {layers} x {width}, {length} tokens", batch, words, ["tokens", "--optimizer", "adamw", *flags])
+    return Model(
+        f"GPT {layers} x {width}, {length} tokens", batch, words, ["tokens", "--optimizer", "adamw", *flags], at_once
+    )
 
 
 MODELS = [
@@ -85,100 +101,284 @@ MODELS = [
     image_model("convnext_tiny", 128, "adamw"),
     image_model("vit_b_16", 256, "adamw"),
     image_model("swin_t", 128, "adamw"),
-    gpt(6, 6, 384, 256, 256),
-    gpt(12, 12, 768, 1024, 32),
-    gpt(24, 16, 1024, 1024, 16),
+    gpt(6, 6, 384, 256, 256, at_once=3),
+    gpt(12, 12, 768, 1024, 32, at_once=3),
+    gpt(24, 16, 1024, 1024, 16, at_once=3),
 ]
 
 
-def ours(model: Model, processes: int, folder: Path, device: str, words: tuple[str, ...]) -> list[str]:
+def ours(model: Model, processes: int, folder: Path, run: Path, device: str, words: tuple[str, ...]) -> list[str]:
     batch = model.batch * processes
-    data = [f"data.samples={16 * batch}", f"data.test_samples={batch}"]
+    data = [f"data.samples={3 * LOG_EVERY * batch}", f"data.test_samples={batch}"]
     if model.flags[0] == "tokens":
-        data = [f"data.path={folder.parent / CORPUS}", "data.test_part=0.02"]
+        data = [f"data.path={folder / CORPUS}", "data.test_part=0.02"]
     return [
-        *(sys.executable, "launch.py", *model.words, *data, f"run_dir={folder}", "strategy=ddp"),
+        *(sys.executable, "launch.py", *model.words, *data, f"run_dir={run}", "strategy=ddp"),
         *(f"launch.nproc_per_node={processes}", f"device={device}", f"train.global_batch_size={batch}"),
         *("train.epochs=100000", "train.evaluate_every_epochs=100000", f"train.log_every_steps={LOG_EVERY}"),
-        *("checkpoint.every_steps=100000000", *words),
+        *("checkpoint.every_steps=100000000", "launch.timeout_seconds=3600", *words),
     ]
 
 
-def follow(command: list[str], folder: Path, steps: int) -> dict[str, Any]:
-    """Runs launch.py until it has done `steps` steps more than the warm-up, and stops it."""
-    log, lines, last = folder / "metrics.jsonl", [], WARM_UP_STEPS + steps if steps else 1
-    with folder.with_suffix(".out").open("w+") as output:
-        with subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT) as process:
-            deadline = time.monotonic() + LIMIT_SECONDS
-            while not (done := lines and lines[-1]["step"] >= last) and process.poll() is None:
-                time.sleep(0.1)
-                text = log.read_text() if log.exists() else ""
-                lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-                if time.monotonic() > deadline:
-                    break
-            process.terminate()
-        output.seek(0)
-        said = output.read()
-    if not done:
-        reasons = [line for line in said.splitlines() if "FATAL" in line or line.startswith("  - ")]
-        raise RuntimeError(f"exit code {process.returncode}: {(reasons or [said])[-1][-200:]}")
-    counted = [
-        line["samples_per_second"]
-        for before, line in pairwise(lines)
-        if before["step"] >= WARM_UP_STEPS and line["step"] == before["step"] + LOG_EVERY
-    ]
-    return {
-        "speed": statistics.median(counted) if counted else 0.0,
-        "loss": lines[-1]["loss"],
-        "why": [" ".join(line.split()) for line in said.splitlines() if line.startswith("tuning")],
-    }
-
-
-def by_hand(contender: str, model: Model, processes: int, steps: int, device: str) -> dict[str, Any]:
+def by_hand(contender: str, model: Model, processes: int, log: Path, device: str) -> list[str]:
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    counted = ["--batch", str(model.batch), "--warm-up", str(WARM_UP_STEPS if steps else 1), "--steps", str(steps or 1)]
-    command = [*start, "benchmarks/peers.py", contender, *model.flags, *counted, "--device", device]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_SECONDS)
-    if done.returncode:
-        lines = (done.stdout + done.stderr).splitlines()
-        reasons = [line for line in lines if "Error" in line and "ChildFailedError" not in line]
-        raise RuntimeError(f"exit code {done.returncode}: {(reasons or lines)[-1][-200:]}")
-    result = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))[7:])
-    return {"speed": result["median"], "loss": result["loss"]}
+    counted = ["--batch", str(model.batch), "--warm-up", "0", "--steps", "100000000", "--tens", str(log)]
+    return [*start, "benchmarks/peers.py", contender, *model.flags, *counted, "--device", device]
 
 
-def run(contender: str, model: Model, processes: int, steps: int, folder: Path, device: str) -> dict[str, Any]:
-    """Samples per second and the last loss, or the reason why there are none."""
-    began = time.perf_counter()
-    found: dict[str, Any] = {"model": model.name, "batch": model.batch, "contender": contender}
-    try:
-        if contender in OURS:
-            found |= follow(ours(model, processes, folder, device, OURS[contender]), folder, steps)
+GATE = """
+import importlib.abc, importlib.util, os, sys, time
+
+class Gate(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != "torch._inductor.output_code":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        load = spec.loader.exec_module
+        def load_and_wrap(module):
+            load(module)
+            run = module.CompiledFxGraph.__call__
+            def wait_and_run(graph, inputs):
+                open(os.environ["MODELS_GATE"] + ".reached", "w").close()
+                while not os.path.exists(os.environ["MODELS_GATE"]):
+                    time.sleep(0.05)
+                module.CompiledFxGraph.__call__ = run
+                return run(graph, inputs)
+            module.CompiledFxGraph.__call__ = wait_and_run
+        spec.loader.exec_module = load_and_wrap
+        return spec
+
+if "MODELS_GATE" in os.environ:
+    sys.meta_path.insert(0, Gate())
+"""
+"""Of sitecustomize.py: the first compiled graph of a process runs when the file MODELS_GATE is there."""
+
+
+class Contender:
+    """A training job that is alive until `end`, and does steps only in `warm_up` and `turn`."""
+
+    def __init__(self, name: str, model: Model, processes: int, parent: Path, device: str) -> None:
+        """parent: of a folder that it makes; has the corpus."""
+        folder = Path(tempfile.mkdtemp(dir=parent))
+        self.name, self.folder, self.gate = name, folder, folder / "gate"
+        if name in OURS:
+            self.log = folder / "run" / "metrics.jsonl"
+            command = ours(model, processes, parent, folder / "run", device, OURS[name])
         else:
-            found |= by_hand(contender, model, processes, steps, device)
-    except (RuntimeError, subprocess.TimeoutExpired, StopIteration) as error:
-        found["failure"] = str(error)
-    found["seconds"] = round(time.perf_counter() - began, 1)
-    print(found, file=sys.stderr, flush=True)
-    return found
+            self.log = folder / "log.jsonl"
+            command = by_hand(name, model, processes, self.log, device)
+        self.tens: list[list[float]] = []
+        self.failure, self.ended = "", False
+        with (folder / "out").open("w") as output:
+            environment = {**os.environ, "MODELS_GATE": str(self.gate)}
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def lines(self) -> list[dict[str, Any]]:
+        text = self.log.read_text() if self.log.exists() else ""
+        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+    def last_step(self) -> int:
+        return max((line["step"] for line in self.lines()), default=0)
+
+    def waits(self) -> bool:
+        """At its gate; or it has none, as it compiles nothing; or it has failed."""
+        reached = self.folder.joinpath("gate.reached").exists() or self.last_step() > 0
+        return reached or self.process.poll() is not None
+
+    def warm_up(self) -> None:
+        self.gate.touch()
+        self.run_until(WARM_UP_STEPS)
+
+    def turn(self, steps: int) -> None:
+        """One ten more: the one in which it was stopped does not count."""
+        began = time.time()
+        self._signal(signal.SIGCONT)
+        self.run_until(self.last_step() + LOG_EVERY + steps)
+        self.tens.append(
+            [
+                line["samples_per_second"]
+                for before, line in pairwise(self.lines())
+                if before["time"] > began and line["step"] == before["step"] + LOG_EVERY
+            ]
+        )
+
+    def run_until(self, step: int) -> None:
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while self.last_step() < step and self.process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        self._signal(signal.SIGSTOP)
+        if self.last_step() < step:
+            self.failure = self._said() if self.process.poll() is not None else f"not at step {step} in time"
+        time.sleep(0.3)  # the GPU does what it was given
+
+    def _said(self) -> str:
+        said = (self.folder / "out").read_text().splitlines()
+        reasons = [
+            line
+            for line in said
+            if "FATAL" in line or line.startswith("  - ") or ("Error" in line and "ChildFailedError" not in line)
+        ]
+        return f"exit code {self.process.poll()}: {(reasons or said or [''])[-1][-200:]}"
+
+    def _signal(self, number: int) -> None:
+        """To the launcher first: it watches the others."""
+        for pid in (self.process.pid, *descendants(self.process.pid)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def result(self) -> dict[str, Any]:
+        if self.failure:
+            return {"failure": self.failure}
+        logs = self.folder / "run" / "logs" / "rank_0.log"
+        said = (self.folder / "out").read_text() + (logs.read_text() if logs.exists() else "")
+        return {
+            "tens": [[round(speed, 1) for speed in turn] for turn in self.tens],
+            "loss": self.lines()[-1]["loss"],
+            "why": re.findall("^tuning.*|steps are not captured.*", said, re.MULTILINE),
+        }
+
+    def end(self) -> None:
+        if self.ended:
+            return
+        self.ended = True
+        pids = descendants(self.process.pid)
+        self._signal(signal.SIGKILL)
+        self.process.wait()
+        while any(lives(pid) for pid in pids):  # their memory is for the next
+            time.sleep(0.05)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def descendants(pid: int) -> list[int]:
+    try:
+        children = [
+            int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()
+        ]
+    except OSError:  # it has ended
+        return []
+    return [found for child in children for found in (child, *descendants(child))]
+
+
+def lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def sittings(contenders: list[str], at_once: int) -> list[list[str]]:
+    """Plain DDP is in each, unless they are measured one after the other."""
+    plain, others = [name for name in contenders if name == PEERS[0]], [n for n in contenders if n != PEERS[0]]
+    if at_once == 1:
+        return [[name] for name in contenders]
+    size = at_once - len(plain)
+    return [plain + others[i : i + size] for i in range(0, len(others), size)] or [plain]
+
+
+def measure(alive: list[Contender], turns: int, steps: int) -> list[dict[str, Any]]:
+    """What each contender of one sitting did; those that failed have their reason."""
+    for contender in alive:
+        contender.warm_up()
+    for number in range(turns):
+        for contender in alive[:: -1 if number % 2 else 1]:
+            if not contender.failure:
+                contender.turn(steps)
+    return [{"contender": contender.name, **contender.result()} for contender in alive]
+
+
+def measure_some(
+    some: list[tuple[Model, int, list[str]]], arguments: argparse.Namespace, folder: Path, kept: Path
+) -> list[dict[str, Any]]:
+    """Starts the contenders of all these sittings (models, numbers, names); measures one sitting after the other."""
+    alive: list[list[Contender]] = []
+    results = []
+    try:
+        for model, _, names in some:
+            alive.append([Contender(name, model, arguments.processes, folder, arguments.device) for name in names])
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while time.monotonic() < deadline and not all(contender.waits() for contender in itertools.chain(*alive)):
+            time.sleep(0.1)
+        for (model, number, _), sitting in zip(some, alive, strict=True):
+            for found in measure(sitting, arguments.turns, arguments.steps):
+                results.append({"model": model.name, "batch": model.batch, "sitting": number, **found})
+                print(results[-1], file=sys.stderr, flush=True)
+                with kept.open("a") as file:
+                    file.write(json.dumps(results[-1]) + "\n")
+            for contender in sitting:
+                contender.end()
+    finally:
+        for contender in itertools.chain(*alive):
+            contender.end()
+    return results
+
+
+def median(found: dict[str, Any]) -> float | None:
+    tens = [speed for turn in found.get("tens", []) for speed in turn]
+    return statistics.median(tens) if tens else None
+
+
+def spread(found: dict[str, Any]) -> str:
+    """From the slowest turn to the fastest, by their medians."""
+    middles = [statistics.median(turn) for turn in found["tens"] if turn]
+    return f"{min(middles):,.0f} to {max(middles):,.0f}"
+
+
+def cells(results: list[dict[str, Any]], name: str) -> str:
+    """Of one model: the speed, its spread, and the share of plain DDP in the same sitting."""
+    mine = [found for found in results if found["contender"] == name]
+    if not mine:
+        return "-"
+    found = mine[-1]
+    speed = median(found)
+    if not speed:
+        return "failed"
+    others = [r for r in results if r["contender"] == PEERS[0]]
+    plain = [median(r) for r in others if r["sitting"] == found["sitting"]] or [median(r) for r in others]
+    share = f"**{speed / plain[-1]:.1%}**, " if plain and plain[-1] and name != PEERS[0] else ""
+    return f"{share}{speed:,.0f} ({spread(found)})"
 
 
 def row(model: Model, results: list[dict[str, Any]], contenders: list[str]) -> str:
-    by_name = {found["contender"]: found for found in results if found["model"] == model.name}
-    plain = by_name.get(PEERS[0], {}).get("speed")
-    cells = []
-    for name in contenders:
-        speed = by_name.get(name, {}).get("speed")
-        share = f", {speed / plain:.1%}" if speed and plain and name != PEERS[0] else ""
-        cells.append(f"{speed:,.0f}{share}" if speed else "failed" if name in by_name else "-")
-    losses = [by_name[name]["loss"] for name in contenders if "loss" in by_name.get(name, {})]
-    return f"| {model.name} | {model.batch} | {' | '.join(cells)} | {' '.join(f'{loss:.2f}' for loss in losses)} |"
+    results = [found for found in results if found["model"] == model.name]
+    losses = " ".join(f"{found['loss']:.2f}" for found in results if "loss" in found)
+    columns = " | ".join(cells(results, name) for name in contenders)
+    return f"| {model.name} | {model.batch} | {columns} | {losses} |"
+
+
+def prepare(name: str, model: Model, folder: Path, device: str) -> str:
+    """Compiles; says what failed."""
+    contender = Contender(name, model, 1, folder, device)
+    try:
+        contender.gate.touch()
+        contender.run_until(LOG_EVERY)
+        return contender.failure
+    finally:
+        contender.end()
+
+
+def write_gate(folder: Path) -> None:
+    (folder / "gate").mkdir()
+    (folder / "gate" / "sitecustomize.py").write_text(GATE)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder / "gate"), os.environ.get("PYTHONPATH")]))
+
+
+def write_corpus(folder: Path) -> None:
+    from ddp_train.data.corpus import standard_library
+
+    content = b"\n".join(path.read_bytes() for path in standard_library())
+    np.frombuffer(content, dtype=np.uint8).astype(np.uint16).tofile(folder / CORPUS)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=40, help="that count in a turn")
+    parser.add_argument("--at-once", type=int, default=5, help="contenders that are alive at the same time")
+    parser.add_argument("--ahead", type=int, default=1, help="sittings whose contenders trace at the same time")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--prepare", type=int, default=0, help="commands at a time that compile before")
     parser.add_argument("--only", nargs="+", help="models whose names begin so, in this order")
@@ -186,39 +386,38 @@ def main() -> None:
     parser.add_argument("--kept", type=Path, help="a file for results, one line each; those in it are not repeated")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
+    if arguments.processes > 1:
+        arguments.at_once = 1
     load = f"{load_average()} at the start"
     models = [m for begin in arguments.only or [""] for m in MODELS if m.name.startswith(begin)]
     with tempfile.TemporaryDirectory(prefix="models_") as made:
         folder, kept = Path(made), arguments.kept or Path(made, "kept.jsonl")
-        from ddp_train.data.corpus import standard_library
-
-        content = b"\n".join(path.read_bytes() for path in standard_library())
-        np.frombuffer(content, dtype=np.uint8).astype(np.uint16).tofile(folder / CORPUS)
+        write_corpus(folder)
+        write_gate(folder)
         results = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
-        there = {(found["model"], found["contender"]) for found in results}
-        todo = [(name, model) for model in models for name in arguments.contenders if (model.name, name) not in there]
+        done = {(found["model"], found["contender"]) for found in results}
         if arguments.prepare:
-            threads = ThreadPoolExecutor(arguments.prepare)
-            try:
-                for number, (name, model) in enumerate(todo):
-                    if name in (PEERS[0], "launch.py, recommended"):  # the others compile the same again
-                        threads.submit(run, name, model, 1, 0, folder / f"p{number}", arguments.device)
-                threads.shutdown()
-            except KeyboardInterrupt:
-                threads.shutdown(wait=False, cancel_futures=True)
-                raise
-        for number, (name, model) in enumerate(todo):
-            results.append(
-                run(name, model, arguments.processes, arguments.steps, folder / str(number), arguments.device)
-            )
-            with kept.open("a") as file:
-                file.write(json.dumps(results[-1]) + "\n")
+            todo = [(name, model) for model in models for name in (PEERS[0], "launch.py, recommended")]
+            with ThreadPoolExecutor(arguments.prepare) as threads:  # the other contenders compile the same
+                for name, model in todo:
+                    if (model.name, name) not in done:
+                        threads.submit(prepare, name, model, folder, arguments.device)
+        todo = [
+            (model, number, names)
+            for model in models
+            for number, names in enumerate(sittings(arguments.contenders, min(arguments.at_once, model.at_once)))
+            if any((model.name, name) not in done for name in names)
+        ]
+        for first in range(0, len(todo), arguments.ahead):
+            results += measure_some(todo[first : first + arguments.ahead], arguments, folder, kept)
     short = [name.removesuffix(", compiled") for name in arguments.contenders]
+    counted = f"--processes {arguments.processes} --turns {arguments.turns} --steps {arguments.steps}"
     publish(
         [
             f"# Models nobody tuned to, {arguments.processes} x {arguments.device}",
             "",
-            f"Samples per second, and of {PEERS[0]}. What is measured stands in the head of `benchmarks/models.py`.",
+            f"In bold the share of {PEERS[0]} in the same sitting; samples per second, and in brackets from the",
+            "slowest turn to the fastest. What is measured stands in the head of `benchmarks/models.py`.",
             "",
             f"| | batch a process | {' | '.join(short)} | last losses |",
             f"|---|{'---:|' * (len(short) + 2)}",
@@ -230,7 +429,7 @@ def main() -> None:
                 if "failure" in found
             ),
             *conditions(
-                f"models.py --processes {arguments.processes} --steps {arguments.steps}",
+                f"models.py {counted}",
                 f"{load}, {load_average()} at the end",
                 ("torchvision", "accelerate", "lightning"),
             ),

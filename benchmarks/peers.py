@@ -73,14 +73,23 @@ class Speed:
         self.arguments, self.steps, self.batch = arguments, 0, arguments.batch
         self.marks: list[Any] = []
         """At the end of the warm-up, and after each block."""
+        self.losses: list[Tensor] = []
+        self.times: list[float] = []
+        """Of the host, which is ahead of the GPU."""
+
+        self.logged = 0
 
     def step(self, loss: Tensor) -> None:
         self.steps += 1
         done, on_gpu = self.steps - self.arguments.warm_up, self.arguments.device == "cuda"
         if done >= 0 and (done % BLOCK_STEPS == 0 or done == self.arguments.steps):
+            self.losses.append(loss.detach().to("cpu", non_blocking=True))
             self.marks.append(torch.cuda.Event(enable_timing=True) if on_gpu else time.perf_counter())
             if on_gpu:  # the host is ahead of the GPU, and does not wait for it
                 self.marks[-1].record()
+            self.times.append(time.time())
+            if self.arguments.tens and RANK == 0:
+                self._log()
         if done == self.arguments.steps:
             if on_gpu:
                 torch.cuda.synchronize()
@@ -92,6 +101,24 @@ class Speed:
                 median=BLOCK_STEPS * samples / statistics.median(whole),
                 loss=loss.item(),
             )
+
+    def _log(self) -> None:
+        """The blocks that the GPU has done. Does not wait for it."""
+        with self.arguments.tens.open("a") as file:
+            while self.logged < len(self.marks) - 1 and is_done(self.marks[self.logged + 1]):
+                seconds = seconds_between(*self.marks[self.logged : self.logged + 2])
+                self.logged += 1
+                line = {
+                    "step": self.logged * BLOCK_STEPS,
+                    "time": self.times[self.logged],
+                    "samples_per_second": BLOCK_STEPS * self.batch * SIZE / seconds,
+                    "loss": self.losses[self.logged].item(),
+                }
+                file.write(json.dumps(line) + "\n")
+
+
+def is_done(mark: Any) -> bool:
+    return isinstance(mark, float) or mark.query()
 
 
 def seconds_between(first: Any, second: Any) -> float:
@@ -372,6 +399,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64, help="samples a process and step; mnist: over all")
     parser.add_argument("--warm-up", type=int, default=30, help="steps before those that count")
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--tens", type=Path, help="a file for a line of each ten steps")
     parser.add_argument("--optimizer", choices=["sgd", "adamw"], default="sgd")
     parser.add_argument("--lr", type=float, default=0.001)
     parser.add_argument("--arch", default="resnet50", help="images: of torchvision")

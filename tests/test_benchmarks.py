@@ -32,3 +32,16 @@ def test_a_benchmark_writes_its_page(script: str, tmp_path: Path) -> None:
     text = page.read_text()
     assert text == done.stdout and text.startswith("# ")
     assert all(f"- {fact}: " in text for fact in ("Hardware", "Versions", "Date", "Command"))
+
+
+def test_each_sitting_of_models_has_plain_ddp_to_compare_with() -> None:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        import models  # pyright: ignore[reportMissingImports]
+    finally:
+        sys.path.pop(0)
+    plain, names = models.PEERS[0], [*models.PEERS, "launch.py, recommended", "launch.py, captured"]
+    assert models.sittings(names, 5) == [names]
+    assert models.sittings(names, 3) == [names[:3], [plain, *names[3:]]]
+    assert models.sittings([plain], 3) == [[plain]]
+    assert models.sittings(names, 1) == [[name] for name in names]

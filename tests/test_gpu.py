@@ -32,9 +32,11 @@ from ddp_train.data.datasets import ArraySource
 from ddp_train.distributed.world import World
 from ddp_train.errors import NonFiniteLossError
 from ddp_train.models.gpt import Gpt
+from ddp_train.performance import worth_capturing
 from ddp_train.performance.activation_checkpointing import checkpoint_blocks
 from ddp_train.performance.cuda_graph import GraphedStepper
 from ddp_train.performance.switches import tune_model
+from ddp_train.performance.worth_capturing import CaptureTrial
 from ddp_train.tasks.builtin import Classification, Segmentation
 from ddp_train.tasks.language_model import LanguageModel
 from ddp_train.tasks.task import ModelWithTask
@@ -125,6 +127,22 @@ def trained(world: World, case: dict[str, Any], graph: bool, steps: int = 60) ->
     if graph:
         assert inner(made).graph is not None, "a step was recorded"
     return state_of(made), made.stepper.mean_loss(), evaluate(made.evaluation)
+
+
+def test_a_trial_decides_whether_steps_are_captured(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    plain = trained(World(), CASES["batch norm"], graph=False)
+    for least, captured in ((0.0, True), (1.1, False)):
+        monkeypatch.setattr(worth_capturing, "HOST_SHARE", least)
+        made = job(World(), CASES["batch norm"], graph=True)
+        inner(made).trial = CaptureTrial("cuda:0")
+        train(made, iter(made.batches), until=60)
+        assert (inner(made).graph is not None) == captured
+        assert 0 < inner(made).trial.host_share <= 1 and 0 < inner(made).trial.memory_share < 0.5
+        assert largest_difference(plain[0], state_of(made)) == 0
+    assert caplog.text.count("steps are not captured as a CUDA graph: the host launches") == 1
 
 
 @pytest.mark.parametrize("name", CASES)

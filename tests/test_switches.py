@@ -1034,12 +1034,13 @@ def test_the_plan_says_why() -> None:
     assert rows("model=resnet50 train.max_steps=100 optimizer=lars tuning.precision=fp32", GPU) == {
         "tuning": "recommended: precision fp32, pin_memory, non_blocking, copy_stream, channels_last (convolutions), "
         "cudnn_benchmark, tf32, triton_kernels, gc_freeze, optimizer foreach (no fused lars)",
-        "left off": "compile (under 2000 steps), cuda_graph (not a small model of ours)",
+        "left off": "compile (under 2000 steps), cuda_graph (no small model of ours, and not compiled)",
     }
     small = "model=gpt data=text model.layers=6 model.heads=6 model.width=384 train.global_batch_size=16"
     assert "cuda_graph (a small model)" in rows(small, GPU)["tuning"]
     many = f"{small} train.global_batch_size=256"
     assert "compile (long steps)" in rows(many, GPU)["tuning"], "a step of 65 ms"
+    assert "cuda_graph (compiled; if the host is what is slow)" in rows(many, GPU)["tuning"]
     largest = rows("tuning=max optimizer=rmsprop deterministic=true data=image_folder", GPU)
     assert "num_workers 4 (4 cores each)" in largest["tuning"]
     assert largest["left off"] == (

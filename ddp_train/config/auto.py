@@ -27,6 +27,8 @@ HOST_THREADS = 4
 loader processes, which have one each, 4.8 s."""
 COMPILING_PAYS_STEPS = 2000
 """ResNet-50 at batch 256 on an H200: 17 ms less a step, 35 s to compile."""
+CAPTURED_IF_IT_PAYS = "compiled; if the host is what is slow"
+"""Reason for tuning.cuda_graph that leaves the choice to a trial, see `performance.worth_capturing`."""
 OWN_GRAPHS = ("reduce-overhead", "max-autotune")
 """Modes of torch.compile that capture CUDA graphs themselves."""
 LR_POWERS = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}
@@ -176,11 +178,13 @@ def _choices(config: Config, hardware: Hardware) -> dict[str, Choice]:
 
 def _choice_of_cuda_graph(config: Config, hardware: Hardware) -> dict[str, Choice]:
     """All other keys are resolved."""
-    largest = config.tuning.name == "max"
+    largest, small = config.tuning.name == "max", is_launch_bound(config)
+    # A compiled step is often shorter than its launches take the host. Batches of the user's own may differ in shape.
+    compiled = bool(config.tuning.compile) and config.model.worth_compiling() and config.data.name != "custom"
     choice = _on_unless(
-        "tuning=max" if largest else "a small model",
+        "tuning=max" if largest else "a small model" if small else CAPTURED_IF_IT_PAYS,
         (config.device != "cuda", "no GPU"),
-        (not largest and not is_launch_bound(config), "not a small model of ours"),
+        (not (largest or small or compiled), "no small model of ours, and not compiled"),
         # It may do what a capture forbids: ddp_train.all_gather reads sizes from the device.
         (config.task.name == "custom", "a task of your own"),
         *((True, f"because of {key}") for key in capture_blockers(config)),

@@ -197,7 +197,7 @@ class TuningConfig:
         [], "classes of blocks that recompute their activations in the backward pass, for example [Bottleneck]"
     )
     cuda_graph: Union[bool, str] = key(
-        "auto", "capture training steps as a CUDA graph; auto: small models on GPUs", **AUTO
+        "auto", "capture training steps as a CUDA graph; auto: small and compiled models on GPUs", **AUTO
     )
     rehearse: bool = key(
         False, "compile and capture before the first step, by steps that are undone: the first epoch is like the others"

@@ -8,6 +8,7 @@ batch; others, the short last batch of an epoch, take their step kernel by kerne
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -19,8 +20,11 @@ from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.loader import Batch
 from ddp_train.errors import LaunchError, is_out_of_memory
 from ddp_train.optim.stepper import Stepper
+from ddp_train.performance.worth_capturing import CaptureTrial
 from ddp_train.tensor_tree import map_tensors, tensors
 from ddp_train.text import first_line
+
+log = logging.getLogger(__name__)
 
 WARM_UP_STEPS = 11
 """Taken kernel by kernel before the capture: DDP needs so many (CUDA semantics, "Usage with
@@ -57,15 +61,18 @@ class GraphedStepper(Stepper):
         stream: torch.cuda.Stream,
         is_full: Callable[[int], bool],
         *arguments: Any,
+        trial: CaptureTrial | None = None,
         **options: Any,
     ) -> None:
         """stream: the one on which `wrapped` was built. is_full: whether the global batch of a step is a whole one: all
-        ranks must replay or none, as NCCL demands, whatever the shape of their own micro-batches. arguments, options:
-        those of Stepper.
+        ranks must replay or none, as NCCL demands, whatever the shape of their own micro-batches. trial: decides after
+        the warm-up whether steps are captured; None: they are. arguments, options: those of Stepper.
         """
         self.wrapped = wrapped
         self.stream = stream
         self.is_full = is_full
+        self.trial = trial
+        self.captures = True
         self.warm_up_left = WARM_UP_STEPS
         self.graph: torch.cuda.CUDAGraph | None = None
         self.replayed = False
@@ -93,8 +100,8 @@ class GraphedStepper(Stepper):
         raised as they are.
         """
         full = self.is_full(self.steps_done)
-        if full and self.graph is None and not self.warm_up_left:
-            self._capture_or_explain(data)
+        if full and self.graph is None and self.captures and not self.warm_up_left:
+            self._capture_if_it_pays(data)
         if full and self.graph is not None:
             batch = list(tensors(data))
             if [tensor.shape for tensor in batch] != self.shapes:
@@ -102,6 +109,11 @@ class GraphedStepper(Stepper):
             for static, value in zip(self.batch, batch, strict=True):
                 static.copy_(value)
             return self.loss, self.units
+        return self._by_kernels(data, tried=full and self.warm_up_left == 1)
+
+    def _by_kernels(self, data: Any, tried: bool) -> tuple[Tensor, Tensor | None]:
+        if self.trial and tried:
+            self.trial.begin()
         with on_stream(self.stream):
             return self.wrapped(data)
 
@@ -121,10 +133,16 @@ class GraphedStepper(Stepper):
             self.replayed = False
             self.steps_done += 1
             return
-        if self.is_full(self.steps_done):
-            self.warm_up_left = max(0, self.warm_up_left - 1)
+        full = self.is_full(self.steps_done)
         with on_stream(self.stream):
             super().step()
+        if full and self.warm_up_left:
+            self._warmed_up()
+
+    def _warmed_up(self) -> None:
+        if self.trial and self.warm_up_left == 1:
+            self.trial.end()
+        self.warm_up_left -= 1
 
     def rehearse(
         self, batch: Batch, module: nn.Module, sync_gradients: Callable[[MicroBatch], AbstractContextManager[Any]]
@@ -137,13 +155,12 @@ class GraphedStepper(Stepper):
         with self._undone(module):
             while self.warm_up_left:
                 with sync_gradients(batch.micro_batch):
-                    with on_stream(self.stream):
-                        loss, units = self.wrapped(batch.data)
+                    loss, units = self._by_kernels(batch.data, tried=self.warm_up_left == 1)
                     super().backward(loss, units, batch.micro_batch)
                 with on_stream(self.stream):
                     super().step()
-                self.warm_up_left -= 1
-            self._capture_or_explain(batch.data)
+                self._warmed_up()
+            self._capture_if_it_pays(batch.data)
 
     @contextlib.contextmanager
     def _undone(self, module: nn.Module) -> Iterator[None]:
@@ -161,6 +178,14 @@ class GraphedStepper(Stepper):
         self.scaler.load_state_dict(scaler)
         self.steps_done, self.norm = steps_done, None
         self.losses.__init__()
+
+    def _capture_if_it_pays(self, data: Any) -> None:
+        why_not = self.trial.why_not() if self.trial else ""
+        self.captures = not why_not
+        if why_not:
+            log.info("steps are not captured as a CUDA graph: %s", why_not)
+        else:
+            self._capture_or_explain(data)
 
     def _capture_or_explain(self, data: Any) -> None:
         try:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ddp_train.config.auto import warmup_asked
+from ddp_train.config.auto import CAPTURED_IF_IT_PAYS, warmup_asked
 from ddp_train.config.metrics import further
 from ddp_train.config.options.model import FineTuning
 from ddp_train.config.schema import Config
@@ -36,6 +36,7 @@ from ddp_train.parallel.ordered_reduction import OrderedReduction
 from ddp_train.parallel.strategy import DataParallel, DistributedDataParallel, Single, Strategy
 from ddp_train.performance import switches
 from ddp_train.performance.cuda_graph import GraphedStepper, on_stream
+from ddp_train.performance.worth_capturing import CaptureTrial
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.tasks.builtin import Classification, Supervised
 from ddp_train.tasks.choose import MANY, TASKS, check_numbers, choose
@@ -242,7 +243,9 @@ def build_job(
     }
     forward: Callable[[Any], tuple[Tensor, Tensor | None]] = wrapped
     if stream:
-        stepper: Stepper = GraphedStepper(wrapped, stream, plan.is_full, optimizer, factor, scaler, **options)
+        trial = CaptureTrial(device) if config.reasons.get("cuda_graph") == CAPTURED_IF_IT_PAYS else None
+        graphed = GraphedStepper(wrapped, stream, plan.is_full, optimizer, factor, scaler, trial=trial, **options)
+        stepper: Stepper = graphed
         forward = stepper.forward
     else:
         stepper = Stepper(optimizer, factor, scaler, **options)
