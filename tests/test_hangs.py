@@ -413,6 +413,31 @@ def test_a_slow_rank_is_no_hang_but_a_straggler(tmp_path: Path, env: dict[str, s
         assert line.startswith("warning: rank 2 is slower than the others") and "mostly forward" in line
 
 
+@pytest.mark.slow
+def test_a_run_that_was_suspended_as_a_whole_goes_on(tmp_path: Path, env: dict[str, str]) -> None:
+    """As `scontrol suspend` and `docker pause` do. Two ranks wait for the slow one, most of the time."""
+    limits = ("train.epochs=100000", "train.log_every_steps=1", f"launch.timeout_seconds={TIMEOUT_SECONDS}")
+    with running(tmp_path / "run", *words({"rank": 2, "delay": 2.0}), *limits, env=env) as job:
+
+        def steps() -> int:
+            assert job.process.poll() is None, job.said()
+            return (job.run_dir / "metrics.jsonl").read_text().count("\n")
+
+        job.wait_for_step()
+        wait_until(lambda: steps() >= 3, "the limit applies from the second batch on")
+        pids = sorted(processes_of(job.run_dir), key=lambda pid: pid != job.process.pid)  # the launcher first
+        assert len(pids) == 4
+        time.sleep(0.7)  # the launcher has seen the last progress, and all are in the middle of a step
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        before = steps()
+        time.sleep(TIMEOUT_SECONDS + 1)
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+            time.sleep(0.3)  # the launcher looks before the ranks go on
+        wait_until(lambda: steps() > before + 2, "three more steps")
+
+
 def watched(shares: list[float], monkeypatch: pytest.MonkeyPatch, later: list[float] | None = None) -> bool:
     """Whether a rank ever stood still, of ranks that spend these shares of their time in forward. later: theirs after
     the first window."""

@@ -30,7 +30,7 @@ from ddp_train.resilience.stdio import tolerate_closed_streams
 from ddp_train.telemetry.console import LogFile, redirect_streams
 from ddp_train.text import counted
 from ddp_train.training.failure_reporter import FailureReporter
-from ddp_train.training.worker import JOIN_SECONDS, die_with_parent, leave, watched_timeout
+from ddp_train.training.worker import JOIN_SECONDS, WATCHED_SECONDS, die_with_parent, leave
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ def joined(settings: Settings, world: World, alone: bool) -> Iterator[Run]:
             if world.size > 1:
                 store = process_group.open_store(world, JOIN_SECONDS)
                 peer_check.register(store, world)
-                timeout = watched_timeout(settings.timeout_seconds) if board else settings.timeout_seconds
+                timeout = WATCHED_SECONDS if board else settings.timeout_seconds
                 backend = str(facts["backend"])
                 group = process_group.session(world, device, backend, store, timeout)
             stop = StopController()

@@ -17,6 +17,9 @@ from ddp_train.resilience import collectives
 from ddp_train.resilience.heartbeat import START_SECONDS, RankStatus, StatusBoard, StatusSnapshot, stack_file
 
 LOOK_SECONDS = 0.1
+ASLEEP_SECONDS = 5.0
+"""A launcher that has not looked for so long was stopped itself, and its ranks with it: `scontrol suspend`, `docker
+pause`. It looks ten times a second, and writes a page in between."""
 STALE_SECONDS = 2.0
 """A rank whose beats stop for so long, while others beat, is stalled: ten times the interval between beats."""
 STACK_SECONDS = 1.0
@@ -97,7 +100,9 @@ class HangDetector:
         now = time.monotonic()
         if now - self.last_look < LOOK_SECONDS:
             return False
-        self.last_look = now
+        asleep, self.last_look = now - self.last_look, now
+        if asleep > ASLEEP_SECONDS:
+            self._leave_out(asleep)
         for status, observed in zip(self.board.ranks, self.observed, strict=True):
             current, before = status.snapshot(), observed.snapshot
             if current.beats != before.beats:
@@ -111,6 +116,11 @@ class HangDetector:
             self.window_began = now
         late = [rank for rank, seen in enumerate(self.observed) if now - seen.progress_at > self._limit(seen)]
         return any(self._is_alive(rank) and not self.board.ranks[rank].is_done for rank in late)
+
+    def _leave_out(self, seconds: float) -> None:
+        for observed in self.observed:
+            observed.beat_at += seconds
+            observed.progress_at += seconds
 
     def _is_alive(self, rank: int) -> bool:
         return state_of(self.pids[rank]) not in ("", "Z")

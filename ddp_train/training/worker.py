@@ -35,8 +35,9 @@ from ddp_train.telemetry.pages.live import LivePage
 from ddp_train.training.failure_reporter import FailureReporter
 from ddp_train.training.run import Run
 
-LAUNCHER_FIRST_SECONDS = 5.0
-"""Collectives wait so much longer than the launcher, which knows the culprit: it ends a run that hangs."""
+WATCHED_SECONDS = 30 * 24 * 3600.0
+"""Of collectives, where our own launcher watches: it ends a run that hangs, and knows the culprit. Their clock goes on
+while a job is suspended (`scontrol suspend`), so that a shorter limit would end the job when it is resumed."""
 JOIN_SECONDS = 600.0
 """The longest that ranks under torchrun wait for rank 0's config."""
 log = logging.getLogger(__name__)
@@ -106,7 +107,7 @@ def run(config: Config, world: World, get_store: Callable[[], Store]) -> int:
         if config.strategy.has_process_group:
             store = get_store()
             peer_check.register(store, world)
-        timeout = watched_timeout(config.launch.timeout_seconds) if board else config.launch.timeout_seconds
+        timeout = WATCHED_SECONDS if board else config.launch.timeout_seconds
         backend = config.launch.backend
         with session(world, device, backend, store, timeout) if store else contextlib.nullcontext():
             status.on_hang = lambda: flight_record.write(collectives.record_file(run_dir, world.rank))
@@ -137,11 +138,6 @@ def open_logs(run_dir: Path, log_file: Path, world: World) -> None:
 def prepare_gpu(memory_history: bool, run_dir: Path, rank: int, device: str) -> None:
     torch.cuda.set_device(device)
     take_when_out_of_memory(snapshot_file(run_dir, rank), memory_history)
-
-
-def watched_timeout(timeout_seconds: float) -> float:
-    """Of collectives, where our own launcher watches."""
-    return max(timeout_seconds, heartbeat.START_SECONDS) + LAUNCHER_FIRST_SECONDS
 
 
 def die_with_parent() -> None:
