@@ -24,7 +24,7 @@ ROOMS = """
 
 LINES = {
     "errors": 75, "text": 40, "linux": 100, "tensor_tree": 25,
-    "distributed": 810, "resilience": 1205, "config": 3590, "launcher": 2665, "data": 2237, "models": 370,
+    "distributed": 810, "resilience": 1210, "config": 3590, "launcher": 2665, "data": 2237, "models": 370,
     "telemetry": 2230, "tasks": 1075, "optim": 950, "parallel": 320, "performance": 635, "training": 4010,
     "own_loop": 1005, "study": 2125, "doctor": 1600, "prove": 1580, "testing": 25, "__main__": 155,
 }  # fmt: skip

@@ -413,6 +413,30 @@ def test_a_slow_rank_is_no_hang_but_a_straggler(tmp_path: Path, env: dict[str, s
         assert line.startswith("warning: rank 2 is slower than the others") and "mostly forward" in line
 
 
+def test_a_rank_that_dies_of_the_question_has_hung_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Python's faulthandler may crash a process whose other threads run: none is asked to while its stack is taken."""
+    board = StatusBoard.create(2)
+    examined: list[int] = []
+    monkeypatch.setattr(hang_detector, "state_of", lambda pid: "" if examined else "S")
+    try:
+        for rank, status in enumerate(board.ranks):
+            status.beats, status.step, status.phase = 1, 5 - rank, "forward"
+        detector = HangDetector(board, [0, 1], timeout_seconds=TIMEOUT_SECONDS)
+
+        def stacks(run_dir: Path) -> list[list[str]]:
+            examined.extend(status.is_examined for status in board.ranks)
+            return [[], []]
+
+        monkeypatch.setattr(detector, "_stacks", stacks)
+        hang = detector.diagnose(tmp_path)
+        assert examined == [0, 0] and [status.is_examined for status in board.ranks] == [1, 1]
+        assert (hang.rank, hang.snapshot.phase, hang.stack, hang.called) == (1, "forward", [], "")
+    finally:
+        board.close()
+
+
 @pytest.mark.slow
 def test_a_run_that_was_suspended_as_a_whole_goes_on(tmp_path: Path, env: dict[str, str]) -> None:
     """As `scontrol suspend` and `docker pause` do. Two ranks wait for the slow one, most of the time."""

@@ -159,11 +159,14 @@ class HangDetector:
         """Finds the culprit and its stack. Continues stopped processes: call it only before all workers are ended."""
         now = time.monotonic()
         states = [state_of(pid) for pid in self.pids]
-        for rank, status in enumerate(self.board.ranks):
+        for rank in range(len(self.pids)):
             with contextlib.suppress(OSError):
                 collectives.record_file(run_dir, rank).unlink(missing_ok=True)  # of an attempt before
-            status.is_examined = 1
+        # First the stacks: Python's faulthandler may crash if another thread of that process runs Python meanwhile, as
+        # the one does that writes the record. It was seen once, in 3.11.
         stacks = self._stacks(run_dir)
+        for status in self.board.ranks:
+            status.is_examined = 1
         rank, reason = self._culprit(now, states, stacks)
         if self.observed[rank].snapshot.phase in FETCHING:
             stacks[rank] += stacks_of_loaders(run_dir, rank, self.pids[rank])
@@ -189,7 +192,8 @@ class HangDetector:
         for rank, state in enumerate(states):
             if state in ("T", "t"):
                 return rank, f"the process is {STATES[state]}"
-        alive = [rank for rank in range(len(self.observed)) if self._is_alive(rank)]
+        ranks = range(len(self.observed))
+        alive = [rank for rank in ranks if self._is_alive(rank)] or list(ranks)  # all have died since
         beating = [rank for rank in alive if self.observed[rank].snapshot.beats]
         stalled = [rank for rank in beating if now - self.observed[rank].beat_at > STALE_SECONDS]
         if stalled and (len(stalled) < len(beating) or len(self.observed) == 1):
@@ -201,8 +205,8 @@ class HangDetector:
         if states[rank] in STATES:
             return rank, f"the process is {STATES[states[rank]]}"
         undecided = len(behind) > 1 and not at_work
-        ranks = ", ".join(map(str, behind))
-        reason = f"ranks {ranks} all wait at the same place, none is behind the others; the first is named"
+        named = ", ".join(map(str, behind))
+        reason = f"ranks {named} all wait at the same place, none is behind the others; the first is named"
         return rank, reason if undecided else ""
 
     def _stacks(self, run_dir: Path) -> list[list[str]]:
