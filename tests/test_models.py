@@ -32,6 +32,12 @@ def test_images_that_a_classifier_cannot_take_are_named(arch: str, side: int) ->
         model_of(TorchvisionConfig(arch=arch), (3, side, side), 10)
 
 
+def test_a_network_whose_constructor_computes_with_tensors_can_be_built() -> None:
+    """regnet's does; on the meta device it fails."""
+    model = model_of(TorchvisionConfig(arch="regnet_y_400mf"), (3, 32, 32), 10)
+    assert model.training and not any(tensor.is_meta for tensor in model.state_dict().values())
+
+
 def test_weights_are_drawn_as_if_nothing_had_been_tried_before() -> None:
     from torchvision.models import resnet18
 

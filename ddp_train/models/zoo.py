@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from ddp_train.errors import ConfigError
 from ddp_train.models.gpt import Gpt
@@ -113,13 +114,15 @@ def _torchvision(shape: tuple[int, ...], outputs: int, arch: str, weights: str |
         more["transform_input"] = weights is not None  # theirs are TensorFlow's, for another scale of pixels
     elif arch.startswith("vit_"):
         more["image_size"] = shape[1]
-    try:  # on tensors without content: it costs some milliseconds
-        with torch.device("meta"):
-            get_model(arch, weights=None, **more).eval()(torch.empty(2, 3, *shape[1:]))
+    try:
+        network = get_model(arch, weights=None, **more)
+        with torch.device("meta"):  # on tensors without content it costs some milliseconds
+            state = {name: tensor.to("meta") for name, tensor in network.state_dict().items()}
+            functional_call(network.eval(), state, torch.empty(2, 3, *shape[1:]))
     except (RuntimeError, AssertionError, ValueError) as error:
         what = f"cannot take images of {shape[1]} x {shape[2]} pixels: {first_line(error)}"
         raise ConfigError([f"model.arch={arch}: {what}; use larger images, or another model.arch"]) from error
-    network = get_model(arch, weights=None, **more)
+    network.train()
     return nn.Sequential(_Rgb(), network) if shape[0] == 1 else network
 
 
