@@ -20,8 +20,8 @@ note a time. `--at-once N`: where memory holds no more contenders; each sitting 
 sitting. Several processes cannot be stopped at the same step: these contenders run one after the other.
 
 `--prepare N` runs a few steps before, N commands at a time: what is compiled then lies in torch's cache, so that
-the commands that count begin at once. Results are kept in FILE line by line: a command that was cut off goes on with
-those that it has not.
+the commands that count begin at once. Results are kept in FILE line by line: a command that was cut off (SIGTERM leaves
+no contender behind) goes on with those that it has not.
 """
 
 from __future__ import annotations
@@ -386,6 +386,7 @@ def main() -> None:
     parser.add_argument("--kept", type=Path, help="a file for results, one line each; those in it are not repeated")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # contenders are ended on the way out
     if arguments.processes > 1:
         arguments.at_once = 1
     load = f"{load_average()} at the start"

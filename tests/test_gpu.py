@@ -21,8 +21,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torchvision.models
 from torch import Tensor, nn
-from torchvision.models import resnet18, resnet50
+from torchvision.models import list_models, resnet18, resnet50
 
 from ddp_train.config.hardware import Hardware
 from ddp_train.config.options.data import DigitsConfig
@@ -43,7 +44,7 @@ from ddp_train.tasks.task import ModelWithTask
 from ddp_train.telemetry.hardware_monitor import hardware_monitor_for
 from ddp_train.training.loop import Job, evaluate, train
 from tests import lost_gpus, triton_kernels
-from tests.commands import ONE, ROOT, environment, metrics, read, run, running, wait_until
+from tests.commands import ONE, ROOT, environment, metrics, processes_of, read, run, running, wait_until
 from tests.jobs import config_of, datasets_of, job_of, largest_difference, loader_of
 from tests.lost_ranks import ranks_of
 from tests.ranks import on_ranks
@@ -137,7 +138,7 @@ def test_a_trial_decides_whether_steps_are_captured(
     for least, captured in ((0.0, True), (1.1, False)):
         monkeypatch.setattr(worth_capturing, "HOST_SHARE", least)
         made = job(World(), CASES["batch norm"], graph=True)
-        inner(made).trial = CaptureTrial("cuda:0")
+        inner(made).trial = CaptureTrial("cuda:0", {})
         train(made, iter(made.batches), until=60)
         assert (inner(made).graph is not None) == captured
         assert 0 < inner(made).trial.host_share <= 1 and 0 < inner(made).trial.memory_share < 0.5
@@ -165,6 +166,57 @@ def test_recorded_steps_exchange_gradients(name: str) -> None:
     plain, recorded = (on_ranks(ranks, on_nccl, CASES[name], graph, device="cuda") for graph in (False, True))
     for one, other in zip(plain, recorded, strict=True):
         assert largest_difference(one, other) == 0
+
+
+@pytest.mark.parametrize("arch", list_models(module=torchvision.models))
+def test_each_network_of_torchvision_is_captured(arch: str) -> None:
+    """As it learns kernel by kernel: with its own dropout and stochastic depth, drawn by the same keys."""
+    machine = Hardware(cpus=4, gpus=1, compute_capability=(9, 0), gpu_bytes=2**36)
+    losses = []
+    for graph in (False, True):
+        config = config_of(
+            World(),
+            machine,
+            strategy={"name": "single"},
+            model={"name": "torchvision", "arch": arch},
+            data={"name": "synthetic", "samples": 80, "test_samples": 4, "image_size": 224, "classes": 10},
+            train={"epochs": 1, "global_batch_size": 4},
+            optimizer={"name": "sgd", "lr": 1e-4},
+            tuning={"cuda_graph": graph, "precision": "fp32", "compile": False},
+        )
+        made = job_of(config, World())
+        train(made, iter(made.batches), until=20)
+        assert not graph or inner(made).graph is not None, inner(made).trial.why_not()
+        losses.append(made.stepper.mean_loss().value)
+        del made
+        torch.cuda.empty_cache()
+    assert math.isfinite(losses[0]) and losses[1] == pytest.approx(losses[0], rel=1e-3)
+
+
+def decided_on_nccl(world: World, least: float) -> tuple[dict[str, Tensor], bool]:
+    """Rank 1 alone has a slow host, if `least` is between the two shares."""
+    worth_capturing.HOST_SHARE = least
+    made = job(world, CASES["sgd"], graph=True)
+    trial = inner(made).trial = CaptureTrial(f"cuda:{world.local_rank}", {})
+    ended = trial.end
+
+    def end() -> None:
+        ended()
+        trial.host_share = 0.9 if world.rank == 1 else 0.1
+
+    trial.end = end
+    train(made, iter(made.batches), until=60)
+    return {name: tensor.cpu() for name, tensor in state_of(made).items()}, inner(made).graph is not None
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_ranks_capture_together_or_not_at_all() -> None:
+    ranks = torch.cuda.device_count()
+    plain = on_ranks(ranks, on_nccl, CASES["sgd"], False, device="cuda")
+    for least, captured in ((0.5, True), (0.95, False)):
+        for one, (state, has_graph) in zip(plain, on_ranks(ranks, decided_on_nccl, least, device="cuda"), strict=True):
+            assert has_graph == captured
+            assert largest_difference(one, state) == 0
 
 
 @pytest.mark.parametrize("graph", [False, True])
@@ -383,6 +435,33 @@ def test_a_rank_that_hangs_before_an_exchange_over_nccl_is_named_with_it(tmp_pat
     failure = read(tmp_path / "run", "failure.json")
     assert (done.returncode, failure["kind"], failure["rank"]) == (71, "hang", 1), done.stderr
     assert re.search(r"; rank 0 called \S+ of .*\(collective \d+\), rank 1 did not$", failure["detail"]), failure
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_run_on_gpus_that_was_suspended_as_a_whole_goes_on(captured: bool, tmp_path: Path) -> None:
+    """For longer than the limit, in the middle of exchanges over NCCL."""
+    limits = ("train.epochs=100000", "train.log_every_steps=20", "launch.timeout_seconds=6", "launch.nproc_per_node=2")
+    words = ("model=cnn", f"tuning.cuda_graph={str(captured).lower()}", *limits)
+    with running(tmp_path / "run", *words, env=VISIBLE) as suspended:
+
+        def steps() -> int:
+            assert suspended.process.poll() is None, suspended.said()
+            return metrics(suspended.run_dir)[-1]["step"]
+
+        suspended.wait_for_step()
+        wait_until(lambda: steps() >= 100, "a hundred steps")
+        launcher = suspended.process.pid
+        pids = sorted(processes_of(suspended.run_dir), key=lambda pid: pid != launcher)
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        before = steps()
+        time.sleep(20)
+        assert steps() == before
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+            time.sleep(0.3)
+        wait_until(lambda: steps() > before + 100, "a hundred more")
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import numpy as np
@@ -10,16 +11,19 @@ import torch
 from torch import nn
 
 from ddp_train.data.batch_plan import MicroBatch
+from ddp_train.distributed.world import World
+from ddp_train.errors import LaunchError
 from ddp_train.optim.stepper import Stepper
 from ddp_train.performance.cuda_graph import WARM_UP_STEPS, GraphedStepper
 from ddp_train.performance.worth_capturing import CaptureTrial, reason_against
+from tests.ranks import on_ranks
 
 
 class Noted(CaptureTrial):
     """Says no, and notes what it measured."""
 
     def __init__(self) -> None:
-        super().__init__("cpu")
+        super().__init__("cpu", {})
         self.calls: list[str] = []
         self.sizes: list[int] = []
 
@@ -78,3 +82,75 @@ def test_steps_are_captured_where_the_host_is_slow_and_memory_suffices() -> None
     assert reason_against(host_share=0.6, memory_share=0.6) == ""
     assert reason_against(0.4, 0.6) == "the host launches a step in 40% of the time that it takes"
     assert reason_against(0.95, 1.2) == "steps and an evaluation might need 120% of a GPU's memory"
+
+
+class Remembers(nn.Module):
+    """Does something in Python with each forward pass."""
+
+    def __init__(self, how: str = "") -> None:
+        super().__init__()
+        self.layer, self.how, self.calls, self.seen = nn.Linear(4, 1), how, 0, torch.zeros(())
+        self.register_buffer("mean", torch.zeros(4))
+        self.history: list[float] = []
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.mean.lerp_(inputs.mean(0), 0.1)  # pyright: ignore  a captured step does this, too
+        if self.how == "counter":
+            self.calls += 1
+        elif self.how == "list":
+            self.history.append(0.5)
+        elif self.how == "tensor":
+            self.seen = self.seen + inputs.sum()
+        elif self.how == "torch":
+            inputs = inputs * torch.rand(())
+        elif self.how == "numpy":
+            inputs = inputs * np.random.rand()
+        elif self.how == "python":
+            inputs = inputs * random.random()
+        return self.layer(inputs)
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    {
+        "": "",
+        "counter": "the forward pass changes model.calls",
+        "list": "the forward pass changes model.history",
+        "tensor": "",
+        "torch": "the forward pass draws from torch's generator on the host",
+        "numpy": "the forward pass draws from numpy's generator",
+        "python": "the forward pass draws from Python's generator",
+    }.items(),
+)
+def test_what_python_does_in_a_step_is_not_captured(how: str, reason: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = Remembers(how)
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        chosen, asked = (CaptureTrial("cpu", {"model": model}, asked, if_it_pays=False) for asked in (False, True))
+        for trial in (chosen, asked):
+            with trial.watched():
+                model(torch.ones(2, 4))
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
+    assert chosen.why_not() == (f"{reason}; a captured step runs no Python" if reason else "")
+    if reason:
+        with pytest.raises(LaunchError, match=reason):
+            asked.why_not()
+    else:
+        assert asked.why_not() == ""
+    assert ("model.seen is a tensor that each forward pass replaces" in caplog.text) == (how == "tensor")
+
+
+def stateful_on_one(world: World) -> str:
+    trial = CaptureTrial("cpu", {}, if_it_pays=False)
+    trial.in_python = "the forward pass changes model.calls" if world.rank == 1 else ""
+    return trial.why_not()
+
+
+def test_a_rank_whose_python_has_state_keeps_all_from_capturing() -> None:
+    mine, other = "the forward pass changes model.calls", "another rank's forward pass has state"
+    assert on_ranks(3, stateful_on_one) == [
+        f"{reason}; a captured step runs no Python" for reason in (other, mine, other)
+    ]

@@ -61,12 +61,12 @@ class GraphedStepper(Stepper):
         stream: torch.cuda.Stream,
         is_full: Callable[[int], bool],
         *arguments: Any,
-        trial: CaptureTrial | None = None,
+        trial: CaptureTrial,
         **options: Any,
     ) -> None:
         """stream: the one on which `wrapped` was built. is_full: whether the global batch of a step is a whole one: all
         ranks must replay or none, as NCCL demands, whatever the shape of their own micro-batches. trial: decides after
-        the warm-up whether steps are captured; None: they are. arguments, options: those of Stepper.
+        the warm-up whether steps are captured. arguments, options: those of Stepper.
         """
         self.wrapped = wrapped
         self.stream = stream
@@ -96,8 +96,8 @@ class GraphedStepper(Stepper):
         """The loss of a batch, a scalar, and its number of units. In a captured step their values are there after
         `backward`.
 
-        Raises LaunchError if a step cannot be captured, or if whole batches differ in shape. Out-of-memory errors are
-        raised as they are.
+        Raises LaunchError if a step cannot be captured, or would repeat what Python did in the capture, or if whole
+        batches differ in shape. Out-of-memory errors are raised as they are.
         """
         full = self.is_full(self.steps_done)
         if full and self.graph is None and self.captures and not self.warm_up_left:
@@ -109,12 +109,13 @@ class GraphedStepper(Stepper):
             for static, value in zip(self.batch, batch, strict=True):
                 static.copy_(value)
             return self.loss, self.units
-        return self._by_kernels(data, tried=full and self.warm_up_left == 1)
+        return self._by_kernels(data, full)
 
-    def _by_kernels(self, data: Any, tried: bool) -> tuple[Tensor, Tensor | None]:
-        if self.trial and tried:
+    def _by_kernels(self, data: Any, full: bool) -> tuple[Tensor, Tensor | None]:
+        if full and self.warm_up_left == 1:
             self.trial.begin()
-        with on_stream(self.stream):
+        watched = self.trial.watched() if full and self.warm_up_left == 2 else contextlib.nullcontext()
+        with watched, on_stream(self.stream):
             return self.wrapped(data)
 
     def backward(self, loss: Tensor, units: Tensor | None, micro_batch: MicroBatch) -> None:
@@ -140,7 +141,7 @@ class GraphedStepper(Stepper):
             self._warmed_up()
 
     def _warmed_up(self) -> None:
-        if self.trial and self.warm_up_left == 1:
+        if self.warm_up_left == 1:
             self.trial.end()
         self.warm_up_left -= 1
 
@@ -155,7 +156,7 @@ class GraphedStepper(Stepper):
         with self._undone(module):
             while self.warm_up_left:
                 with sync_gradients(batch.micro_batch):
-                    loss, units = self._by_kernels(batch.data, tried=self.warm_up_left == 1)
+                    loss, units = self._by_kernels(batch.data, full=True)
                     super().backward(loss, units, batch.micro_batch)
                 with on_stream(self.stream):
                     super().step()
@@ -180,7 +181,7 @@ class GraphedStepper(Stepper):
         self.losses.__init__()
 
     def _capture_if_it_pays(self, data: Any) -> None:
-        why_not = self.trial.why_not() if self.trial else ""
+        why_not = self.trial.why_not()
         self.captures = not why_not
         if why_not:
             log.info("steps are not captured as a CUDA graph: %s", why_not)

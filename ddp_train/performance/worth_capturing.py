@@ -1,33 +1,71 @@
-"""Does it pay to capture a step as a CUDA graph, and does it fit? One step that is taken kernel by kernel shows it."""
+"""May a step be captured as a CUDA graph, does it pay, and does it fit? Two steps kernel by kernel show it."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import time
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 
+from ddp_train.data.rng import global_states
 from ddp_train.distributed.process_group import from_all_ranks
+from ddp_train.errors import LaunchError
+from ddp_train.models.python_state import TENSOR, changed, state_of
+
+log = logging.getLogger(__name__)
 
 HOST_SHARE = 0.5
 """Of the time of a step, in which the host launches it. Above, the GPU waits for the host, at least after each line of
 metrics.jsonl: VGG-16 at 79 % is 4.7 % faster captured (docs/benchmarks/models.md). Below, the host gets ahead."""
 ROOM = 0.9
 """Part of a GPU's memory that may be needed. The rest is for workspaces, and lost between blocks."""
+GENERATORS = ("torch's generator on the host", "numpy's generator", "Python's generator")
+"""Of `global_states`."""
 
 
 class CaptureTrial:
-    """Measures one step: `begin` before its forward pass, `end` after its update."""
+    """Looks at what Python does in the forward pass of one step (`watched`), and measures another: `begin` before its
+    forward pass, `end` after its update."""
 
-    def __init__(self, device: str) -> None:
-        self.device = device
+    def __init__(self, device: str, roots: Mapping[str, Any], asked: bool = False, if_it_pays: bool = True) -> None:
+        """roots: what a forward pass may change, by their names. asked: the user set tuning.cuda_graph=true.
+        if_it_pays: or else wherever a step may be captured."""
+        self.device, self.roots, self.asked, self.if_it_pays = device, roots, asked, if_it_pays
         self.host_share = self.memory_share = 0.0
+        self.in_python = self.replaced = ""
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Around a forward pass."""
+        state, draws = state_of(self.roots), global_states()
+        yield
+        self._note(state, draws)
+
+    def _note(self, state: dict[str, str], draws: tuple[bytes, ...]) -> None:
+        drawn = [name for name, old, new in zip(GENERATORS, draws, global_states(), strict=True) if old != new]
+        now = state_of(self.roots)
+        paths = changed(state, now)
+        kept = [path for path in paths if not now[path].startswith(TENSOR)]
+        if drawn:
+            self.in_python = f"the forward pass draws from {drawn[0]}"
+        elif kept:
+            self.in_python = f"the forward pass changes {kept[0]}"
+        elif paths:
+            self.replaced = paths[0]
 
     def begin(self) -> None:
+        if not self.if_it_pays:
+            return
         torch.cuda.synchronize(self.device)
         self.began = time.perf_counter()
 
     def end(self) -> None:
         """A graph keeps the memory of a step for itself, and a short batch or an evaluation may need as much again."""
+        if not self.if_it_pays:
+            return
         launched = time.perf_counter()
         torch.cuda.synchronize(self.device)
         self.host_share = (launched - self.began) / (time.perf_counter() - self.began)
@@ -36,10 +74,29 @@ class CaptureTrial:
         self.memory_share = (2 * allocated["peak"] - allocated["current"]) / has
 
     def why_not(self) -> str:
-        """Why no rank captures; "" if all do. An exchange: to be asked on all ranks after the same step."""
-        shares = torch.tensor([self.host_share, self.memory_share], device=self.device)
-        host, memory = from_all_ranks(shares).view(-1, 2).amax(0).tolist()
-        return reason_against(host, memory)
+        """Why no rank captures; "" if all do. An exchange: to be asked on all ranks after the same step.
+
+        Raises LaunchError if the user asked for a capture that would give wrong results.
+        """
+        if self.in_python and self.asked:
+            raise LaunchError(
+                f"{self.in_python}, and a captured step runs no Python: it would repeat what it did in the capture",
+                "keep numbers in buffers, draw on the GPU, or use tuning.cuda_graph=false",
+            )
+        measured = [self.host_share, self.memory_share, float(bool(self.in_python))]
+        seen = from_all_ranks(torch.tensor(measured, device=self.device)).view(-1, len(measured))
+        host, memory, in_python = seen.amax(0).tolist()
+        if in_python:
+            here = self.in_python or "another rank's forward pass has state"
+            return f"{here}; a captured step runs no Python"
+        why_not = reason_against(host, memory) if self.if_it_pays else ""
+        if self.replaced and not why_not:
+            log.warning(
+                "%s is a tensor that each forward pass replaces, and steps are captured as a CUDA graph: if the next "
+                "step reads it, it finds what was there in the capture; then write into a buffer",
+                self.replaced,
+            )
+        return why_not
 
 
 def reason_against(host_share: float, memory_share: float) -> str:

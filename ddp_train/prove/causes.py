@@ -12,9 +12,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ddp_train.data.rng import global_states
 from ddp_train.doctor.findings import SKIPPED, Finding, failure, ok
 from ddp_train.errors import LaunchError
+from ddp_train.models.python_state import is_users
 from ddp_train.prove.division import GENERATORS, Pass, first_mixing
 from ddp_train.prove.runs import LATE, MORE_TIME
-from ddp_train.prove.suspects import is_users
 from ddp_train.study.gradients import TINY_BATCH
 from ddp_train.tasks.task import ModelWithTask
 from ddp_train.text import counted

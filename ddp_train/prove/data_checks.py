@@ -16,10 +16,11 @@ from ddp_train.data.own import UserDataset, applied, as_tensors
 from ddp_train.data.rng import global_states, keyed_generators
 from ddp_train.data.splits import Splits
 from ddp_train.doctor.findings import FAILURE, Finding, failure, ok, warning
+from ddp_train.models.python_state import changed, state_of
 from ddp_train.prove import causes
 from ddp_train.prove.causes import Cause
 from ddp_train.prove.runs import MAKE_THEM_ALIKE
-from ddp_train.prove.suspects import changed, state_of, unseeded
+from ddp_train.prove.unseeded import unseeded
 from ddp_train.tensor_tree import tensors
 from ddp_train.text import counted
 

@@ -30,6 +30,7 @@ from ddp_train.distributed.world import World
 from ddp_train.doctor.findings import FAILURE, Finding, failure, ok, skipped, warning
 from ddp_train.errors import ConfigError, LaunchError, TaskError
 from ddp_train.linux import end_with_parent
+from ddp_train.models.python_state import changed, state_of
 from ddp_train.parallel.strategy import Single
 from ddp_train.performance.switches import set_process_flags
 from ddp_train.prove import causes
@@ -37,7 +38,7 @@ from ddp_train.prove.causes import Cause
 from ddp_train.prove.data_checks import augmentation, order_of_samples, roots
 from ddp_train.prove.division import Division, GathersError, Pass
 from ddp_train.prove.runs import ANSWER, BY_SIZE_ALLOWED, GRADIENTS_ALLOWED, ONE, SCORES_ALLOWED
-from ddp_train.prove.suspects import changed, state_of, unseeded
+from ddp_train.prove.unseeded import unseeded
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.resilience.whole_files import write_json
 from ddp_train.study.gradients import compare

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ddp_train.distributed.process_group import barrier
 from ddp_train.performance.cuda_graph import GraphedStepper
 from ddp_train.training.loop import Job
 from ddp_train.training.phases import ReportedStepper
@@ -21,3 +22,4 @@ def rehearse(job: Job) -> None:
     job.module.eval()
     with torch.no_grad():
         job.module.score(next(iter(job.evaluation.batches)).data)
+    barrier(stepper.device)  # each rank compiles, and one may take seconds longer: they begin to train together

@@ -243,7 +243,9 @@ def build_job(
     }
     forward: Callable[[Any], tuple[Tensor, Tensor | None]] = wrapped
     if stream:
-        trial = CaptureTrial(device) if config.reasons.get("cuda_graph") == CAPTURED_IF_IT_PAYS else None
+        why = config.reasons.get("cuda_graph")  # nothing if the user asked for it
+        roots = {"model": module.model, "task": module.task}
+        trial = CaptureTrial(device, roots, asked=not why, if_it_pays=why == CAPTURED_IF_IT_PAYS)
         graphed = GraphedStepper(wrapped, stream, plan.is_full, optimizer, factor, scaler, trial=trial, **options)
         stepper: Stepper = graphed
         forward = stepper.forward
