@@ -35,9 +35,10 @@ from ddp_train.telemetry.pages.live import LivePage
 from ddp_train.training.failure_reporter import FailureReporter
 from ddp_train.training.run import Run
 
-WATCHED_SECONDS = 30 * 24 * 3600.0
+WATCHED_SECONDS = 20 * 24 * 3600.0
 """Of collectives, where our own launcher watches: it ends a run that hangs, and knows the culprit. Their clock goes on
-while a job is suspended (`scontrol suspend`), so that a shorter limit would end the job when it is resumed."""
+while a job is suspended (`scontrol suspend`), so that a shorter limit would end the job when it is resumed. As
+milliseconds it fits into 32 bits, in which a library may count."""
 JOIN_SECONDS = 600.0
 """The longest that ranks under torchrun wait for rank 0's config."""
 log = logging.getLogger(__name__)
