@@ -19,9 +19,8 @@ count, nor do launch.py's ends of epochs. launch.py logs every ten steps, for wh
 note a time. `--at-once N`: where memory holds no more contenders; each sitting has plain DDP, and shares are of its own
 sitting. Several processes cannot be stopped at the same step: these contenders run one after the other.
 
-`--prepare N` runs a few steps before, N commands at a time: what is compiled then lies in torch's cache, so that
-the commands that count begin at once. Results are kept in FILE line by line: a command that was cut off (SIGTERM leaves
-no contender behind) goes on with those that it has not.
+Results are kept in FILE line by line: a command that was cut off (SIGTERM leaves no contender behind) goes on with
+those that it has not.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -348,17 +346,6 @@ def row(model: Model, results: list[dict[str, Any]], contenders: list[str]) -> s
     return f"| {model.name} | {model.batch} | {columns} | {losses} |"
 
 
-def prepare(name: str, model: Model, folder: Path, device: str) -> str:
-    """Compiles; says what failed."""
-    contender = Contender(name, model, 1, folder, device)
-    try:
-        contender.gate.touch()
-        contender.run_until(LOG_EVERY)
-        return contender.failure
-    finally:
-        contender.end()
-
-
 def write_gate(folder: Path) -> None:
     (folder / "gate").mkdir()
     (folder / "gate" / "sitecustomize.py").write_text(GATE)
@@ -380,7 +367,6 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=5, help="contenders that are alive at the same time")
     parser.add_argument("--ahead", type=int, default=1, help="sittings whose contenders trace at the same time")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--prepare", type=int, default=0, help="commands at a time that compile before")
     parser.add_argument("--only", nargs="+", help="models whose names begin so, in this order")
     parser.add_argument("--contenders", nargs="+", default=[*PEERS, *OURS])
     parser.add_argument("--kept", type=Path, help="a file for results, one line each; those in it are not repeated")
@@ -397,12 +383,6 @@ def main() -> None:
         write_gate(folder)
         results = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
         done = {(found["model"], found["contender"]) for found in results}
-        if arguments.prepare:
-            todo = [(name, model) for model in models for name in (PEERS[0], "launch.py, recommended")]
-            with ThreadPoolExecutor(arguments.prepare) as threads:  # the other contenders compile the same
-                for name, model in todo:
-                    if (model.name, name) not in done:
-                        threads.submit(prepare, name, model, folder, arguments.device)
         todo = [
             (model, number, names)
             for model in models

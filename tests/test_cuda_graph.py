@@ -116,6 +116,16 @@ def test_a_rehearsal_leaves_all_as_it_was_and_all_steps_are_replayed(optimizer: 
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
+def test_what_a_rehearsal_cannot_undo_ends_it() -> None:
+    made = job(True, 40)
+    seen: list[int] = []
+    made.module.model.register_forward_hook(lambda *_: seen.append(1))
+    inner: Any = made.stepper
+    inner.unreported.trial.asked = False
+    with pytest.raises(LaunchError, match=r"forward pass changes .*, which tuning\.rehearse=true cannot undo"):
+        rehearse(made)
+
+
 def test_the_twelfth_batch_may_be_a_short_one() -> None:
     made = job(True, 8 * WARM_UP_STEPS + 4)
     train(made, iter(made.batches), until=20)

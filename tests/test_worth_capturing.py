@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -84,6 +87,10 @@ def test_steps_are_captured_where_the_host_is_slow_and_memory_suffices() -> None
     assert reason_against(0.95, 1.2) == "steps and an evaluation might need 120% of a GPU's memory"
 
 
+class Slotted:
+    __slots__ = ("calls",)
+
+
 class Remembers(nn.Module):
     """Does something in Python with each forward pass."""
 
@@ -92,6 +99,12 @@ class Remembers(nn.Module):
         self.layer, self.how, self.calls, self.seen = nn.Linear(4, 1), how, 0, torch.zeros(())
         self.register_buffer("mean", torch.zeros(4))
         self.history: list[float] = []
+        self.kinds, self.number, self.slotted = {0}, np.int64(0), Slotted()
+        self.many, self.partly = [0] * 100, functools.partial(self.history.append)
+        self.graph, self.unknown = torch.eye(4).to_sparse(), torch.empty(2, device="meta")
+        self.slotted.calls = 0
+        if how == "hook":
+            self.layer.register_forward_hook(lambda *_: self.history.append(0.5))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         self.mean.lerp_(inputs.mean(0), 0.1)  # pyright: ignore  a captured step does this, too
@@ -99,8 +112,24 @@ class Remembers(nn.Module):
             self.calls += 1
         elif self.how == "list":
             self.history.append(0.5)
+        elif self.how == "set":
+            self.kinds = {value + 1 for value in self.kinds}
+        elif self.how == "number":
+            self.number = self.number + 1
+        elif self.how == "slot":
+            self.slotted.calls += 1
+        elif self.how == "late in a list":
+            self.many[90] += 1
+        elif self.how == "of a layer of torch's":
+            self.layer.calls = getattr(self.layer, "calls", 0) + 1
+        elif self.how == "deleted":
+            del self.calls
+        elif self.how == "buffer":
+            self.mean = self.mean * 0.9
         elif self.how == "tensor":
             self.seen = self.seen + inputs.sum()
+        elif self.how == "tensor in place":
+            self.seen += inputs.sum()
         elif self.how == "torch":
             inputs = inputs * torch.rand(())
         elif self.how == "numpy":
@@ -110,37 +139,56 @@ class Remembers(nn.Module):
         return self.layer(inputs)
 
 
+@pytest.fixture
+def same_generators() -> Iterator[None]:
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    yield
+    torch.set_rng_state(states[0])
+    np.random.set_state(states[1])
+    random.setstate(states[2])
+
+
+def watched(model: nn.Module, device: str = "cpu", asked: bool = False) -> CaptureTrial:
+    trial = CaptureTrial(device, {"model": model}, asked, if_it_pays=False)
+    with trial.watched():
+        model(torch.ones(2, 4))
+    return trial
+
+
+@pytest.mark.usefixtures("same_generators")
 @pytest.mark.parametrize(
     ("how", "reason"),
     {
         "": "",
-        "counter": "the forward pass changes model.calls",
-        "list": "the forward pass changes model.history",
+        "counter": "changes model.calls",
+        "list": "changes model.history",
+        "set": "changes model.kinds",
+        "number": "changes model.number",
+        "slot": "changes model.slotted.calls",
+        "late in a list": "changes model.many",
+        "of a layer of torch's": "changes model.layer.calls",
+        "deleted": "changes model.calls",
+        "hook": "changes model.history",
+        "buffer": "puts another tensor in the place of model.mean",
         "tensor": "",
-        "torch": "the forward pass draws from torch's generator on the host",
-        "numpy": "the forward pass draws from numpy's generator",
-        "python": "the forward pass draws from Python's generator",
+        "tensor in place": "",
+        "torch": "draws from torch's generator on the host",
+        "numpy": "draws from numpy's generator",
+        "python": "draws from Python's generator",
     }.items(),
 )
 def test_what_python_does_in_a_step_is_not_captured(how: str, reason: str, caplog: pytest.LogCaptureFixture) -> None:
-    model = Remembers(how)
-    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    try:
-        chosen, asked = (CaptureTrial("cpu", {"model": model}, asked, if_it_pays=False) for asked in (False, True))
-        for trial in (chosen, asked):
-            with trial.watched():
-                model(torch.ones(2, 4))
-    finally:
-        torch.set_rng_state(states[0])
-        np.random.set_state(states[1])
-        random.setstate(states[2])
-    assert chosen.why_not() == (f"{reason}; a captured step runs no Python" if reason else "")
-    if reason:
-        with pytest.raises(LaunchError, match=reason):
-            asked.why_not()
-    else:
+    chosen = watched(Remembers(how))
+    assert chosen.why_not() == (f"the forward pass {reason}; a captured step runs no Python" if reason else "")
+    asked = watched(Remembers(how), asked=True)
+    with pytest.raises(LaunchError, match=reason) if reason else contextlib.nullcontext():
         assert asked.why_not() == ""
     assert ("model.seen is a tensor that each forward pass replaces" in caplog.text) == (how == "tensor")
+
+
+def test_a_tensor_on_the_host_is_not_changed_by_a_captured_step() -> None:
+    trial = watched(Remembers("tensor in place"), device="cuda:0")
+    assert trial.in_python == "the forward pass changes model.seen"
 
 
 def stateful_on_one(world: World) -> str:

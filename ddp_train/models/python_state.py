@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
+import itertools
+import operator
 import random
 import sys
 import sysconfig
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from types import FunctionType, MethodType, ModuleType
+from types import FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -23,8 +26,6 @@ MOST_ITEMS = 64
 MOST_NUMBERS = 2**20
 """Numbers of a tensor that are looked at; of a larger one, as many, evenly spread."""
 DEPTH = 5
-TENSOR = "tensor "
-"""With which the digest of a tensor begins."""
 PLAIN = (int, float, complex, str, bytes, type(None))
 _OF_MODULES = (
     "_parameters",
@@ -51,18 +52,22 @@ def defined_by_user(module: str) -> bool:
 
 
 def state_of(roots: Mapping[str, Any]) -> dict[str, str]:
-    """What objects keep beside parameters and buffers: attributes of them and of what they hold, of their classes, and
-    the globals of the user's modules that they come from. Paths, as a person would write them, and digests."""
-    found: dict[str, str] = {}
-    seen: set[int] = set()
-    modules: set[str] = set()
+    """What objects keep beside parameters and buffers: attributes of them and of what they hold, of their classes,
+    what their forward hooks hold, and the globals of the user's modules that they come from. Paths, as a person would
+    write them, and digests."""
+    return look_through(roots).found
+
+
+def look_through(roots: Mapping[str, Any]) -> State:
+    """As `state_of`, with the places of tensors."""
+    state = State()
     for name, root in roots.items():
-        _walk(name, root, found, seen, modules, DEPTH)
-    for module in sorted(modules):
+        state.walk(name, root, DEPTH)
+    for module in sorted(state.modules):
         for name, value in list(vars(sys.modules[module]).items()):
             if not (name.startswith("__") or isinstance(value, ModuleType | type | FunctionType | nn.Module)):
-                _walk(f"{module}.{name}", value, found, seen, set(), 2)
-    return found
+                state.walk(f"{module}.{name}", value, 2)
+    return state
 
 
 def changed(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
@@ -70,59 +75,119 @@ def changed(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
     return [path for path, value in after.items() if before.get(path) != value]
 
 
-def _walk(path: str, value: Any, found: dict[str, str], seen: set[int], modules: set[str], depth: int) -> None:
-    if isinstance(value, PLAIN):
-        found[path] = repr(value)
-        return
-    if id(value) in seen or depth < 0:
-        return
-    seen.add(id(value))
-    if (digest := _digest(value)) is not None:
-        found[path] = digest
-    elif isinstance(value, Mapping):
-        found[path] = f"{len(value)} items"
-        for key, item in list(value.items())[:MOST_ITEMS]:
-            _walk(f"{path}[{key!r}]", item, found, seen, modules, depth - 1)
-    elif isinstance(value, list | tuple | deque | set | frozenset):
-        found[path] = f"{len(value)} items"
-        for place, item in enumerate(list(value)[:MOST_ITEMS] if not isinstance(value, set | frozenset) else ()):
-            _walk(f"{path}[{place}]", item, found, seen, modules, depth - 1)
-    elif isinstance(value, MethodType):
-        _walk(path, value.__self__, found, seen, modules, depth)
-    elif isinstance(value, FunctionType):
-        modules |= {value.__module__} if defined_by_user(value.__module__) else set()
+class State:
+    """What was found, path by path."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, str] = {}
+        self.tensors: dict[str, tuple[str, int]] = {}
+        """The type of the device of each tensor, and where it begins there."""
+        self.modules: set[str] = set()
+        """The user's, whose objects or functions were met."""
+        self.seen: set[int] = set()
+
+    def walk(self, path: str, value: Any, depth: int) -> None:
+        if isinstance(value, PLAIN):
+            self.found[path] = repr(value)
+        elif depth >= 0 and id(value) not in self.seen:
+            self.seen.add(id(value))
+            try:
+                self._walk(path, value, depth)
+            except Exception:  # noqa: BLE001  objects of anyone's may raise anything when they are looked at
+                self.found[path] = f"a {type(value).__name__} that cannot be looked at"
+
+    def _walk(self, path: str, value: Any, depth: int) -> None:
+        if isinstance(value, Tensor):
+            self.found[path] = _hash_of_tensor(value)
+            self.tensors[path] = value.device.type, value.data_ptr() if value.layout == torch.strided else 0
+        elif (digest := _digest(value)) is not None:
+            self.found[path] = digest
+        elif isinstance(value, Mapping):
+            self.found[path] = f"{len(value)} items{_tail(value.values())}"
+            for key, item in itertools.islice(list(value.items()), MOST_ITEMS):
+                self.walk(f"{path}[{key!r}]", item, depth - 1)
+        elif isinstance(value, list | tuple | deque):
+            self.found[path] = f"{len(value)} items{_tail(value)}"
+            for place, item in enumerate(itertools.islice(list(value), MOST_ITEMS)):
+                self.walk(f"{path}[{place}]", item, depth - 1)
+        elif isinstance(value, set | frozenset):
+            self.found[path] = f"{len(value)} items {_hashed(b'', *sorted(repr(i) for i in value if _is_plain(i)))}"
+        elif isinstance(value, MethodType):
+            self.walk(path, value.__self__, depth)
+        elif isinstance(value, functools.partial):
+            self.walk(path, [value.func, value.args, value.keywords], depth)
+        elif isinstance(value, FunctionType):
+            self._walk_function(path, value, depth)
+        elif isinstance(value, GeneratorType):
+            self.found[path] = f"at {value.gi_frame and value.gi_frame.f_lasti}"
+            self.walk(path, dict(value.gi_frame.f_locals) if value.gi_frame else {}, depth - 1)
+        elif isinstance(value, Iterator):
+            self.found[path] = f"{operator.length_hint(value, -1)} left"
+        elif not isinstance(value, type | ModuleType):
+            self._walk_object(path, value, depth)
+
+    def _walk_function(self, path: str, value: FunctionType, depth: int) -> None:
+        self.modules |= {value.__module__} if defined_by_user(value.__module__) else set()
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-            _walk(f"{path}.{name}", cell.cell_contents, found, seen, modules, depth - 1)
-    elif hasattr(value, "__dict__") and not isinstance(value, type | ModuleType):
-        _walk_object(path, value, found, seen, modules, depth)
+            with contextlib.suppress(ValueError):  # an empty cell
+                self.walk(f"{path}.{name}", cell.cell_contents, depth - 1)
+        for place, default in enumerate(value.__defaults__ or ()):
+            self.walk(f"{path}.default {place}", default, depth - 1)
+        for name, item in vars(value).items():
+            self.walk(f"{path}.{name}", item, depth - 1)
+
+    def _walk_object(self, path: str, value: Any, depth: int) -> None:
+        is_module = isinstance(value, nn.Module)
+        attributes = dict(vars(value)) if hasattr(value, "__dict__") else {}
+        for kind in type(value).__mro__:
+            slots = vars(kind).get("__slots__", ())
+            for name in (slots,) if isinstance(slots, str) else slots:
+                attributes |= {name: getattr(value, name)} if hasattr(value, name) else {}
+            if defined_by_user(kind.__module__):
+                self.modules.add(kind.__module__)
+                for name, item in list(vars(kind).items()):
+                    if not name.startswith("__") and isinstance(item, (*PLAIN, list, dict, set, deque)):
+                        self.walk(f"{kind.__name__}.{name}", item, 1)
+        torchs_own = is_module and type(value).__module__.startswith("torch.")
+        for name, item in attributes.items():
+            if is_module and (name in _OF_MODULES or name.endswith("_hooks") or "_hooks_" in name):
+                continue
+            if not (torchs_own and (name.startswith("_") or isinstance(item, Tensor))):  # as weight norm's weight
+                self.walk(f"{path}.{name}", item, depth - 1)
+        if is_module:
+            for hook in (*value._forward_pre_hooks.values(), *value._forward_hooks.values()):
+                self.walk(f"{path}'s hook", hook, depth - 1)
+            for name, child in value.named_children():
+                self.walk(f"{path}.{name}", child, DEPTH)
 
 
-def _walk_object(path: str, value: Any, found: dict[str, str], seen: set[int], modules: set[str], depth: int) -> None:
-    for kind in type(value).__mro__:
-        if defined_by_user(kind.__module__):
-            modules.add(kind.__module__)
-            for name, item in list(vars(kind).items()):
-                if not name.startswith("__") and isinstance(item, (*PLAIN, list, dict, set, deque)):
-                    _walk(f"{kind.__name__}.{name}", item, found, seen, modules, 1)
-    is_module = isinstance(value, nn.Module)
-    torchs_own = is_module and type(value).__module__.startswith("torch.")
-    for name, item in {} if torchs_own else dict(vars(value)).items():
-        if not (is_module and (name in _OF_MODULES or name.endswith("_hooks") or "_hooks_" in name)):
-            _walk(f"{path}.{name}", item, found, seen, modules, depth - 1)
-    for name, child in value.named_children() if is_module else ():
-        _walk(f"{path}.{name}", child, found, seen, modules, DEPTH)
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, PLAIN)
+
+
+def _tail(values: Iterable[Any]) -> str:
+    """Of the items that are not looked at one by one, those that are plain."""
+    rest = [repr(item) for item in itertools.islice(values, MOST_ITEMS, MOST_NUMBERS) if _is_plain(item)]
+    return f" {_hashed(b'', *rest)}" if rest else ""
+
+
+def _hash_of_tensor(tensor: Tensor) -> str:
+    if tensor.is_sparse:
+        tensor = tensor.coalesce()
+        return _hashed(b"", _hash_of_tensor(tensor.values()), _hash_of_tensor(tensor.indices()))
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+    some = flat[:: max(1, len(flat) // MOST_NUMBERS)].cpu().contiguous()
+    content = some.view(torch.uint8).numpy().tobytes() if some.numel() else b""
+    return _hashed(content, tuple(tensor.shape), tensor.dtype)
 
 
 def _digest(value: Any) -> str | None:
     """None: not one thing, but several."""
-    if isinstance(value, Tensor):
-        flat = value.detach().reshape(-1)
-        some = flat[:: max(1, len(flat) // MOST_NUMBERS)].cpu().contiguous()
-        content = some.view(torch.uint8).numpy().tobytes() if some.numel() else b""
-        return TENSOR + _hashed(content, tuple(value.shape))
+    if isinstance(value, np.generic | bytearray):
+        return repr(value)
     if isinstance(value, np.ndarray):
         if value.dtype == object:
-            return f"{len(value)} objects"
+            return f"{value.size} objects"
         flat = value.reshape(-1)
         return _hashed(flat[:: max(1, len(flat) // MOST_NUMBERS)].tobytes(), value.shape)
     if isinstance(value, torch.Generator):

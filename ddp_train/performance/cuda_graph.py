@@ -152,6 +152,7 @@ class GraphedStepper(Stepper):
         step looks at is built and loaded. module: with all parameters and buffers. sync_gradients: see `Strategy`.
 
         What the optimizer remembers of a parameter begins with zeros; it has no average of the weights beside it.
+        Raises LaunchError if these steps changed what they cannot undo.
         """
         with self._undone(module):
             while self.warm_up_left:
@@ -162,6 +163,11 @@ class GraphedStepper(Stepper):
                     super().step()
                 self._warmed_up()
             self._capture_if_it_pays(batch.data)
+            if self.trial.in_python:
+                raise LaunchError(
+                    f"{self.trial.in_python}, which tuning.rehearse=true cannot undo",
+                    "change numbers that are kept in place, in buffers, draw on the GPU, or use tuning.rehearse=false",
+                )
 
     @contextlib.contextmanager
     def _undone(self, module: nn.Module) -> Iterator[None]:

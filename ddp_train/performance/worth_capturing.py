@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from ddp_train.data.rng import global_states
 from ddp_train.distributed.process_group import from_all_ranks
 from ddp_train.errors import LaunchError
-from ddp_train.models.python_state import TENSOR, changed, state_of
+from ddp_train.models.python_state import State, changed, look_through
 
 log = logging.getLogger(__name__)
 
@@ -40,21 +42,35 @@ class CaptureTrial:
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         """Around a forward pass."""
-        state, draws = state_of(self.roots), global_states()
+        state, kept, draws = look_through(self.roots), self._parameters_and_buffers(), global_states()
         yield
-        self._note(state, draws)
-
-    def _note(self, state: dict[str, str], draws: tuple[bytes, ...]) -> None:
         drawn = [name for name, old, new in zip(GENERATORS, draws, global_states(), strict=True) if old != new]
-        now = state_of(self.roots)
-        paths = changed(state, now)
-        kept = [path for path in paths if not now[path].startswith(TENSOR)]
+        others = self._parameters_and_buffers()
+        exchanged = [name for name in sorted({*kept, *others}) if kept.get(name) is not others.get(name)]
+        self._note(state, look_through(self.roots), drawn, exchanged)
+
+    def _note(self, before: State, now: State, drawn: list[str], exchanged: list[str]) -> None:
+        """drawn: generators. exchanged: parameters and buffers that are other tensors now."""
+        changes = [*changed(before.found, now.found), *(path for path in before.found if path not in now.found)]
+        of_device = {path: place for path, (kind, place) in now.tensors.items() if self.device.startswith(kind)}
+        kept = [path for path in changes if path not in of_device]
         if drawn:
             self.in_python = f"the forward pass draws from {drawn[0]}"
+        elif exchanged:
+            self.in_python = f"the forward pass puts another tensor in the place of {exchanged[0]}"
         elif kept:
             self.in_python = f"the forward pass changes {kept[0]}"
-        elif paths:
-            self.replaced = paths[0]
+        else:  # what is changed in its place, a captured step changes, too
+            moved = (path for path in changes if before.tensors.get(path, ("", 0))[1] != of_device[path])
+            self.replaced = next(moved, "")
+
+    def _parameters_and_buffers(self) -> dict[str, torch.Tensor]:
+        return {
+            f"{root}.{name}": tensor
+            for root, module in self.roots.items()
+            if isinstance(module, nn.Module)
+            for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers())
+        }
 
     def begin(self) -> None:
         if not self.if_it_pays:
@@ -81,7 +97,7 @@ class CaptureTrial:
         if self.in_python and self.asked:
             raise LaunchError(
                 f"{self.in_python}, and a captured step runs no Python: it would repeat what it did in the capture",
-                "keep numbers in buffers, draw on the GPU, or use tuning.cuda_graph=false",
+                "change numbers that are kept in place, in buffers, draw on the GPU, or use tuning.cuda_graph=false",
             )
         measured = [self.host_share, self.memory_share, float(bool(self.in_python))]
         seen = from_all_ranks(torch.tensor(measured, device=self.device)).view(-1, len(measured))
@@ -93,7 +109,7 @@ class CaptureTrial:
         if self.replaced and not why_not:
             log.warning(
                 "%s is a tensor that each forward pass replaces, and steps are captured as a CUDA graph: if the next "
-                "step reads it, it finds what was there in the capture; then write into a buffer",
+                "step reads it, it finds what was there in the capture; then write into a buffer, in place",
                 self.replaced,
             )
         return why_not
