@@ -102,7 +102,7 @@ class Remembers(nn.Module):
         self.kinds, self.number, self.slotted = {0}, np.int64(0), Slotted()
         self.many, self.partly = [0] * 100, functools.partial(self.history.append)
         self.graph, self.unknown = torch.eye(4).to_sparse(), torch.empty(2, device="meta")
-        self.slotted.calls = 0
+        self.slotted.calls, self.steps = 0, (number for number in range(9))
         if how == "hook":
             self.layer.register_forward_hook(lambda *_: self.history.append(0.5))
 
@@ -120,6 +120,10 @@ class Remembers(nn.Module):
             self.slotted.calls += 1
         elif self.how == "late in a list":
             self.many[90] += 1
+        elif self.how == "of a partial function":
+            self.partly.keywords["key"] = self.partly.keywords.get("key", 0) + 1
+        elif self.how == "generator":
+            next(self.steps)
         elif self.how == "of a layer of torch's":
             self.layer.calls = getattr(self.layer, "calls", 0) + 1
         elif self.how == "deleted":
@@ -166,6 +170,8 @@ def watched(model: nn.Module, device: str = "cpu", asked: bool = False) -> Captu
         "number": "changes model.number",
         "slot": "changes model.slotted.calls",
         "late in a list": "changes model.many",
+        "of a partial function": "changes model.partly.keywords",
+        "generator": "changes model.steps",
         "of a layer of torch's": "changes model.layer.calls",
         "deleted": "changes model.calls",
         "hook": "changes model.history",

@@ -85,6 +85,7 @@ class State:
         self.modules: set[str] = set()
         """The user's, whose objects or functions were met."""
         self.seen: set[int] = set()
+        """By their ids: what is looked at must outlive the walk."""
 
     def walk(self, path: str, value: Any, depth: int) -> None:
         if isinstance(value, PLAIN):
@@ -115,12 +116,14 @@ class State:
         elif isinstance(value, MethodType):
             self.walk(path, value.__self__, depth)
         elif isinstance(value, functools.partial):
-            self.walk(path, [value.func, value.args, value.keywords], depth)
+            for name in ("func", "args", "keywords"):
+                self.walk(f"{path}.{name}", getattr(value, name), depth - 1)
         elif isinstance(value, FunctionType):
             self._walk_function(path, value, depth)
         elif isinstance(value, GeneratorType):
             self.found[path] = f"at {value.gi_frame and value.gi_frame.f_lasti}"
-            self.walk(path, dict(value.gi_frame.f_locals) if value.gi_frame else {}, depth - 1)
+            for name, item in (value.gi_frame.f_locals if value.gi_frame else {}).items():
+                self.walk(f"{path}.{name}", item, depth - 1)
         elif isinstance(value, Iterator):
             self.found[path] = f"{operator.length_hint(value, -1)} left"
         elif not isinstance(value, type | ModuleType):
