@@ -19,8 +19,8 @@ count, nor do launch.py's ends of epochs. launch.py logs every ten steps, for wh
 note a time. `--at-once N`: where memory holds no more contenders; each sitting has plain DDP, and shares are of its own
 sitting. Several processes cannot be stopped at the same step: these contenders run one after the other.
 
-Results are kept in FILE line by line: a command that was cut off (SIGTERM leaves no contender behind) goes on with
-those that it has not.
+Results are kept in FILE line by line: a command that was stopped (SIGTERM ends its
+contenders, too) continues with those that are missing.
 """
 
 from __future__ import annotations

@@ -102,6 +102,8 @@ class Remembers(nn.Module):
         self.kinds, self.number, self.slotted = {0}, np.int64(0), Slotted()
         self.many, self.partly = [0] * 100, functools.partial(self.history.append)
         self.graph, self.unknown = torch.eye(4).to_sparse(), torch.empty(2, device="meta")
+        self.function, self.layers, self.huge = torch.relu, (nn.ReLU(), nn.Tanh()), 10**5000
+        self.current = self.layers[0]
         self.slotted.calls, self.steps = 0, (number for number in range(9))
         if how == "hook":
             self.layer.register_forward_hook(lambda *_: self.history.append(0.5))
@@ -124,6 +126,10 @@ class Remembers(nn.Module):
             self.partly.keywords["key"] = self.partly.keywords.get("key", 0) + 1
         elif self.how == "generator":
             next(self.steps)
+        elif self.how == "another function":
+            self.function = torch.tanh if self.function is torch.relu else torch.relu
+        elif self.how == "another layer":
+            self.current = self.layers[int(self.current is self.layers[0])]
         elif self.how == "of a layer of torch's":
             self.layer.calls = getattr(self.layer, "calls", 0) + 1
         elif self.how == "deleted":
@@ -172,6 +178,8 @@ def watched(model: nn.Module, device: str = "cpu", asked: bool = False) -> Captu
         "late in a list": "changes model.many",
         "of a partial function": "changes model.partly.keywords",
         "generator": "changes model.steps",
+        "another function": "changes model.function",
+        "another layer": "changes model.current",
         "of a layer of torch's": "changes model.layer.calls",
         "deleted": "changes model.calls",
         "hook": "changes model.history",

@@ -13,7 +13,7 @@ import sysconfig
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from types import FunctionType, GeneratorType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -27,15 +27,7 @@ MOST_NUMBERS = 2**20
 """Numbers of a tensor that are looked at; of a larger one, as many, evenly spread."""
 DEPTH = 5
 PLAIN = (int, float, complex, str, bytes, type(None))
-_OF_MODULES = (
-    "_parameters",
-    "_buffers",
-    "_modules",
-    "training",
-    "_non_persistent_buffers_set",
-    "_is_full_backward_hook",
-    "_compiled_call_impl",
-)
+_OF_MODULES = ("_parameters", "_buffers", "_modules", "training", "_is_full_backward_hook", "_compiled_call_impl")
 
 
 @functools.cache
@@ -84,18 +76,20 @@ class State:
         """The type of the device of each tensor, and where it begins there."""
         self.modules: set[str] = set()
         """The user's, whose objects or functions were met."""
-        self.seen: set[int] = set()
-        """By their ids: what is looked at must outlive the walk."""
+        self.seen: dict[int, tuple[str, Any]] = {}
+        """By the ids of objects: where each was first met, and the object, so that its id does not come again."""
 
     def walk(self, path: str, value: Any, depth: int) -> None:
-        if isinstance(value, PLAIN):
-            self.found[path] = repr(value)
-        elif depth >= 0 and id(value) not in self.seen:
-            self.seen.add(id(value))
-            try:
+        try:
+            if isinstance(value, PLAIN):
+                self.found[path] = repr(value)
+            elif id(value) in self.seen:
+                self.found[path] = f"as {self.seen[id(value)][0]}"
+            elif depth >= 0:
+                self.seen[id(value)] = path, value
                 self._walk(path, value, depth)
-            except Exception:  # noqa: BLE001  objects of anyone's may raise anything when they are looked at
-                self.found[path] = f"a {type(value).__name__} that cannot be looked at"
+        except Exception:  # noqa: BLE001  objects of anyone's may raise anything when they are looked at
+            self.found[path] = f"a {type(value).__name__} that cannot be looked at"
 
     def _walk(self, path: str, value: Any, depth: int) -> None:
         if isinstance(value, Tensor):
@@ -126,10 +120,13 @@ class State:
                 self.walk(f"{path}.{name}", item, depth - 1)
         elif isinstance(value, Iterator):
             self.found[path] = f"{operator.length_hint(value, -1)} left"
-        elif not isinstance(value, type | ModuleType):
+        elif isinstance(value, type | BuiltinFunctionType | torch.dtype):
+            self.found[path] = getattr(value, "__qualname__", str(value))
+        elif not isinstance(value, ModuleType):
             self._walk_object(path, value, depth)
 
     def _walk_function(self, path: str, value: FunctionType, depth: int) -> None:
+        self.found[path] = f"{value.__module__}.{value.__qualname__}"
         self.modules |= {value.__module__} if defined_by_user(value.__module__) else set()
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             with contextlib.suppress(ValueError):  # an empty cell
@@ -158,8 +155,8 @@ class State:
             if not (torchs_own and (name.startswith("_") or isinstance(item, Tensor))):  # as weight norm's weight
                 self.walk(f"{path}.{name}", item, depth - 1)
         if is_module:
-            for hook in (*value._forward_pre_hooks.values(), *value._forward_hooks.values()):
-                self.walk(f"{path}'s hook", hook, depth - 1)
+            for place, hook in enumerate((*value._forward_pre_hooks.values(), *value._forward_hooks.values())):
+                self.walk(f"{path}'s hook {place}", hook, depth - 1)
             for name, child in value.named_children():
                 self.walk(f"{path}.{name}", child, DEPTH)
 

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.loader import Batch
 from ddp_train.errors import LaunchError, is_out_of_memory
+from ddp_train.models.python_state import look_through
 from ddp_train.optim.stepper import Stepper
-from ddp_train.performance.worth_capturing import CaptureTrial
+from ddp_train.performance.worth_capturing import CaptureTrial, kept_in_python
 from ddp_train.tensor_tree import map_tensors, tensors
 from ddp_train.text import first_line
 
@@ -112,7 +113,7 @@ class GraphedStepper(Stepper):
         return self._by_kernels(data, full)
 
     def _by_kernels(self, data: Any, full: bool) -> tuple[Tensor, Tensor | None]:
-        if full and self.warm_up_left == 1:
+        if full and self.warm_up_left == 1 and self.trial.if_it_pays:
             self.trial.begin()
         watched = self.trial.watched() if full and self.warm_up_left == 2 else contextlib.nullcontext()
         with watched, on_stream(self.stream):
@@ -141,7 +142,7 @@ class GraphedStepper(Stepper):
             self._warmed_up()
 
     def _warmed_up(self) -> None:
-        if self.warm_up_left == 1:
+        if self.warm_up_left == 1 and self.trial.if_it_pays:
             self.trial.end()
         self.warm_up_left -= 1
 
@@ -154,6 +155,7 @@ class GraphedStepper(Stepper):
         What the optimizer remembers of a parameter begins with zeros; it has no average of the weights beside it.
         Raises LaunchError if these steps changed what they cannot undo.
         """
+        before = look_through(self.trial.roots)
         with self._undone(module):
             while self.warm_up_left:
                 with sync_gradients(batch.micro_batch):
@@ -163,9 +165,9 @@ class GraphedStepper(Stepper):
                     super().step()
                 self._warmed_up()
             self._capture_if_it_pays(batch.data)
-            if self.trial.in_python:
+            if reason := self.trial.in_python or kept_in_python(before, look_through(self.trial.roots)):
                 raise LaunchError(
-                    f"{self.trial.in_python}, which tuning.rehearse=true cannot undo",
+                    f"{reason}, which tuning.rehearse=true cannot undo",
                     "change numbers that are kept in place, in buffers, draw on the GPU, or use tuning.rehearse=false",
                 )
 

@@ -73,15 +73,11 @@ class CaptureTrial:
         }
 
     def begin(self) -> None:
-        if not self.if_it_pays:
-            return
         torch.cuda.synchronize(self.device)
         self.began = time.perf_counter()
 
     def end(self) -> None:
         """A graph keeps the memory of a step for itself, and a short batch or an evaluation may need as much again."""
-        if not self.if_it_pays:
-            return
         launched = time.perf_counter()
         torch.cuda.synchronize(self.device)
         self.host_share = (launched - self.began) / (time.perf_counter() - self.began)
@@ -113,6 +109,12 @@ class CaptureTrial:
                 self.replaced,
             )
         return why_not
+
+
+def kept_in_python(before: State, now: State) -> str:
+    """What steps have changed for good. Not what was None or not there: caches are filled in a first step."""
+    paths = [path for path in changed(before.found, now.found) if before.found.get(path, "None") != "None"]
+    return f"the forward pass changes {paths[0]}" if paths else ""
 
 
 def reason_against(host_share: float, memory_share: float) -> str:

@@ -27,7 +27,7 @@ _OUTSIDE: dict[Any, str] = {
     threading.get_ident: "the thread number",
 }
 _ANYWHERE = (os.urandom,)
-"""Of these, those that count whoever calls them for the user's code."""
+"""Reported also if a library calls them for the user's code."""
 
 
 def unseeded(function: Callable[[], Any]) -> list[str]:
