@@ -165,9 +165,9 @@ def tokens(arguments: argparse.Namespace, device: torch.device) -> tuple[nn.Modu
     return network, list(windows[..., :-1].contiguous()), list(windows[..., 1:].contiguous())
 
 
-def job_of(arguments: argparse.Namespace, device: torch.device, compiled: bool) -> Job:
+def job_of(arguments: argparse.Namespace, device: torch.device, compiled: bool, fused: bool = True) -> Job:
     network, inputs, targets = {"images": images, "tokens": tokens}[arguments.work](arguments, device)
-    given: dict[str, Any] = {"lr": arguments.lr, "fused": True}
+    given: dict[str, Any] = {"lr": arguments.lr, "fused": fused}
     optimizer = (
         torch.optim.AdamW(network.parameters(), weight_decay=0.1, **given)
         if arguments.optimizer == "adamw"
@@ -257,7 +257,8 @@ def fabric(arguments: argparse.Namespace, device: torch.device, compiled: bool =
 def trainer(arguments: argparse.Namespace, device: torch.device, compiled: bool = False) -> None:
     import lightning
 
-    job, speed = job_of(arguments, device, compiled), Speed(arguments)
+    fused = arguments.work != "tokens"  # Lightning clips no gradients of a fused optimizer
+    job, speed = job_of(arguments, device, compiled, fused), Speed(arguments)
 
     class Module(lightning.LightningModule):
         def __init__(self) -> None:

@@ -170,13 +170,17 @@ def test_recorded_steps_exchange_gradients(name: str) -> None:
 
 @pytest.mark.parametrize("arch", list_models(module=torchvision.models))
 def test_each_network_of_torchvision_is_captured(arch: str) -> None:
-    """As it learns kernel by kernel: with its own dropout and stochastic depth, drawn by the same keys."""
+    """As it learns kernel by kernel: with its own dropout and stochastic depth, drawn by the same keys. Kernels are
+    deterministic where torch has such."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.deterministic = True
     machine = Hardware(cpus=4, gpus=1, compute_capability=(9, 0), gpu_bytes=2**36)
     losses = []
     for graph in (False, True):
         config = config_of(
             World(),
             machine,
+            deterministic=True,
             strategy={"name": "single"},
             model={"name": "torchvision", "arch": arch},
             data={"name": "synthetic", "samples": 80, "test_samples": 4, "image_size": 224, "classes": 10},
@@ -484,7 +488,9 @@ def test_gpus_go_and_come_back_and_nothing_but_the_speed_changes(tmp_path: Path)
         gone.unlink()
         ask(job, 2)
         assert job.end() == 0, job.said()
-    assert_close(place, tmp_path / "calm")
+    killed = read_changes(place)[2]["step"]
+    logged = next(line["step"] for line in metrics(place) if line["kind"] == "train" and line["step"] > killed)
+    assert_close(place, tmp_path / "calm", without=logged)  # it lacks the dead rank's samples: docs/failures.md
     summary = read(place, "summary.json")
     print("resizes", summary["resizes"], "recoveries", summary["recoveries"])
     assert [(one["from"], one["to"]) for one in summary["resizes"]] == [(2, 1), (1, 2), (2, 1), (1, 2)]
@@ -554,6 +560,51 @@ def test_a_model_learns_the_same_by_our_kernels(compiled: bool, monkeypatch: pyt
             difference = (gradients[1][name] - gradient).norm() / gradient.norm()
             assert difference < 2e-3, f"{name}: {difference}"
     assert isinstance(task, LanguageModel) and task.cross_entropy_sum.__name__ == "cross_entropy_sum"
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("cudnn"), reason="needs the package nvidia-cudnn-frontend")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_convolutions_sum_up_their_outputs(dtype: torch.dtype, caplog: pytest.LogCaptureFixture) -> None:
+    draw = torch.Generator("cuda").manual_seed(0)
+    for shape, filters, stride, padding, dilation in (
+        ((4, 64, 56, 56), (256, 64, 1, 1), 1, 0, 1),
+        ((4, 64, 57, 31), (64, 64, 3, 3), 2, 1, 1),
+        ((3, 24, 15, 15), (40, 24, 3, 3), 1, 2, 2),
+        ((2, 2048, 7, 7), (512, 2048, 1, 1), 1, 0, 1),
+        ((2, 16, 32, 32), (8, 16, 5, 5), 1, 2, 1),
+    ):
+        x = torch.randn(shape, device="cuda", generator=draw).to(dtype).contiguous(memory_format=torch.channels_last)
+        weight = torch.randn(filters, device="cuda", generator=draw).to(dtype) / math.sqrt(math.prod(filters[1:]))
+        y, sums = conv_sums(x, weight, [stride] * 2, [padding] * 2, [dilation] * 2)
+        expected = torch.conv2d(x, weight, None, stride, padding, dilation).float()
+        torch.testing.assert_close(y.float(), expected, rtol=2e-2, atol=2e-2)
+        count = y.numel() / len(weight)
+        for found, powers in zip(sums, (y.float(), y.float().square()), strict=True):
+            torch.testing.assert_close(found / count, powers.mean((0, 2, 3)), rtol=1e-3, atol=1e-3)
+    assert not caplog.text, "a kernel for each"
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("cudnn"), reason="needs the package nvidia-cudnn-frontend")
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_resnet_learns_the_same_by_the_sums_of_its_convolutions(precision: str) -> None:
+    """Gradients and running averages as near to those in 32 bits as by two passes."""
+    torch.manual_seed(0)
+    net, images = resnet50(num_classes=10), torch.randn(32, 3, 128, 128, device="cuda")
+    batch = images.contiguous(memory_format=torch.channels_last), torch.arange(32, device="cuda") % 10
+    found = []
+    for autocast, conv in ((None, False), (AUTOCAST[precision], False), (AUTOCAST[precision], True)):
+        torch._dynamo.reset()
+        module = ModelWithTask(copy.deepcopy(net), Classification(classes=10), "cuda", autocast).cuda()
+        tune_model(module, channels_last=True, compile_mode="default", conv_sums=conv)
+        (module(batch)[0] * 8).backward()  # half a loss scale
+        gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+        found.append(gradients | {n: b for n, b in module.named_buffers() if b.is_floating_point()})
+    errors = []
+    for other in found[1:]:
+        shares = [(other[name] - one).norm() / one.norm() for name, one in found[0].items()]
+        errors.append(torch.stack(shares).square().mean().sqrt().item())
+    print(precision, errors)
+    assert errors[1] < 1.2 * errors[0]
 
 
 def test_a_target_that_is_no_class_is_told() -> None:

@@ -7,10 +7,13 @@ import itertools
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from ddp_train.distributed.world import World
+from ddp_train.tasks.builtin import Classification
+from ddp_train.tasks.task import ModelWithTask
 from ddp_train.training.loop import evaluate, train
-from ddp_train.training.setup import build_plan
+from ddp_train.training.setup import build_plan, build_strategy
 from tests.jobs import config_of, job_of, largest_difference, table, trained
 from tests.ranks import on_ranks
 
@@ -194,3 +197,42 @@ def test_batch_norm_statistics_are_averaged_for_an_evaluation_and_put_back(broad
             else:
                 assert local.std(0).max() > 0, "ranks saw different samples"
                 torch.testing.assert_close(within[name].double(), local.mean(0), rtol=1e-6, atol=1e-7)
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(6))
+
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = images.flatten(1)
+        for layer in self.layers:
+            hidden = torch.tanh(layer(hidden))
+        return hidden
+
+
+def graphs_and_gradient(world: World, bucket_mb: float) -> tuple[int, Tensor]:
+    """How many graphs torch's compiler makes of a model whose layers have gradients of 1 MiB each."""
+    config = config_of(world, strategy={"name": "ddp", "bucket_cap_mb": bucket_mb})
+    torch.manual_seed(0)
+    strategy = build_strategy(config, world, "cpu")
+    module = strategy.place(ModelWithTask(Layers(), Classification(), "cpu", None))
+    counted = CompileCounterWithBackend("aot_eager")
+    module.compile(backend=counted)
+    wrapped = strategy.wrap(module)
+    rows = torch.arange(world.rank, 12, world.size)
+    images = torch.linspace(-1, 1, 12 * 512).view(12, 512)[rows]
+    wrapped((images, rows % 10))[0].div(12 / world.size).backward()
+    return counted.frame_count, module.model.layers[0].weight.grad
+
+
+@pytest.mark.slow
+def test_a_process_that_is_alone_compiles_one_graph() -> None:
+    """Others compile one for each bucket, which they exchange while the backward pass still runs, unless buckets are
+    smaller than torch's compiler allows."""
+    ((alone, expected),) = on_ranks(1, graphs_and_gradient, 1.0)
+    assert alone == 1
+    for bucket_mb in (1.0, 0.5):
+        for graphs, gradient in on_ranks(3, graphs_and_gradient, bucket_mb):
+            assert (graphs > 1) == (bucket_mb == 1)
+            torch.testing.assert_close(gradient, expected)

@@ -15,6 +15,7 @@ from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.loader import Batch
 from ddp_train.distributed.process_group import averaged_buffers, mean_later, ranks
 from ddp_train.distributed.training_step import TrainingStep, training_step
+from ddp_train.parallel.compiled import choose_graphs
 from ddp_train.parallel.naming_ddp import NamingDdp
 from ddp_train.parallel.sync_batch_norm import SyncBatchNorm, synchronised
 from ddp_train.tasks.task import ModelWithTask
@@ -142,6 +143,7 @@ class DistributedDataParallel:
         if again:
             arguments["init_sync"] = False  # weights are alike by now, and buffers are each rank's own
         self.wrapped = NamingDdp(module, **arguments)
+        choose_graphs(self.wrapped)
         _register_comm_hook(self.wrapped, self.comm_hook, self.powersgd_rank)
         return self.wrapped
 
