@@ -162,6 +162,8 @@ def contenders(arguments: argparse.Namespace) -> list[Contender]:
                "strategy.broadcast_buffers=false"),
         resnet("tuning=max, fp16, batch 1024, torch's own kernels", 4 * b, "tuning=max", "tuning.precision=fp16",
                "strategy.broadcast_buffers=false", "tuning.triton_kernels=false"),
+        resnet("tuning=max, fp16, batch 1024, conv_sums", 4 * b, "tuning=max", "tuning.precision=fp16",
+               "strategy.broadcast_buffers=false", "tuning.conv_sums=true"),
         *(peer(name, "images", n, *rest) for name in (
             "plain DDP", "plain DDP, compiled", "DataParallel", "Accelerate", "Lightning Fabric", "Lightning Trainer")),
     ]  # fmt: skip

@@ -23,7 +23,7 @@ from tests.zygote import ROOT
 
 LEAVE_SECONDS = 5.0
 """For what is ending when a test is over."""
-SET_BY_IMPORTS = ("PYTEST_", "KMP_", "TORCHINDUCTOR_CACHE_DIR", "TRITON_")
+SET_BY_IMPORTS = ("PYTEST_", "KMP_", "TORCHINDUCTOR_CACHE_DIR", "_TORCHINDUCTOR_", "TRITON_")
 SET_BY_LIBRARIES = {signal.SIGALRM, signal.SIGCHLD}
 """pytest-timeout's, and for good that of torch's DataLoader with processes."""
 CACHES = {".pytest_cache", ".ruff_cache", ".hypothesis", "__pycache__", "build"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gzip
+import importlib.util
 import json
 import math
 import os
@@ -35,6 +36,7 @@ from ddp_train.errors import NonFiniteLossError
 from ddp_train.models.gpt import Gpt
 from ddp_train.performance import worth_capturing
 from ddp_train.performance.activation_checkpointing import checkpoint_blocks
+from ddp_train.performance.conv_sums import conv_sums
 from ddp_train.performance.cuda_graph import GraphedStepper
 from ddp_train.performance.switches import tune_model
 from ddp_train.performance.worth_capturing import CaptureTrial
@@ -43,6 +45,7 @@ from ddp_train.tasks.language_model import LanguageModel
 from ddp_train.tasks.task import ModelWithTask
 from ddp_train.telemetry.hardware_monitor import hardware_monitor_for
 from ddp_train.training.loop import Job, evaluate, train
+from ddp_train.training.setup import AUTOCAST
 from tests import lost_gpus, triton_kernels
 from tests.commands import ONE, ROOT, environment, metrics, processes_of, read, run, running, wait_until
 from tests.jobs import config_of, datasets_of, job_of, largest_difference, loader_of

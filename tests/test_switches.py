@@ -868,6 +868,7 @@ ROWS: dict[str, Row] = {
     "tuning.cudnn_benchmark": Row("tuning.cudnn_benchmark=false", process_flags, machine=GPU),
     "tuning.tf32": Row("tuning.tf32=false", process_flags, machine=GPU),
     "tuning.triton_kernels": Row("tuning.triton_kernels=false", loss_of_tokens, TEXT, GPU),
+    "tuning.conv_sums": Row("tuning.conv_sums=true", problems, machine=GPU),
     "tuning.compile": Row("tuning.compile=true", compiled),
     "tuning.compile_mode": Row(
         "tuning.compile_mode=max-autotune-no-cudagraphs", asked_of_the_compiler, "tuning.compile=true"

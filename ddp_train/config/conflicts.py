@@ -161,16 +161,18 @@ def _tuning(asked: Config, config: Config, hardware: Hardware, world: World | No
             f"tuning.cuda_graph=true: needs {key}={rule}; or use tuning.cuda_graph=false"
             for key, rule in capture_blockers(config).items()
         ]
-    if tuning.rehearse and config.device == "cuda":
-        needed = {
-            "tuning.cuda_graph": ("true", tuning.cuda_graph),
-            "train.ema_decay": ("null", not config.train.ema_decay),
-        }
-        found += [
-            f"tuning.rehearse=true: needs {key}={value}; or leave it out"
-            for key, (value, ok) in needed.items()
-            if not ok
-        ]
+    needed = {
+        ("rehearse", "tuning.cuda_graph=true"): tuning.cuda_graph,
+        ("rehearse", "train.ema_decay=null"): not config.train.ema_decay,
+        ("conv_sums", "nvidia-cudnn-frontend (pip install -e '.[cudnn]')"): importlib.util.find_spec("cudnn"),
+        ("conv_sums", "tuning.compile=true"): tuning.compile,
+        ("conv_sums", "tuning.precision=fp16 or bf16"): tuning.precision in ("fp16", "bf16"),
+        ("conv_sums", "tuning.channels_last=true"): tuning.channels_last,
+        ("conv_sums", "deterministic=false, as it chooses kernels by timing"): not config.deterministic,
+    }
+    for (name, what), holds in needed.items():
+        if config.device == "cuda" and getattr(tuning, name) and not holds:
+            found.append(f"tuning.{name}=true: needs {what}; or leave it out")
     if (tuning.compile or config.model.fused) and config.device == "cpu" and not shutil.which("g++"):
         key = "tuning.compile" if tuning.compile else "model.fused"
         found.append(f"{key}=true: torch.compile needs a C++ compiler on CPU and there is no g++; install one")
@@ -300,7 +302,7 @@ def notices(asked: Config, config: Config) -> list[str]:
     stopping, resume, which = config.train.early_stopping, config.checkpoint.resume, config.checkpoint.which
     on_gpus_only = (
         *("pin_memory", "non_blocking", "copy_stream", "cudnn_benchmark", "tf32", "cuda_graph", "rehearse"),
-        "triton_kernels",
+        *("triton_kernels", "conv_sums"),
     )
     applies = {
         f"tuning.{name}=true has no effect on CPU": on_cpu and getattr(asked.tuning, name) is True

@@ -193,6 +193,11 @@ class TuningConfig:
         "our own kernels: max pooling, the loss of large vocabularies, images held on the GPU; auto: on GPUs",
         **AUTO,
     )
+    conv_sums: bool = key(
+        False,
+        "the sums of a batch norm are computed by the convolution before it (cuDNN, package nvidia-cudnn-frontend); "
+        "compiled models in 16 bits",
+    )
     activation_checkpointing: list[str] = key(
         [], "classes of blocks that recompute their activations in the backward pass, for example [Bottleneck]"
     )

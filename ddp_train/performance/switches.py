@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,11 +35,13 @@ def tune_model(
     checkpointed_blocks: Sequence[str] = (),
     compile_mode: str | None = None,
     triton_kernels: bool = False,
+    conv_sums: bool = False,
 ) -> None:
     """Number type, memory format, activation checkpointing and compilation of a model that is on its device.
 
     checkpointed_blocks: names of classes. compile_mode: of torch.compile; None does not compile. triton_kernels:
-    max pooling and the loss of large vocabularies by our own.
+    max pooling and the loss of large vocabularies by our own. conv_sums: convolutions of a compiled model compute the
+    sums of the batch norm behind them.
     """
     if triton_kernels:
         use_triton_kernels(module)
@@ -52,8 +55,17 @@ def tune_model(
         # In place: torch.compile(module) would prefix the names in checkpoints. Our module, not the model in it: torch
         # 2.11 compiles no nn.Sequential in place, without a word. A graph for each of the few shapes of a run (whole
         # and last batch, in training and in evaluation) is faster than one for all.
-        module.compile(dynamic=False, mode=compile_mode)
+        given: dict[str, Any] = {"mode": compile_mode}
+        if conv_sums:
+            given = {"options": torch._inductor.list_mode_options(compile_mode) | _with_conv_sums()}
+        module.compile(dynamic=False, **given)
         module.score = torch.compile(module.score, dynamic=False, mode=compile_mode)
+
+
+def _with_conv_sums() -> dict[str, Any]:
+    from ddp_train.performance.conv_sums import ConvSums
+
+    return {"pre_grad_custom_pass": ConvSums()}
 
 
 def use_triton_kernels(module: ModelWithTask) -> None:

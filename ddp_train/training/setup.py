@@ -100,6 +100,7 @@ def placed(config: Config, model: nn.Module, task: Task, strategy: Strategy, dev
         checkpointed_blocks=tuning.activation_checkpointing,
         compile_mode=tuning.compile_mode if tuning.compile else None,
         triton_kernels=bool(tuning.triton_kernels) and config.device == "cuda",
+        conv_sums=tuning.conv_sums and config.device == "cuda",
     )
     if config.model.freeze:  # last: what is converted above, batch norms among others, is another object there
         module.frozen = Frozen(module.model, config.model.freeze)

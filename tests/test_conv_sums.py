@@ -1,0 +1,185 @@
+"""tuning.conv_sums on the CPU, where its operator computes the sums in two passes. By cuDNN: tests/test_gpu.py."""
+
+from __future__ import annotations
+
+import copy
+import uuid
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo.backends.registry import lookup_backend
+
+from ddp_train.performance.conv_sums import ConvSums, conv_sums
+from ddp_train.performance.switches import tune_model
+from ddp_train.tasks.builtin import Classification
+from ddp_train.tasks.task import ModelWithTask
+from tests.test_switches import GPU, case_of
+
+FP32 = (torch.float32,)
+
+
+class Counted(ConvSums):
+    """How many convolutions it summed up, in all graphs."""
+
+    found = 0
+
+    def uuid(self) -> Any:
+        return uuid.uuid4().hex  # the graphs of another run of the test are not taken from the compiler's cache
+
+    def __call__(self, graph: fx.Graph) -> None:
+        super().__call__(graph)
+        self.found += sum("conv_sums" in str(node.target) for node in graph.nodes)
+
+
+class Net(nn.Module):
+    """Two that fit, one of them strided, dilated and also used by another layer; and one each of those that do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.first_norm = nn.Conv2d(8, 16, 3, 2, 2, 2, bias=False), nn.BatchNorm2d(16, momentum=0.3)
+        self.second, self.second_norm = nn.Conv2d(16, 16, (1, 3), padding=(0, 1), bias=False), nn.BatchNorm2d(16)
+        self.biased, self.biased_norm = nn.Conv2d(16, 16, 1), nn.BatchNorm2d(16)
+        self.odd, self.odd_norm = nn.Conv2d(16, 12, 1, bias=False), nn.BatchNorm2d(12)
+        self.grouped, self.grouped_norm = nn.Conv2d(12, 12, 1, groups=2, bias=False), nn.BatchNorm2d(12)
+        self.plain, self.cumulative = nn.Conv2d(12, 16, 1, bias=False), nn.BatchNorm2d(16, momentum=None)
+        self.resting = nn.Conv2d(16, 16, 1, bias=False)
+        self.resting_norm = nn.BatchNorm2d(16)
+
+    def train(self, mode: bool = True) -> Net:
+        super().train(mode)
+        self.resting_norm.eval()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x = self.first_norm(x).relu() + x.tanh()
+        x = self.second_norm(self.second(x)).relu()
+        x = self.biased_norm(self.biased(x))
+        x = self.grouped_norm(self.grouped(self.odd_norm(self.odd(x)).relu()))
+        return self.resting_norm(self.resting(self.cumulative(self.plain(x))))
+
+
+class Pair(nn.Module):
+    """No nn.Sequential, which torch 2.11 compiles not in place, without a word."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.first_norm = nn.Conv2d(8, 16, 3, bias=False), nn.BatchNorm2d(16)
+        self.second, self.second_norm = nn.Conv2d(16, 16, 3, bias=False), nn.BatchNorm2d(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second_norm(self.second(self.first_norm(self.first(x)).relu()))
+
+
+def learned(net: nn.Module, x: Tensor, graph_pass: ConvSums | None, autocast: bool = False) -> dict[str, Tensor]:
+    """Output, gradients and buffers after two steps of a compiled copy."""
+    torch._dynamo.reset()
+    net = copy.deepcopy(net).train()
+
+    def backend(graph: fx.GraphModule, inputs: list[Tensor]) -> Any:
+        if graph_pass:
+            graph_pass(graph.graph)
+            graph.graph.lint()
+            graph.recompile()
+        return lookup_backend("aot_eager")(graph, inputs)  # pyright: ignore[reportArgumentType]
+
+    net.compile(dynamic=False, backend=backend)
+    weight = torch.linspace(-1, 1, 16).view(1, -1, 1, 1)
+    x = x.clone().requires_grad_()
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = net(x)
+        (y.float() * weight).square().mean().backward()
+    assert x.grad is not None
+    gradients = {name: one.grad for name, one in net.named_parameters() if one.grad is not None}
+    return {"y": y.detach(), "x": x.grad, **gradients, **{f"{name} kept": one for name, one in net.named_buffers()}}
+
+
+def test_a_batch_norm_learns_the_same_from_the_sums_of_its_convolution() -> None:
+    """Output, gradients, running averages. What the kernels of cuDNN cannot do is left as it is."""
+    torch.manual_seed(0)
+    net = Net()
+    x = (torch.randn(6, 8, 17, 19) + 2).contiguous(memory_format=torch.channels_last)
+    counted = Counted("cpu", FP32)
+    plain, summed = learned(net, x, None), learned(net, x, counted)
+    assert counted.found == 2
+    assert set(plain) == set(summed) and len(plain) > 30
+    for name, expected in plain.items():
+        torch.testing.assert_close(
+            summed[name], expected, rtol=1e-4, atol=1e-5, msg=lambda said, n=name: f"{n}: {said}"
+        )
+    assert net.first_norm.running_mean is not None and plain["first_norm.running_mean kept"].abs().max() > 0.1
+
+
+@pytest.mark.slow
+def test_the_compiler_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With C++ where a GPU has Triton."""
+    counted = Counted("cpu", FP32)
+    monkeypatch.setattr("ddp_train.performance.conv_sums.ConvSums", lambda: counted)
+    monkeypatch.setattr("torch._inductor.config.compile_threads", 1)  # no pool of threads that stays
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(8, 16, 3, bias=False), nn.BatchNorm2d(16), nn.Flatten(), nn.LazyLinear(3))
+    batch = torch.randn(4, 8, 6, 6), torch.tensor([0, 1, 2, 0])
+    net(batch[0])
+    gradients = []
+    for mode in (None, "default"):
+        torch._dynamo.reset()
+        module = ModelWithTask(copy.deepcopy(net), Classification(classes=3), "cpu", None)
+        tune_model(module, channels_last=True, compile_mode=mode, conv_sums=True)
+        module(batch)[0].backward()
+        gradients.append({name: one.grad for name, one in module.named_parameters()})
+    assert counted.found == 1
+    for name, expected in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_in_16_bits_it_is_as_near_to_32_as_torch_is() -> None:
+    torch.manual_seed(0)
+    net = Pair()
+    x = torch.randn(16, 8, 16, 16).contiguous(memory_format=torch.channels_last)
+    exact = learned(net, x, None)
+    counted = Counted("cpu", (torch.bfloat16,))
+    errors = []
+    for graph_pass in (None, counted):
+        found = learned(net, x, graph_pass, autocast=True)
+        shares = [
+            (found[name].float() - one).norm() / one.norm() for name, one in exact.items() if one.is_floating_point()
+        ]
+        errors.append(torch.stack(shares).square().mean().sqrt())
+    assert counted.found == 2
+    assert errors[0] > 1e-3 and errors[1] < 1.3 * errors[0], errors
+
+
+@pytest.mark.parametrize("words", [([1, 1], [0, 0], [1, 1]), ([2, 1], [1, 2], [1, 2])])
+def test_the_operator_keeps_torchs_rules(words: Any) -> None:
+    """Its shapes without data, its gradient, its place in a compiled graph."""
+    x, weight = torch.randn(2, 8, 9, 10, requires_grad=True), torch.randn(16, 8, 3, 2, requires_grad=True)
+    torch.library.opcheck(conv_sums, (x, weight, *words))
+    y, sums = conv_sums(x, weight, *words)
+    torch.testing.assert_close(sums, torch.stack([y.sum((0, 2, 3)), y.square().sum((0, 2, 3))]))
+
+
+RESNET = "model=resnet50 data=synthetic train.max_steps=9999 tuning.conv_sums=true"
+
+
+def test_what_it_needs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: dict[str, ModuleSpec | None] = {"cudnn": None}
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: found.get(name, find_spec(name)))
+    assert case_of(RESNET, GPU).problems == [
+        "tuning.conv_sums=true: needs nvidia-cudnn-frontend (pip install -e '.[cudnn]'); or leave it out"
+    ]
+    found["cudnn"] = find_spec("torch")
+    assert case_of(RESNET, GPU).problems == []
+    for words, needed in {
+        "tuning.compile=false": "tuning.compile=true",
+        "tuning.precision=fp32": "tuning.precision=fp16 or bf16",
+        "tuning.channels_last=false": "tuning.channels_last=true",
+        "deterministic=true tuning.compile=true": "deterministic=false, as it chooses kernels by timing",
+    }.items():
+        assert case_of(f"{RESNET} {words}", GPU).problems == [
+            f"tuning.conv_sums=true: needs {needed}; or leave it out"
+        ], words
