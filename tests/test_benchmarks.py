@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -45,3 +47,36 @@ def test_each_sitting_of_models_has_plain_ddp_to_compare_with() -> None:
     assert models.sittings(names, 3) == [names[:3], [plain, *names[3:]]]
     assert models.sittings([plain], 3) == [[plain]]
     assert models.sittings(names, 1) == [[name] for name in names]
+
+
+def test_what_needs_gpus_is_done_in_its_order_and_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two that are names: side by side, both for one job, one job over its limit, one that nobody has time for; and
+    what has ended is not repeated."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import on_gpus  # pyright: ignore[reportMissingImports]
+
+    def work(name: str, gpus: int, limit: int, code: str) -> object:
+        return on_gpus.Work(name, gpus, limit, f"PYTHON -c {shlex.quote(f'import os, sys, time; {code}')}")
+
+    meet = "p = 'FOLDER/{}'; open(p.format({!r}), 'w'); t = time.time(); "
+    meet += (
+        "[time.sleep(.01) for _ in range(2000) if not os.path.exists(p.format({!r}))]; sys.exit(time.time() - t > 9)"
+    )
+    jobs = [
+        work("left", 1, 20, meet.format("{}", "a", "b")),
+        work("right", 1, 20, meet.format("{}", "b", "a")),
+        work("both", 2, 20, "print(os.environ['CUDA_VISIBLE_DEVICES']); sys.exit(3)"),
+        work("long", 1, 1, "time.sleep(60)"),
+        work("never", 1, 10_000, ""),
+    ]
+    monkeypatch.setattr(on_gpus, "WORK", jobs)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("sys.argv", ["on_gpus.py", str(tmp_path), "--seconds", "60"])
+    for _ in range(2):
+        on_gpus.main()
+        lines = [json.loads(line) for line in (tmp_path / "done.jsonl").read_text().splitlines()]
+        ended = {line["name"]: (line["exit_code"], line["in_time"]) for line in lines}
+        assert len(lines) == 4 and ended.keys() == {"left", "right", "both", "long"}
+        assert ended["left"] == ended["right"] == (0, True), "they have waited for each other"
+        assert ended["both"] == (3, True) and not ended["long"][1]
+        assert (tmp_path / "both.log").read_text().split() == ["0,1"]

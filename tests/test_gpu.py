@@ -56,7 +56,9 @@ from tests.test_resize import WORDS, ask, assert_close, slow_net
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: torch.cuda.is_available() is false")
 
-VISIBLE = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(torch.cuda.device_count())))}
+VISIBLE = {
+    "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count()))))
+}
 """For commands, from which tests/commands.py hides all GPUs."""
 
 CASES: dict[str, dict[str, Any]] = {

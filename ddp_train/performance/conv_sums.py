@@ -4,7 +4,7 @@ A batch norm reads its input twice: for mean and variance, and to normalise it (
 graph API adds up outputs and their squares in the epilogue of a convolution ("genstats"), so that one of the two is not
 needed. For the 52 convolutions of ResNet-50 that it can do so, 1,024 pictures in fp16 on an H200, the first pass takes
 more than 7 ms, and these convolutions 0.6 ms more than torch's (docs/benchmarks/speed.md). The variance is mean(y^2) -
-mean(y)^2 in float32: its relative error is 1e-7 times 1 + mean^2 / variance.
+mean(y)^2 in float32: its relative error is some 1e-7 times 1 + mean^2 / variance.
 
 `ConvSums` rewrites the graph of a compiled model before it is differentiated.
 """
@@ -27,6 +27,11 @@ log = logging.getLogger(__name__)
 DTYPES = (torch.float16, torch.bfloat16)
 CHANNELS = 8
 """cuDNN's kernels want a multiple of it, before and after."""
+OF_CONV = {"input": None, "weight": None, "bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+OF_NORM = {"input": None, "running_mean": None, "running_var": None, "weight": None, "bias": None, "training": False,
+           "momentum": 0.1, "eps": 1e-5}  # fmt: skip
+"""Arguments of torch's functions, in their order, with their defaults."""
+TENSORS_OF_NORM = ("running_mean", "running_var", "weight", "bias")
 MOST_PLANS, TIMED_RUNS = 12, 5
 """What is tried for each shape, as `tuning.cudnn_benchmark` does: some tenths of a second."""
 
@@ -41,90 +46,85 @@ class ConvSums(CustomGraphPass):
         self.device, self.dtypes = device, dtypes
 
     def __call__(self, graph: fx.Graph) -> None:
-        tracer = GraphAppendingTracer(graph)
+        order = {node: place for place, node in enumerate(graph.nodes)}
+        tracer = GraphAppendingTracer(graph)  # what is done with a proxy is appended to the graph
         for norm in list(graph.nodes):
-            found = self._arguments(norm)
-            if found:
-                conv, tensors, constants = found
-                with graph.inserting_before(conv):  # proxies append to the graph what is done with them
-                    proxies: list[Any] = [Proxy(node, tracer) for node in tensors]
-                    made: Any = conv_batch_norm(*proxies, **constants)
-                    normalised, y = (one.node for one in made)
-                norm.replace_all_uses_with(normalised)
-                graph.erase_node(norm)
-                conv.replace_all_uses_with(y)
-                graph.erase_node(conv)
+            of_norm = _arguments(norm, (functional.batch_norm,), OF_NORM)
+            conv: Any = of_norm["input"] if of_norm else None
+            of_conv = _arguments(conv, (torch.conv2d, functional.conv2d), OF_CONV)
+            # Who sees the output before the batch norm does may change it in place.
+            if not of_norm or not of_conv or any(order.get(user, -1) < order[norm] for user in conv.users):
+                continue
+            if not self._fit(conv.meta.get("example_value"), of_conv, of_norm):
+                continue
+            dtype, shape = conv.meta["example_value"].dtype, conv.meta["example_value"].shape
+            with graph.inserting_before(conv):
+                operands = (Proxy(of_conv[name], tracer).to(dtype) for name in ("input", "weight"))
+                window = (_pair(of_conv[name]) for name in ("stride", "padding", "dilation"))
+                made: Any = torch.ops.ddp_train.conv_sums(*operands, *window)
+                y, sums = made[0], made[1]
+            with graph.inserting_before(norm):
+                tensors: dict[str, Any] = {name: Proxy(of_norm[name], tracer) for name in TENSORS_OF_NORM}
+                numbers = {"count": shape.numel() // shape[1], "momentum": of_norm["momentum"], "eps": of_norm["eps"]}
+                normalised: Any = batch_norm(y, sums, dtype, **tensors, **numbers)
+            norm.replace_all_uses_with(normalised.node)
+            graph.erase_node(norm)
+            conv.replace_all_uses_with(y.node)
+            graph.erase_node(conv)
 
     def uuid(self) -> Any:
         return get_hash_for_files((__file__,)), self.device, tuple(map(str, self.dtypes))
 
-    def _arguments(self, norm: fx.Node) -> tuple[fx.Node, list[Any], dict[str, Any]] | None:
-        """Of a batch norm in training behind a convolution that cuDNN can sum up: what `conv_batch_norm` takes."""
-        if norm.target is not functional.batch_norm:
-            return None
-        names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
-        given = dict(zip(names, norm.args, strict=False)) | norm.kwargs
-        conv = given["input"]
-        wanted = [given.get(name) for name in names[1:5]]
-        known = given.get("training") is True and isinstance(given.get("momentum"), float)
-        if not known or not isinstance(conv, fx.Node) or conv.target not in (torch.conv2d, functional.conv2d):
-            return None
-        if not all(isinstance(one, fx.Node) for one in wanted):
-            return None
-        names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-        of_conv: dict[str, Any] = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
-        of_conv |= dict(zip(names, conv.args, strict=False)) | conv.kwargs
-        y, weight = (node.meta.get("example_value") for node in (conv, of_conv["weight"]))
-        if not isinstance(y, Tensor) or not isinstance(weight, Tensor):
-            return None
-        fits = (
-            (y.device.type == self.device and y.dtype in self.dtypes and y.ndim == 4)
-            and (of_conv["bias"] is None and of_conv["groups"] == 1 and not isinstance(of_conv["padding"], str))
-            and all(isinstance(size, int) and size % CHANNELS == 0 for size in weight.shape[:2])
-            and all(isinstance(size, int) for size in y.shape)
+    def _fit(self, y: Any, of_conv: dict[str, Any], of_norm: dict[str, Any]) -> bool:
+        """Whether cuDNN can sum up the outputs y, and the batch norm is one in training, with all its tensors."""
+        weight = of_conv["weight"].meta.get("example_value")
+        return (
+            (isinstance(y, Tensor) and isinstance(weight, Tensor))
+            and (y.device.type == self.device and y.dtype in self.dtypes and y.ndim == 4)
+            and all(isinstance(size, int) for size in (*y.shape, *weight.shape))
             and y.numel() > y.shape[1]  # torch's own says that one value for each channel has no variance
+            and all(size % CHANNELS == 0 for size in weight.shape[:2])
+            and (of_conv["bias"] is None and of_conv["groups"] == 1 and not isinstance(of_conv["padding"], str))
+            and of_norm["training"] is True
+            and isinstance(of_norm["momentum"], float)
+            and all(isinstance(of_norm[name], fx.Node) for name in TENSORS_OF_NORM)
+            # Of a layer that is used twice, torch's own batch norm may have kept the averages that we would change.
+            and sum(user.target is functional.batch_norm for user in of_norm["running_mean"].users) == 1
         )
-        if not fits:
-            return None
-        constants = {name: _pair(of_conv[name]) for name in ("stride", "padding", "dilation")}
-        constants |= {"count": y.numel() // y.shape[1], "dtype": y.dtype}
-        constants |= {"momentum": given["momentum"], "eps": given["eps"]}
-        return conv, [of_conv["input"], of_conv["weight"], *wanted], constants
+
+
+def _arguments(node: Any, functions: tuple[Any, ...], defaults: dict[str, Any]) -> dict[str, Any] | None:
+    """All of them by name, if it is a call of one of these functions."""
+    if not isinstance(node, fx.Node) or node.target not in functions:
+        return None
+    return defaults | dict(zip(defaults, node.args, strict=False)) | node.kwargs
 
 
 def _pair(value: int | Sequence[int]) -> list[int]:
-    return [value, value] if isinstance(value, int) else list(value)
+    return [value, value] if isinstance(value, int) else list(value) * (2 // len(value))
 
 
-def conv_batch_norm(
-    x: Tensor,
-    weight: Tensor,
+def batch_norm(
+    y: Tensor,
+    sums: Tensor,
+    dtype: torch.dtype,
     running_mean: Tensor,
     running_var: Tensor,
-    gamma: Tensor,
-    beta: Tensor,
-    *,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
+    weight: Tensor,
+    bias: Tensor,
     count: int,
-    dtype: torch.dtype,
     momentum: float,
     eps: float,
-) -> tuple[Tensor, Tensor]:
-    """The normalised output of a convolution and the output itself, [n, k, oh, ow]; updates the running averages.
-
-    count: n * oh * ow. dtype: that of autocast.
-    """
-    made = torch.ops.ddp_train.conv_sums(x.to(dtype), weight.to(dtype), stride, padding, dilation)
-    y, sums = made[0], made[1]
+) -> Tensor:
+    """As torch.nn.functional.batch_norm in training, of y, [n, k, oh, ow] of this dtype, whose sums over `count` =
+    n * oh * ow outputs are known. Updates the running averages."""
     mean = sums[0] / count
     variance = (sums[1] / count - mean * mean).clamp(min=0)
     running_mean.mul_(1 - momentum).add_(mean.detach(), alpha=momentum)
-    running_var.mul_(1 - momentum).add_(variance.detach(), alpha=momentum * count / max(1, count - 1))
-    scale = torch.rsqrt(variance + eps) * gamma
-    whole = (y.float() - mean.view(1, -1, 1, 1)) * scale.view(1, -1, 1, 1) + beta.view(1, -1, 1, 1)
-    return whole.to(dtype), y
+    running_var.mul_(1 - momentum).add_(variance.detach(), alpha=momentum * count / (count - 1))
+    scale = torch.rsqrt(variance + eps) * weight
+    whole = (y.float() - mean.view(1, -1, 1, 1)) * scale.view(1, -1, 1, 1) + bias.view(1, -1, 1, 1)
+    return whole.to(dtype)
 
 
 # --- the operator -----------------------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ def conv_sums(
     x: Tensor, weight: Tensor, stride: list[int], padding: list[int], dilation: list[int]
 ) -> tuple[Tensor, Tensor]:
     """[n, c, h, w] and [k, c, r, s] -> the convolution, [n, k, oh, ow], channels_last, and the sums of its outputs and
-    of their squares, [2, k], float32. Where cuDNN has no kernel for it, in two passes."""
+    of their squares, [2, k], float32. Where cuDNN has no fast kernel for it, in three passes."""
     x, weight = (one.contiguous(memory_format=torch.channels_last) for one in (x, weight))
     if x.is_cuda:
         with torch.cuda.device_of(x):
@@ -144,9 +144,14 @@ def conv_sums(
                 y, sums = _empty(x, weight, stride, padding, dilation)
                 run(x, weight, y, sums)
                 return y, sums
-    y = functional.conv2d(x, weight, None, stride, padding, dilation).contiguous(memory_format=torch.channels_last)
-    outputs = y.float()
-    return y, torch.stack([outputs.sum((0, 2, 3)), outputs.square().sum((0, 2, 3))])
+    return _in_three_passes(x, weight, stride, padding, dilation)
+
+
+def _in_three_passes(x: Tensor, weight: Tensor, *window: Any) -> tuple[Tensor, Tensor]:
+    """As `conv_sums`, by torch."""
+    y = functional.conv2d(x, weight, None, *window).contiguous(memory_format=torch.channels_last)
+    norms = torch.linalg.vector_norm(y, dim=(0, 2, 3), dtype=torch.float32)  # makes no copy of y in 32 bits
+    return y, torch.stack([y.sum((0, 2, 3), dtype=torch.float32), norms.square()])
 
 
 @conv_sums.register_fake
@@ -233,31 +238,33 @@ def _kernel(
         graph.execute_plan_at_index(tensors, workspace, index, handle=handle)
 
     timed: list[tuple[float, int]] = []
-    reason: Exception | None = None
+    reason = ""  # a text: an exception would keep this frame, and its tensors
     try:
         graph.validate()
         graph.build_operation_graph()
         graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.B, cudnn.heur_mode.FALLBACK])
         graph.check_support()
     except RuntimeError as error:  # cudnn.cudnnGraphNotSupportedError among them
-        reason = error
+        reason = str(error)
     else:
         for index in range(min(MOST_PLANS, graph.get_execution_plan_count())):
             try:
                 graph.build_plan_at_index(index)
                 timed.append((_milliseconds(partial(run, index, x, weight, y, sums)), index))
             except RuntimeError as error:  # this plan alone
-                reason = error
-    if not timed:
-        shapes = f"{list(x_shape)} by {list(weight_shape)}, stride {list(stride)}, {dtype}"
-        log.warning(
-            "tuning.conv_sums: cuDNN has no kernel for %s, which torch computes in two passes (%s)", shapes, reason
-        )
-        return None
-    return partial(run, min(timed)[1])
+                reason = str(error)
+    torchs = _milliseconds(partial(_in_three_passes, x, weight, *map(list, (stride, padding, dilation))))
+    if timed and min(timed)[0] < torchs:
+        return partial(run, min(timed)[1])
+    shapes = f"{list(x_shape)} by {list(weight_shape)}, stride {list(stride)}, {dtype}"
+    why = f"its best takes {min(timed)[0]:.2f} ms, torch {torchs:.2f}" if timed else reason
+    log.warning(
+        "tuning.conv_sums: cuDNN has no fast kernel for %s, which torch computes in three passes (%s)", shapes, why
+    )
+    return None
 
 
-def _milliseconds(work: Callable[[], None]) -> float:
+def _milliseconds(work: Callable[[], object]) -> float:
     work()
     marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(TIMED_RUNS)]
     for begin, end in marks:

@@ -1,0 +1,178 @@
+"""What needs GPUs, on all GPUs of this machine and within a time: tests and benchmarks, the most wanted first.
+
+    python benchmarks/on_gpus.py FOLDER [--seconds 1500] [--only NAME ...] [--list]
+
+A job has one GPU or two, and their share of the cores; as many run at the same time as there are GPUs. FOLDER has the
+output of each, and one line of JSON for each that has ended in done.jsonl: the same command goes on with the others. A
+job begins only if its limit ends within SECONDS; at its limit it is stopped (SIGINT, then SIGKILL) and not repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+PYTEST = "PYTHON -m pytest -p no:cacheprovider -q -rA --tb=short --timeout 170"
+ON_TWO = ("costs_no_step", "go_and_come_back", "exchange_gradients", "capture_together", "suspended", "hangs_before",
+          "session_learns")  # fmt: skip
+ELSEWHERE = (*ON_TWO, "test_each_network", "sum_up_their", "by_the_sums")
+"""Parts of the names of tests."""
+FP16 = "launch.py tuning=max, fp16, batch 1024"
+
+
+@dataclass(frozen=True)
+class Work:
+    """`limit`: seconds. `command`: PYTHON and FOLDER stand for this Python and for the folder of results."""
+
+    name: str
+    gpus: int
+    limit: int
+    command: str
+
+
+def models(name: str) -> Work:
+    only = shlex.quote(name)
+    short = re.sub(r"\W+", "_", name).strip("_")
+    kept = f"--kept FOLDER/models_{short}.jsonl --output FOLDER/models_{short}.md"
+    command = "PYTHON benchmarks/models.py --turns 3 --steps 30"
+    contenders = "'plain DDP, compiled' 'Accelerate, compiled' 'Lightning Trainer, compiled' 'launch.py, recommended'"
+    return Work(f"models_{short}", 1, 240, f"{command} --only {only} {kept} --contenders {contenders}")
+
+
+def gpt2(name: str, gpus: int, limit: int) -> Work:
+    only = "--batches 64 --only 'launch.py, tuning=max' 'plain DDP, compiled'"
+    return Work(name, gpus, limit, f"PYTHON benchmarks/gpt2.py --processes {gpus} {only} --output FOLDER/{name}.md")
+
+
+def speed(name: str, only: str) -> Work:
+    return Work(name, 1, 200, f"PYTHON benchmarks/speed.py resnet50 --steps 75 --only {shlex.quote(only)}")
+
+
+WORK = [
+    *(Work(f"test_{name}", 2, 180, f"{PYTEST} tests/test_gpu.py -k {name}") for name in ON_TWO[:2]),
+    Work("test_conv_sums", 1, 240, f"{PYTEST} tests/test_gpu.py -k 'sum_up_their or by_the_sums'"),
+    speed("resnet50_fp16_conv_sums", f"{FP16}, conv_sums"),
+    speed("resnet50_fp16", FP16),
+    gpt2("gpt2_one", 1, 240),
+    *(models(name) for name in ("vit", "GPT 24", "GPT 12")),
+    gpt2("gpt2_two", 2, 400),
+    *(Work(f"test_{name}", 2, 180, f"{PYTEST} tests/test_gpu.py -k {name}") for name in ON_TWO[2:]),
+    *(models(name) for name in ("vgg16", "resnet18", "GPT 6", "swin", "wide")),
+    Work("test_networks", 1, 300, f"{PYTEST} -n 6 tests/test_gpu.py -k test_each_network"),
+    Work("test_others", 1, 240, f"{PYTEST} tests/test_gpu.py -k 'not {' and not '.join(ELSEWHERE)}'"),
+]
+"""Those for two GPUs side by side in the list: one that waits for its second GPU leaves the first idle."""
+
+
+def run(work: Work, gpus: list[int], folder: Path, cores: list[int]) -> subprocess.Popen[bytes]:
+    command = work.command.replace("PYTHON", shlex.quote(sys.executable)).replace("FOLDER", shlex.quote(str(folder)))
+    cache = folder / f"inductor_{gpus[0]}"  # two at once would time the same kernels
+    environment = {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)),
+        "TORCHINDUCTOR_CACHE_DIR": str(cache),
+        "PYTHONUNBUFFERED": "1",
+    }
+    with (folder / f"{work.name}.log").open("wb") as log:
+        process = subprocess.Popen(
+            shlex.split(command),
+            cwd=ROOT,
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    os.sched_setaffinity(process.pid, cores)
+    return process
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    for number, patience in ((signal.SIGINT, 15), (signal.SIGKILL, None)):
+        try:
+            os.killpg(process.pid, number)
+            process.wait(patience)
+            return
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--seconds", type=float, default=1500)
+    parser.add_argument("--only", nargs="+", help="jobs by their names, in this order")
+    parser.add_argument("--list", action="store_true", help="say what there is, and do nothing")
+    arguments = parser.parse_args()
+    folder = arguments.folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    done = folder / "done.jsonl"
+    ended = {json.loads(line)["name"] for line in done.read_text().splitlines()} if done.exists() else set()
+    by_name = {work.name: work for work in WORK}
+    asked = arguments.only or list(by_name)
+    if unknown := set(asked) - set(by_name):
+        sys.exit(f"--only {' '.join(sorted(unknown))}: no such job; there are {', '.join(by_name)}")
+    todo = [by_name[name] for name in asked if name not in ended]
+    if arguments.list:
+        print("\n".join(f"{work.name}: {work.gpus} GPU, at most {work.limit} s: {work.command}" for work in todo))
+        return
+    count = torch.cuda.device_count()
+    share = len(os.sched_getaffinity(0)) // max(1, count)
+    cores = sorted(os.sched_getaffinity(0))
+    end = time.monotonic() + arguments.seconds
+    free = set(range(count))
+    running: list[tuple[Work, list[int], float, subprocess.Popen[bytes]]] = []
+    try:
+        while True:
+            fitting = (work for work in todo if work.gpus <= count and time.monotonic() + work.limit < end)
+            work = next(fitting, None)
+            if work and work.gpus <= len(free):
+                gpus = sorted(free)[: work.gpus]
+                free -= set(gpus)
+                todo.remove(work)
+                own = [core for gpu in gpus for core in cores[gpu * share : (gpu + 1) * share]]
+                running.append((work, gpus, time.monotonic(), run(work, gpus, folder, own)))
+                continue
+            if not running:
+                break  # nothing fits any more
+            time.sleep(0.2)
+            for one in list(running):
+                work, gpus, began, process = one
+                seconds = time.monotonic() - began
+                if process.poll() is None and seconds < work.limit:
+                    continue
+                in_time = process.poll() is not None
+                if not in_time:
+                    stop(process)
+                running.remove(one)
+                free |= set(gpus)
+                said = (folder / f"{work.name}.log").read_text(errors="replace").splitlines()
+                line = {
+                    "name": work.name,
+                    "exit_code": process.returncode,
+                    "in_time": in_time,
+                    "seconds": round(seconds),
+                }
+                with done.open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+                print(json.dumps(line), *said[-6:], sep="\n", flush=True)
+    finally:
+        for *_, process in running:
+            stop(process)
+    left = [work.name for work in todo]
+    print(f"not begun: {', '.join(left)}" if left else "all done")
+
+
+if __name__ == "__main__":
+    main()
