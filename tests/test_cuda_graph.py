@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from ddp_train.tensor_tree import map_tensors, tensors
 from ddp_train.training.loop import Job, train
 from ddp_train.training.rehearsal import rehearse
 from tests.jobs import config_of, job_of, table
+from tests.ranks import on_ranks
 
 HARNESS = "harness"
 """The module of functions that a model is given here: in this one lists change."""
@@ -50,14 +52,20 @@ def record(self: Any, data: Any) -> None:
     self.graph = SimpleNamespace(replay=replay)
 
 
-@pytest.fixture(autouse=True)
-def no_gpu() -> Iterator[None]:
-    recorded.clear(), replayed.clear()
+@contextlib.contextmanager
+def played() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch.cuda, "Stream"))
         for module in ("training.setup", "performance.cuda_graph"):
             stack.enter_context(mock.patch(f"ddp_train.{module}.on_stream", contextlib.nullcontext))
         stack.enter_context(mock.patch.object(GraphedStepper, "_capture", record))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def no_gpu() -> Iterator[None]:
+    recorded.clear(), replayed.clear()
+    with played():
         yield
 
 
@@ -123,6 +131,28 @@ def test_a_rehearsal_leaves_all_as_it_was_and_all_steps_are_replayed(optimizer: 
         results.append((weights, made.stepper.mean_loss()))
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def times_of_a_rehearsal(world: World) -> tuple[float, float]:
+    """When its own part was over, and when it might begin to train. Rank 1 takes longer."""
+    steps = GraphedStepper.rehearse
+    done = []
+
+    def later(self: GraphedStepper, *given: Any) -> None:
+        steps(self, *given)
+        time.sleep(1 if world.rank == 1 else 0)
+        done.append(time.time())
+
+    with played(), mock.patch.object(GraphedStepper, "rehearse", later):
+        rehearse(job(True, 40))
+    return done[0], time.time()
+
+
+@pytest.mark.slow
+def test_ranks_begin_to_train_when_all_have_rehearsed() -> None:
+    found = on_ranks(3, times_of_a_rehearsal)
+    assert found[1][0] - found[0][0] > 0.5, "one was late"
+    assert min(began for _, began in found) >= max(done for done, _ in found)
 
 
 @pytest.mark.parametrize("ready", [False, True])
