@@ -128,6 +128,8 @@ def main() -> None:
         print("\n".join(f"{work.name}: {work.gpus} GPU, at most {work.limit} s: {work.command}" for work in todo))
         return
     count = torch.cuda.device_count()
+    if not count:
+        sys.exit("torch.cuda.device_count() is 0: there is no GPU here; --list says what there would be to do")
     share = len(os.sched_getaffinity(0)) // max(1, count)
     cores = sorted(os.sched_getaffinity(0))
     end = time.monotonic() + arguments.seconds
