@@ -3,8 +3,8 @@
     python benchmarks/on_gpus.py FOLDER [--seconds 1500] [--only NAME ...] [--list]
 
 A job has one GPU or two, and their share of the cores; as many run at the same time as there are GPUs. FOLDER has the
-output of each, and one line of JSON for each that has ended in done.jsonl: the same command goes on with the others. A
-job begins only if its limit ends within SECONDS; at its limit it is stopped (SIGINT, then SIGKILL) and not repeated.
+output of each, and in done.jsonl one line for each that has ended: the same command continues with the others. A job
+begins only if its limit ends within SECONDS; at its limit it is stopped (SIGINT, then SIGKILL) and not repeated.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ def main() -> None:
     count = torch.cuda.device_count()
     if not count:
         sys.exit("torch.cuda.device_count() is 0: there is no GPU here; --list says what there would be to do")
-    share = len(os.sched_getaffinity(0)) // max(1, count)
     cores = sorted(os.sched_getaffinity(0))
+    share = len(cores) // count
     end = time.monotonic() + arguments.seconds
     free = set(range(count))
     running: list[tuple[Work, list[int], float, subprocess.Popen[bytes]]] = []
@@ -177,4 +177,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # jobs are stopped on the way out
     main()
