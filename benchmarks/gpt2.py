@@ -157,6 +157,9 @@ def main() -> None:
             "launch.py, tuning=max, torch's own kernels": lambda batch, run_dir: ours(
                 corpus, batch, steps, n, run_dir, "tuning=max", "tuning.triton_kernels=false"
             ),
+            "launch.py, tuning=max, one bucket": lambda batch, run_dir: ours(  # one graph, and nothing overlaps
+                corpus, batch, steps, n, run_dir, "tuning=max", "strategy.bucket_cap_mb=1000"
+            ),
             "launch.py, tuning=max, muon": lambda batch, run_dir: ours(corpus, batch, steps, n, run_dir, *MUON),
         }
         if arguments.only:
@@ -170,7 +173,8 @@ def main() -> None:
                         found[name].append(contenders[name](batch, run_dir))
                         print(name, batch, found[name][-1], file=sys.stderr, flush=True)
                     except (RuntimeError, subprocess.TimeoutExpired, StopIteration) as error:
-                        print(name, batch, error, file=sys.stderr, flush=True)
+                        said = (getattr(error, "stdout", None) or b"") + (getattr(error, "stderr", None) or b"")
+                        print(name, batch, error, said.decode()[-2000:], file=sys.stderr, flush=True)
             rows += [row(name, batch, results, arguments.rounds) for name, results in found.items()]
     publish(
         [

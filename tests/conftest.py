@@ -147,7 +147,7 @@ def leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
     """
     before = surroundings()
     yield
-    tmp_path = request.node.funcargs.get("tmp_path")
+    tmp_path = (request.node.funcargs or {}).get("tmp_path")  # None after Ctrl-C
     deadline = time.monotonic() + LEAVE_SECONDS
     while (found := leaks(before, tmp_path)) and time.monotonic() < deadline:
         if not {"child processes", "processes", "threads"} & set(found):

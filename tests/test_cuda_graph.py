@@ -49,7 +49,7 @@ def record(self: Any, data: Any) -> None:
         self.update()
         self.loss.copy_(loss.detach())
 
-    self.graph = SimpleNamespace(replay=replay)
+    self.graph = SimpleNamespace(replay=replay, reset=replayed.clear)
 
 
 @contextlib.contextmanager
@@ -176,6 +176,16 @@ def test_the_twelfth_batch_may_be_a_short_one() -> None:
     made = job(True, 8 * WARM_UP_STEPS + 4)
     train(made, iter(made.batches), until=20)
     assert recorded == [WARM_UP_STEPS + 1]
+
+
+def test_a_recording_is_gone_when_its_stepper_is_closed() -> None:
+    made = job(True, 40)
+    train(made, iter(made.batches), until=20)
+    stepper: Any = made.stepper
+    assert len(replayed) == 20 - WARM_UP_STEPS and stepper.graph
+    for _ in range(2):
+        stepper.close()
+        assert replayed == [] and stepper.graph is None, "reset, whoever else refers to it"
 
 
 def test_what_cannot_be_recorded_is_told_with_the_remedy() -> None:

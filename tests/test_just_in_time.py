@@ -407,3 +407,30 @@ def test_a_survivor_that_stands_still_in_code_of_the_users_does_not_cost_the_gra
     assert "saved step 5 from a surviving rank; the same command resumes there" in said
     log = (tmp_path / "run/logs/rank_0.log").read_text()
     assert "a rank is lost, and this one, in forward of step 5, has not stopped for it" in log and "stand_still" in log
+
+
+MOURNED = """
+import pathlib, weakref
+import torch.distributed
+
+class Watch:
+    def __init__(self, job, run_dir, world):
+        place = pathlib.Path(run_dir, f"collected_{world.rank}")
+        weakref.finalize(job.wrapped, lambda: place.write_text(str(torch.distributed.is_initialized())))
+
+    def due(self, job):
+        return job.step + 1
+
+    def act(self, job):
+        pass
+"""
+
+
+def test_ddp_does_not_outlive_its_process_group(tmp_path: Path) -> None:
+    """Since steps are captured with its collectives: NCCL does not close before such a graph is gone."""
+    (tmp_path / "mourned.py").write_text(MOURNED)
+    words = (*MLP[:2], "train.max_steps=3", "launch.nproc_per_node=3", "hooks=[mourned.Watch]",
+             "trusted_modules=[mourned]", "launch.max_restarts=1")  # fmt: skip
+    done = run(*words, f"run_dir={tmp_path}/run", env={"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 0, done.stderr
+    assert [(tmp_path / f"run/collected_{rank}").read_text() for rank in range(3)] == ["True"] * 3

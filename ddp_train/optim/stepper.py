@@ -180,6 +180,9 @@ class Stepper:
         self.check_finite.check_losses(self.steps_done)
         self.check_finite.check_weights(self.steps_done)
 
+    def close(self) -> None:
+        """To be called after the last step, before the process group is closed."""
+
     @property
     def last_learning_rate(self) -> float:
         """Of the step that was done last, in the first group."""

@@ -224,6 +224,13 @@ class GraphedStepper(Stepper):
         self.loss, self.units = loss.detach(), units
         self.graph = graph
 
+    def close(self) -> None:
+        """NCCL closes no communicator before the last graph with a collective of its is gone, however long that takes
+        (`commDestroySync` in its init.cc)."""
+        if self.graph is not None:
+            self.graph.reset()
+        self.graph, self.captures = None, False
+
     def _fill(self, constant: Tensor, value: float) -> None:
         if self.filled_with.get(constant) != value:
             self.filled_with[constant] = value

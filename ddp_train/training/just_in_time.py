@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from ddp_train.resilience.heartbeat import (
     TRAINING,
     StatusBoard,
 )
+from ddp_train.resilience.preemption import StopController
 from ddp_train.text import first_line
 from ddp_train.training.checkpoint_hook import CheckpointHook
 from ddp_train.training.hooks import MetricsHook
@@ -84,7 +86,7 @@ class JustInTime:
         self.own.begin(job)
         self.status.acted = job.step - hooks_owed
         self.survivor.around_hooks(job)
-        self.status.on_stop = lambda: _wake(job)
+        self.status.on_stop = partial(_wake, job.stop)  # not the job: the status outlives it, and DDP its process group
         self.status.state = TRAINING
         try:
             yield
@@ -136,7 +138,7 @@ class JustInTime:
             time.sleep(0.001)
 
 
-def _wake(job: Job) -> None:
+def _wake(stop: StopController) -> None:
     """Ends what training may wait for."""
     break_connections()
-    job.stop.end_waiting()
+    stop.end_waiting()

@@ -190,7 +190,7 @@ class Run(RunContext):
         offer = saver.offered(job, hooks_owed) if saver else contextlib.nullcontext()
         scores = self.fit(job, record, select, own, test, offer, hooks_owed, save.writer)
         summary = self.summaries.of_training(job, record, select, scores, test)
-        for one in (job.evaluation, test):
+        for one in (job.evaluation, test, job.stepper):
             one.close()
         return summary
 
