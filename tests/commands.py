@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from ddp_train.config.program import Program
-from ddp_train.linux import children_of
+from ddp_train.linux import children_of, signal_main_thread
+from ddp_train.resilience.heartbeat import stack_file
 from tests import zygote
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -157,8 +158,20 @@ class Running:
         wait_until(there, name)
 
     def end(self) -> int:
-        """Its exit code."""
-        return self.process.wait(LIMIT_SECONDS)
+        """Its exit code. Where a time limit ends a test, it says what the ranks were doing."""
+        try:
+            return self.process.wait(LIMIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"not done after {LIMIT_SECONDS} s\n{self.said()}\n{self.stacks()}") from None
+
+    def stacks(self) -> str:
+        """Where the ranks are, in Python."""
+        workers = self.workers()
+        for pid in workers.values():
+            signal_main_thread(pid, signal.SIGUSR2)
+        time.sleep(1)
+        files = [(rank, stack_file(self.run_dir, rank)) for rank in sorted(workers)]
+        return "\n".join(f"rank {rank}:\n{file.read_text()}" for rank, file in files if file.exists())
 
     def said(self) -> str:
         """Standard error so far."""
