@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.decomposition import decompositions
 from torch.fx.proxy import GraphAppendingTracer, Proxy
 from torch.nn import functional
 
@@ -66,8 +67,8 @@ class ConvSums(CustomGraphPass):
             with graph.inserting_before(norm):
                 tensors: dict[str, Any] = {name: Proxy(of_norm[name], tracer) for name in TENSORS_OF_NORM}
                 numbers = {"count": shape.numel() // shape[1], "momentum": of_norm["momentum"], "eps": of_norm["eps"]}
-                normalised: Any = batch_norm(y, sums, dtype, **tensors, **numbers)
-            norm.replace_all_uses_with(normalised.node)
+                of_sums: Any = batch_norm(y, sums, **tensors, **numbers)
+            norm.replace_all_uses_with(of_sums.node)
             graph.erase_node(norm)
             conv.replace_all_uses_with(y.node)
             graph.erase_node(conv)
@@ -107,7 +108,6 @@ def _pair(value: int | Sequence[int]) -> list[int]:
 def batch_norm(
     y: Tensor,
     sums: Tensor,
-    dtype: torch.dtype,
     running_mean: Tensor,
     running_var: Tensor,
     weight: Tensor,
@@ -116,18 +116,20 @@ def batch_norm(
     momentum: float,
     eps: float,
 ) -> Tensor:
-    """As torch.nn.functional.batch_norm in training, of y, [n, k, oh, ow] of this dtype, whose sums over `count` =
-    n * oh * ow outputs are known. Updates the running averages."""
+    """As torch.nn.functional.batch_norm in training, of y, [n, k, oh, ow], whose sums, [2, k], over `count` = n * oh *
+    ow outputs are known. Updates the running averages."""
+    mean, variance = _moments(sums, count)
+    running_mean.mul_(1 - momentum).add_(mean, alpha=momentum)
+    running_var.mul_(1 - momentum).add_(variance, alpha=momentum * count / (count - 1))
+    return torch.ops.ddp_train.normalised(y, sums, weight, bias, count, eps)[0]
+
+
+def _moments(sums: Tensor, count: int) -> tuple[Tensor, Tensor]:
     mean = sums[0] / count
-    variance = (sums[1] / count - mean * mean).clamp(min=0)
-    running_mean.mul_(1 - momentum).add_(mean.detach(), alpha=momentum)
-    running_var.mul_(1 - momentum).add_(variance.detach(), alpha=momentum * count / (count - 1))
-    scale = torch.rsqrt(variance + eps) * weight
-    whole = (y.float() - mean.view(1, -1, 1, 1)) * scale.view(1, -1, 1, 1) + bias.view(1, -1, 1, 1)
-    return whole.to(dtype)
+    return mean, (sums[1] / count - mean * mean).clamp(min=0)
 
 
-# --- the operator -----------------------------------------------------------------------------------------------------
+# --- the operators ----------------------------------------------------------------------------------------------------
 
 
 @torch.library.custom_op("ddp_train::conv_sums", mutates_args=())
@@ -171,19 +173,59 @@ def _empty(
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, weight, *ctx.window = inputs
-    ctx.save_for_backward(x, weight, output[0])
+    ctx.save_for_backward(x, weight)
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
 
 
-def _gradient(ctx: Any, dy: Tensor, dsums: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-    x, weight, y = ctx.saved_tensors
-    of_sum, of_squares = (one.view(1, -1, 1, 1) for one in dsums)
-    whole = (dy.float() + of_sum + 2 * of_squares * y.float()).to(y.dtype)
+def _gradient(ctx: Any, dy: Tensor, _: None) -> tuple[Tensor | None, Tensor | None, None, None, None]:
     needed = [*ctx.needs_input_grad[:2], False]
-    dx, dweight, _ = torch.ops.aten.convolution_backward(whole, x, weight, None, *ctx.window, False, [0, 0], 1, needed)
+    dx, dweight, _ = torch.ops.aten.convolution_backward(
+        dy, *ctx.saved_tensors, None, *ctx.window, False, [0, 0], 1, needed
+    )
     return dx, dweight, None, None, None
 
 
 conv_sums.register_autograd(_gradient, setup_context=_keep)
+
+
+def _normalised(
+    y: Tensor, sums: Tensor, weight: Tensor, bias: Tensor, count: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    mean, variance = _moments(sums, count)
+    inverse = torch.rsqrt(variance + eps)
+    shift, scale, start = (one.view(1, -1, 1, 1) for one in (mean, inverse * weight, bias))
+    return ((y.float() - shift) * scale + start).to(y.dtype), mean, inverse
+
+
+@torch.library.custom_op("ddp_train::normalised", mutates_args=())
+def normalised(
+    y: Tensor, sums: Tensor, weight: Tensor, bias: Tensor, count: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A batch norm of y, [n, k, oh, ow], whose sums, [2, k], are known: in y's type, with mean and inverse standard
+    deviation, [k], float32. Its gradient is that of torch's own, in which the sums depend on y."""
+    return _normalised(y, sums, weight, bias, count, eps)
+
+
+def _keep_moments(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    y, _, weight, *_, ctx.eps = inputs
+    ctx.save_for_backward(y, weight, *output[1:])
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _gradient_of_norm(ctx: Any, dz: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+    y, weight, mean, inverse = ctx.saved_tensors
+    needed = [ctx.needs_input_grad[place] for place in (0, 2, 3)]
+    dy, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
+        dz, y, weight, None, None, mean, inverse, True, ctx.eps, needed
+    )
+    return dy, None, dweight, dbias, None, None
+
+
+normalised.register_fake(_normalised)
+normalised.register_autograd(_gradient_of_norm, setup_context=_keep_moments)
+decompositions[torch.ops.ddp_train.normalised.default] = _normalised  # so that what follows is fused with it
 
 
 # --- cuDNN ------------------------------------------------------------------------------------------------------------
