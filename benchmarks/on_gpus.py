@@ -66,16 +66,15 @@ def speed(name: str, only: str) -> Work:
 
 WORK = [
     *(Work(f"test_{name}", 2, 180, f"{ONE_BY_ONE} tests/test_gpu.py -k {name}") for name in ON_TWO[:2]),
-    Work("test_conv_sums", 1, 240, f"{PYTEST} tests/test_gpu.py -k 'sum_up_their or by_the_sums'"),
+    gpt2("gpt2_two", 2, 400),
     speed("resnet50_fp16_conv_sums", f"{FP16}, conv_sums"),
     speed("resnet50_fp16", FP16),
+    Work("test_conv_sums", 1, 240, f"{PYTEST} tests/test_gpu.py -k 'sum_up_their or by_the_sums'"),
     gpt2("gpt2_one", 1, 240),
-    *(models(name) for name in ("vit", "GPT 24", "GPT 12")),
-    gpt2("gpt2_two", 2, 400),
     *(Work(f"test_{name}", 2, 180, f"{ONE_BY_ONE} tests/test_gpu.py -k {name}") for name in ON_TWO[2:]),
-    *(models(name) for name in ("vgg16", "resnet18", "GPT 6", "swin", "wide")),
     Work("test_networks", 1, 300, f"{PYTEST} -n 6 tests/test_gpu.py -k test_each_network"),
     Work("test_others", 1, 240, f"{PYTEST} tests/test_gpu.py -k 'not {' and not '.join(ELSEWHERE)}'"),
+    *(models(name) for name in ("vgg16", "resnet18", "GPT 6", "swin", "wide", "vit", "GPT 12", "GPT 24")),
 ]
 """Those for two GPUs side by side in the list: one that waits for its second GPU leaves the first idle."""
 

@@ -202,7 +202,7 @@ def test_batch_norm_statistics_are_averaged_for_an_evaluation_and_put_back(broad
 class Layers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(6))
+        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(3))
 
     def forward(self, images: Tensor) -> Tensor:
         hidden = images.flatten(1)

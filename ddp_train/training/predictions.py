@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -89,31 +90,30 @@ def write_predictions(
 
 
 class PredictionFile:
-    """Columns written as they come. There is a file when all rows are in it; until then each column is a file of its
-    own in a folder beside it, so that no column has to fit into memory."""
+    """Columns written as they come. There is a file when all rows are in it; until then each column is a file without
+    a name beside it: no column has to fit into memory, and nothing is left of a process that is killed."""
 
     def __init__(self, path: Path, samples: int) -> None:
         """path: its suffix is the format, .npz or .parquet. samples: rows that will come."""
         self.path, self.samples = path, samples
-        self.folder = path.with_name(f".{path.name}.parts")
+        self.part = path.with_name(f".{path.name}.part")
         self.files: dict[str, IO[bytes]] = {}
+        self.begins: dict[str, int] = {}
         self.forms: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {}
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
         """Raises WriteError, with nothing left behind, if the disk does not take it."""
         try:
-            shutil.rmtree(self.folder, ignore_errors=True)  # of a process that was killed
-            self.folder.mkdir(parents=True)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
             yield
         except OSError as error:
             remedy = "free space, or name another run_dir"
             raise WriteError(f"{self.path} cannot be written: {error.strerror}", remedy) from error
         finally:
-            for file in self.files.values():
+            for close in (*(file.close for file in self.files.values()), self.part.unlink):
                 with contextlib.suppress(OSError):  # its last bytes do not fit either; what matters was raised
-                    file.close()
-            shutil.rmtree(self.folder, ignore_errors=True)
+                    close()
 
     def add(self, columns: Columns) -> None:
         """The next rows. Raises TaskError if a column is not of the shape that it began with."""
@@ -121,9 +121,10 @@ class PredictionFile:
             form = rows.dtype, rows.shape[1:]
             if name not in self.forms:
                 self.forms[name] = form
-                self.files[name] = (self.folder / f"{name}.npy").open("w+b")
+                file = self.files[name] = tempfile.TemporaryFile(dir=self.path.parent)  # noqa: SIM115  closed in `opened`
                 header = {"descr": rows.dtype.str, "fortran_order": False, "shape": (self.samples, *rows.shape[1:])}
-                np.lib.format.write_array_header_1_0(self.files[name], header)
+                np.lib.format.write_array_header_1_0(file, header)
+                self.begins[name] = file.tell()
             if form != self.forms[name]:
                 before = f"{list(self.forms[name][1])} of {self.forms[name][0]}"
                 raise TaskError(
@@ -134,44 +135,41 @@ class PredictionFile:
 
     def column(self, name: str) -> np.ndarray | None:
         """What was added; None if there is no such column."""
-        if name not in self.files:
-            return None
+        return self._held(name) if name in self.files else None
+
+    def _held(self, name: str) -> np.ndarray:
+        dtype, shape = self.forms[name]
         self.files[name].flush()
-        return np.load(self.folder / f"{name}.npy", mmap_mode="r")
+        return np.memmap(self.files[name], dtype, "r", self.begins[name], (self.samples, *shape))
 
     def finish(self, more: Mapping[str, np.ndarray]) -> None:
         """Makes the file, once all rows were added. more: columns of texts, and in .npz also what is no column."""
-        for file in self.files.values():
-            file.flush()
-        part = self.folder / self.path.name
         texts = {name: values for name, values in more.items() if name != CLASSES}
         if self.path.suffix == ".npz":
-            with zipfile.ZipFile(part, "w") as packed:  # without times: the same predictions are the same bytes
-                for name in self.files:
-                    with (
-                        (self.folder / f"{name}.npy").open("rb") as rows,
-                        packed.open(_member(name), "w", force_zip64=True) as file,
-                    ):
+            with zipfile.ZipFile(self.part, "w") as packed:  # without times: the same predictions are the same bytes
+                for name, rows in self.files.items():
+                    rows.seek(0)  # and what was written before is flushed
+                    with packed.open(_member(name), "w", force_zip64=True) as file:
                         shutil.copyfileobj(rows, file)
                 for name, values in more.items():
                     with packed.open(_member(name), "w") as file:
                         np.lib.format.write_array(file, values, allow_pickle=False)
         else:
-            self._write_parquet(part, texts)
-        part.replace(self.path)
+            self._write_parquet(texts)
+        self.part.replace(self.path)
 
-    def _write_parquet(self, part: Path, texts: Mapping[str, np.ndarray]) -> None:
+    def _write_parquet(self, texts: Mapping[str, np.ndarray]) -> None:
         """Numbers as columns, [k] as lists, all in pieces."""
         import pyarrow
         from pyarrow import parquet
 
-        held = {name: np.load(self.folder / f"{name}.npy", mmap_mode="r") for name in self.files} | dict(texts)
+        held = {name: self._held(name) for name in self.files} | dict(texts)
         writer = None
         for first in range(0, self.samples, ROWS_AT_ONCE):
             rows = {name: column[first : first + ROWS_AT_ONCE] for name, column in held.items()}
             arrays = {name: pyarrow.array(list(part) if part.ndim > 1 else part) for name, part in _flat(rows).items()}
             table = pyarrow.table(arrays)
-            writer = writer or parquet.ParquetWriter(part, table.schema)
+            writer = writer or parquet.ParquetWriter(self.part, table.schema)
             writer.write_table(table)
         if writer:
             writer.close()
