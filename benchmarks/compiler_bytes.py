@@ -2,7 +2,7 @@
 
     python benchmarks/compiler_bytes.py [resnet50] [--batch 4] [--side 224]
 
-For a model of torchvision in bf16 and channels_last, with its loss, with and without tuning.conv_sums. Convolutions
+For a model of torchvision in bf16 and channels_last, with and without tuning.conv_sums. Convolutions
 are counted by what they read and write. Nothing is computed, as the C++ that the compiler makes for a CPU is not built;
 max pools, which would look up what was not computed, are average pools of the same shape.
 """

@@ -174,7 +174,7 @@ def main() -> None:
                         print(name, batch, found[name][-1], file=sys.stderr, flush=True)
                     except (RuntimeError, subprocess.TimeoutExpired, StopIteration) as error:
                         said = (getattr(error, "stdout", None) or b"") + (getattr(error, "stderr", None) or b"")
-                        print(name, batch, error, said.decode()[-2000:], file=sys.stderr, flush=True)
+                        print(name, batch, error, said.decode(errors="replace")[-2000:], file=sys.stderr, flush=True)
             rows += [row(name, batch, results, arguments.rounds) for name, results in found.items()]
     publish(
         [

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-PYTEST = "PYTHON -m pytest -p no:cacheprovider -q -rA --tb=short --timeout 170"
+PYTEST = "PYTHON -m pytest -p no:cacheprovider -q -rA --tb=short"
 ONE_BY_ONE = f"{PYTEST} -x"
 """A failure is told at once: of a job that is stopped at its limit nothing else would be known."""
 ON_TWO = ("costs_no_step", "go_and_come_back", "exchange_gradients", "capture_together", "suspended", "hangs_before",
@@ -65,13 +65,13 @@ def speed(name: str, only: str) -> Work:
 
 
 WORK = [
-    *(Work(f"test_{name}", 2, 180, f"{ONE_BY_ONE} tests/test_gpu.py -k {name}") for name in ON_TWO[:2]),
+    *(Work(f"test_{name}", 2, 270, f"{ONE_BY_ONE} tests/test_gpu.py -k {name}") for name in ON_TWO[:2]),
     gpt2("gpt2_two", 2, 400),
     speed("resnet50_fp16_conv_sums", f"{FP16}, conv_sums"),
     speed("resnet50_fp16", FP16),
     Work("test_conv_sums", 1, 240, f"{PYTEST} tests/test_gpu.py -k 'sum_up_their or by_the_sums'"),
     gpt2("gpt2_one", 1, 240),
-    *(Work(f"test_{name}", 2, 180, f"{ONE_BY_ONE} tests/test_gpu.py -k {name}") for name in ON_TWO[2:]),
+    *(Work(f"test_{name}", 2, 270, f"{ONE_BY_ONE} tests/test_gpu.py -k {name}") for name in ON_TWO[2:]),
     Work("test_networks", 1, 300, f"{PYTEST} -n 6 tests/test_gpu.py -k test_each_network"),
     Work("test_others", 1, 240, f"{PYTEST} tests/test_gpu.py -k 'not {' and not '.join(ELSEWHERE)}'"),
     *(models(name) for name in ("vgg16", "resnet18", "GPT 6", "swin", "wide", "vit", "GPT 12", "GPT 24")),

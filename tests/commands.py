@@ -166,11 +166,11 @@ class Running:
 
     def stacks(self) -> str:
         """Where the ranks are, in Python."""
-        workers = self.workers()
-        for pid in workers.values():
+        asked = {pid: rank for pid, rank in processes_of(self.run_dir).items() if rank is not None}
+        for pid in asked:  # loader processes too: they write to the file of their rank
             signal_main_thread(pid, signal.SIGUSR2)
         time.sleep(1)
-        files = [(rank, stack_file(self.run_dir, rank)) for rank in sorted(workers)]
+        files = [(rank, stack_file(self.run_dir, rank)) for rank in sorted({*asked.values()})]
         return "\n".join(f"rank {rank}:\n{file.read_text()}" for rank, file in files if file.exists())
 
     def said(self) -> str:

@@ -54,7 +54,10 @@ from tests.ranks import on_ranks
 from tests.test_hangs import WAYWARD
 from tests.test_resize import WORDS, ask, assert_close, slow_net
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: torch.cuda.is_available() is false")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: torch.cuda.is_available() is false"),
+    pytest.mark.timeout(300),  # two commands, each of which may take tests.commands.LIMIT_SECONDS
+]
 
 VISIBLE = {
     "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count()))))

@@ -197,7 +197,7 @@ def test_rows_of_another_shape_are_refused_and_nothing_is_left(tmp_path: Path) -
         file.opened(),
     ):
         file.add(columns("mask"))
-        assert list(tmp_path.iterdir()) == [], "of a process that is killed now nothing is left"
+        assert list(tmp_path.iterdir()) == [], "nothing that a killed process could leave"
         file.add({"mask": np.zeros((4, 3), dtype=np.float32)})
     assert list(tmp_path.iterdir()) == []
 

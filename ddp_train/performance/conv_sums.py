@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
-from torch._inductor.decomposition import decompositions
+from torch._inductor.decomposition import decompositions, fast_random_decomps
 from torch.fx.proxy import GraphAppendingTracer, Proxy
 from torch.nn import functional
 
@@ -89,8 +89,9 @@ class ConvSums(CustomGraphPass):
             and of_norm["training"] is True
             and isinstance(of_norm["momentum"], float)
             and all(isinstance(of_norm[name], fx.Node) for name in TENSORS_OF_NORM)
-            # Of a layer that is used twice, torch's own batch norm may have kept the averages that we would change.
-            and sum(user.target is functional.batch_norm for user in of_norm["running_mean"].users) == 1
+            # We change the averages in place: others may have kept them for a gradient, a layer that is used twice too.
+            and of_norm["running_mean"] is not of_norm["running_var"]
+            and all(len(of_norm[name].users) == 1 for name in ("running_mean", "running_var"))
         )
 
 
@@ -178,7 +179,9 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.set_materialize_grads(False)
 
 
-def _gradient(ctx: Any, dy: Tensor, _: None) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+def _gradient(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    if dy is None:
+        return (None,) * 5
     needed = [*ctx.needs_input_grad[:2], False]
     dx, dweight, _ = torch.ops.aten.convolution_backward(
         dy, *ctx.saved_tensors, None, *ctx.window, False, [0, 0], 1, needed
@@ -214,7 +217,9 @@ def _keep_moments(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
     ctx.set_materialize_grads(False)
 
 
-def _gradient_of_norm(ctx: Any, dz: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+def _gradient_of_norm(ctx: Any, dz: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    if dz is None:
+        return (None,) * 6
     y, weight, mean, inverse = ctx.saved_tensors
     needed = [ctx.needs_input_grad[place] for place in (0, 2, 3)]
     dy, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
@@ -226,6 +231,7 @@ def _gradient_of_norm(ctx: Any, dz: Tensor, *_: None) -> tuple[Tensor | None, ..
 normalised.register_fake(_normalised)
 normalised.register_autograd(_gradient_of_norm, setup_context=_keep_moments)
 decompositions[torch.ops.ddp_train.normalised.default] = _normalised  # so that what follows is fused with it
+fast_random_decomps.cache_clear()  # a copy, if something was compiled before
 
 
 # --- cuDNN ------------------------------------------------------------------------------------------------------------

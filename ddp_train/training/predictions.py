@@ -91,7 +91,8 @@ def write_predictions(
 
 class PredictionFile:
     """Columns written as they come. There is a file when all rows are in it; until then each column is a file without
-    a name beside it: no column has to fit into memory, and nothing is left of a process that is killed."""
+    a name beside it: no column has to fit into memory. A process that is killed leaves nothing, or what it had put
+    together by then, which the next one replaces."""
 
     def __init__(self, path: Path, samples: int) -> None:
         """path: its suffix is the format, .npz or .parquet. samples: rows that will come."""
