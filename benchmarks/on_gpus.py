@@ -26,7 +26,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 PYTEST = "PYTHON -m pytest -p no:cacheprovider -q -rA --tb=short"
 ONE_BY_ONE = f"{PYTEST} -x"
-"""A failure is told at once: of a job that is stopped at its limit nothing else would be known."""
+"""pytest prints failures at its end, which a job that is stopped at its limit does not reach."""
 ON_TWO = ("costs_no_step", "go_and_come_back", "exchange_gradients", "capture_together", "suspended", "hangs_before",
           "session_learns")  # fmt: skip
 ELSEWHERE = (*ON_TWO, "test_each_network", "sum_up_their", "by_the_sums")

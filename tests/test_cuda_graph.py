@@ -185,7 +185,7 @@ def test_a_recording_is_gone_when_its_stepper_is_closed() -> None:
     assert len(replayed) == 20 - WARM_UP_STEPS and stepper.graph
     for _ in range(2):
         stepper.close()
-        assert replayed == [] and stepper.graph is None, "reset, whoever else refers to it"
+        assert replayed == [] and stepper.graph is None, "the graph is reset, even if something else holds it"
 
 
 def test_what_cannot_be_recorded_is_told_with_the_remedy() -> None:

@@ -426,6 +426,7 @@ class Watch:
 """
 
 
+@pytest.mark.slow
 def test_ddp_does_not_outlive_its_process_group(tmp_path: Path) -> None:
     """Since steps are captured with its collectives: NCCL does not close before such a graph is gone."""
     (tmp_path / "mourned.py").write_text(MOURNED)
