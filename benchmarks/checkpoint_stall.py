@@ -135,6 +135,8 @@ def main() -> int:
         ],
         arguments.output,
     )
+    if not clock.steps[False]:
+        sys.exit("a checkpoint was being written in every step, so there is nothing to compare with; raise --every")
     return int(statistics.median(clock.stalls) >= statistics.median(clock.steps[False]))
 
 
