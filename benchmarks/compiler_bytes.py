@@ -30,7 +30,8 @@ def counted(model: nn.Module, images: torch.Tensor, conv_sums: bool) -> tuple[fl
     torch._dynamo.reset()
     model = model.to(memory_format=torch.channels_last)
     model.compile(
-        dynamic=False, options={"pre_grad_custom_pass": ConvSums("cpu", (torch.bfloat16,))} if conv_sums else {}
+        dynamic=False,
+        options={"pre_grad_custom_pass": ConvSums("cpu", (torch.bfloat16,), always=True)} if conv_sums else {},
     )
     metrics.reset()
     with (

@@ -54,7 +54,8 @@ PEERS = ("plain DDP, compiled", "Accelerate, compiled", "Lightning Trainer, comp
 OURS = {
     "launch.py, recommended": (),
     "launch.py, captured": ("tuning.cuda_graph=true",),
-    "launch.py, tuning=max": ("tuning=max",),
+    "launch.py, tuning=max": ("tuning=max", "tuning.conv_sums=false"),
+    "launch.py, tuning=max, conv_sums": ("tuning=max", "tuning.conv_sums=true"),
 }
 
 

@@ -32,6 +32,9 @@ ON_TWO = ("costs_no_step", "go_and_come_back", "exchange_gradients", "capture_to
 ELSEWHERE = (*ON_TWO, "test_each_network", "sum_up_their", "by_the_sums")
 """Parts of the names of tests."""
 FP16 = "launch.py tuning=max, fp16, batch 1024"
+AS_RECOMMENDED = "'plain DDP, compiled' 'Accelerate, compiled' 'Lightning Trainer, compiled' 'launch.py, recommended'"
+PAIR = "'plain DDP, compiled' 'launch.py, recommended'"
+SUMS = "'plain DDP, compiled' 'launch.py, tuning=max' 'launch.py, tuning=max, conv_sums'"
 
 
 @dataclass(frozen=True)
@@ -44,13 +47,12 @@ class Work:
     command: str
 
 
-def models(name: str) -> Work:
+def models(name: str, job: str = "models", contenders: str = AS_RECOMMENDED) -> Work:
     only = shlex.quote(name)
-    short = re.sub(r"\W+", "_", name).strip("_")
-    kept = f"--kept FOLDER/models_{short}.jsonl --output FOLDER/models_{short}.md"
+    job += "_" + re.sub(r"\W+", "_", name).strip("_")
+    kept = f"--kept FOLDER/{job}.jsonl --output FOLDER/{job}.md"
     command = "PYTHON benchmarks/models.py --turns 3 --steps 30"
-    contenders = "'plain DDP, compiled' 'Accelerate, compiled' 'Lightning Trainer, compiled' 'launch.py, recommended'"
-    return Work(f"models_{short}", 1, 240, f"{command} --only {only} {kept} --contenders {contenders}")
+    return Work(job, 1, 240, f"{command} --only {only} {kept} --contenders {contenders}")
 
 
 def gpt2(name: str, gpus: int, limit: int) -> Work:
@@ -65,15 +67,16 @@ def speed(name: str, only: str) -> Work:
 
 
 WORK = [
-    *(Work(f"test_{name}", 2, 270, f"{ONE_BY_ONE} tests/test_gpu.py -k {name}") for name in ON_TWO[:2]),
     gpt2("gpt2_two", 2, 400),
+    *(models(name, "sums", SUMS) for name in ("resnet18", "wide", "densenet121", "resnet50")),
     speed("resnet50_fp16_conv_sums", f"{FP16}, conv_sums"),
     speed("resnet50_fp16", FP16),
-    Work("test_conv_sums", 1, 240, f"{PYTEST} tests/test_gpu.py -k 'sum_up_their or by_the_sums'"),
-    gpt2("gpt2_one", 1, 240),
-    *(Work(f"test_{name}", 2, 270, f"{ONE_BY_ONE} tests/test_gpu.py -k {name}") for name in ON_TWO[2:]),
-    Work("test_networks", 1, 300, f"{PYTEST} -n 6 tests/test_gpu.py -k test_each_network"),
     Work("test_others", 1, 240, f"{PYTEST} tests/test_gpu.py -k 'not {' and not '.join(ELSEWHERE)}'"),
+    models("vit", "pair", PAIR),
+    *(Work(f"test_{name}", 2, 270, f"{ONE_BY_ONE} tests/test_gpu.py -k {name}") for name in ON_TWO),
+    gpt2("gpt2_one", 1, 240),
+    Work("test_conv_sums", 1, 240, f"{PYTEST} tests/test_gpu.py -k 'sum_up_their or by_the_sums'"),
+    Work("test_networks", 1, 300, f"{PYTEST} -n 6 tests/test_gpu.py -k test_each_network"),
     *(models(name) for name in ("vgg16", "resnet18", "GPT 6", "swin", "wide", "vit", "GPT 12", "GPT 24")),
 ]
 """Those for two GPUs side by side in the list: one that waits for its second GPU leaves the first idle."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
 import subprocess
 import sys
 import uuid
 import weakref
+from functools import partial
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -19,7 +21,7 @@ from torch import Tensor, fx, nn
 from torch._dynamo.backends.registry import lookup_backend
 from torch._inductor import config
 
-from ddp_train.performance.conv_sums import ConvSums, _kernel, conv_sums, normalised
+from ddp_train.performance.conv_sums import Case, ConvSums, Kernel, _kernel, conv_sums, normalised
 from ddp_train.performance.switches import tune_model
 from ddp_train.tasks.builtin import Classification
 from ddp_train.tasks.task import ModelWithTask
@@ -212,7 +214,7 @@ def test_a_batch_norm_learns_the_same_from_the_sums_of_its_convolution(kind: typ
     torch.manual_seed(0)
     net = kind()
     x = (torch.randn(6, 8, 17, 19) + 2).contiguous(memory_format=torch.channels_last)
-    counted = Counted("cpu", FP32)
+    counted = Counted("cpu", FP32, always=True)
     plain, summed = learned(net, x, None), learned(net, x, counted)
     assert counted.found == fit
     assert set(plain) == set(summed) and len(plain) > 20
@@ -232,28 +234,52 @@ def test_a_batch_norm_learns_the_same_from_the_sums_of_its_convolution(kind: typ
 def test_what_lies_between_a_convolution_and_its_batch_norm_keeps_its_place(between: Any, fit: int) -> None:
     torch.manual_seed(0)
     net, x = Between(between), torch.randn(4, 8, 9, 9) + 1
-    counted = Counted("cpu", FP32)
+    counted = Counted("cpu", FP32, always=True)
     plain, summed = learned(net, x, None), learned(net, x, counted)
     assert counted.found == fit and set(plain) == set(summed)
     for name, expected in plain.items():
         torch.testing.assert_close(summed[name], expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(("slower", "saved"), [(0.0, 2), (0.6, 1), (9.0, 0)])
+def test_convolutions_that_save_no_time_are_left_as_they_are(
+    slower: float, saved: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """cuDNN's kernel beside torch's and the reading half of a copy, timed on tensors that hold numbers."""
+    cases: list[Case] = []
+
+    def kernel(case: Case) -> Kernel:
+        cases.append(case)
+        return Kernel(3.0 + slower * len(cases), lambda *_: None)
+
+    def timed(work: Any) -> float:
+        assert type(made := work()) is Tensor and len(made.tolist()) == 6, (
+            "no tensor of the compiler's, without numbers"
+        )
+        return 2.0 if isinstance(work, partial) else 4.0
+
+    monkeypatch.setattr("ddp_train.performance.conv_sums._kernel", kernel)
+    monkeypatch.setattr("ddp_train.performance.conv_sums._milliseconds", timed)
+    caplog.set_level(logging.INFO, "ddp_train.performance.conv_sums")
+    counted = Counted("cpu", FP32)
+    torch.manual_seed(0)
+    learned(Net(), torch.randn(6, 8, 17, 19), counted)
+    assert counted.found == saved
+    assert [(case.x_shape, case.weight_shape, *case.window) for case in cases] == [
+        ((6, 8, 17, 19), (16, 8, 3, 3), [2, 2], [2, 2], [2, 2]),
+        ((6, 16, 9, 10), (16, 16, 1, 3), [1, 1], [0, 1], [1, 1]),
+    ]
+    less = sum(max(0.0, 1.0 - slower * number) for number in (1, 2))
+    assert f"cuDNN sums up {saved} of 2 convolutions, which saves {less:.2f} ms" in caplog.text
+
+
 @pytest.mark.parametrize(
-    ("milliseconds", "refused", "chosen"),
-    [
-        ([3.0, 1.0, 2.0, 9.0], (), 1),
-        ([3.0, 2.0, 9.0], (1,), 2),
-        ([3.0, 1.0, 2.0, 0.5], (), None),
-        ([9.0], (0, 1, 2), None),
-    ],
+    ("milliseconds", "refused", "chosen"), [([3.0, 1.0, 2.0], (), 1), ([3.0, 2.0], (1,), 2), ([], (0, 1, 2), None)]
 )
 def test_the_fastest_kernel_is_taken(
-    milliseconds: list[float], refused: tuple[int, ...], chosen: int | None, monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
-    """Of cuDNN's, which are played here, those that can be built; torch's own if it is faster. No tensor of the trial
-    stays."""
+    milliseconds: list[float], refused: tuple[int, ...], chosen: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of cuDNN's, which are played here, those that can be built. No tensor of the trial stays."""
     used: list[int] = []
 
     class Tensors:
@@ -291,15 +317,16 @@ def test_the_fastest_kernel_is_taken(
     half, shapes = torch.float16, (torch.Size((2, 8, 4, 4)), torch.Size((16, 8, 1, 1)))
     gc.disable()
     try:
-        run = _kernel.__wrapped__(torch.device("cpu"), half, *shapes, (1, 1), (0, 0), (1, 1))
-        assert tensors and not any(one() is not None for one in tensors)
+        found = _kernel.__wrapped__(Case(torch.device("cpu"), half, *shapes, (1, 1), (0, 0), (1, 1)))
+        assert not any(one() is not None for one in tensors)
     finally:
         gc.enable()
+    assert len(tensors) == 4 * (3 - len(refused))
     if chosen is None:
-        assert run is None and "cuDNN has no fast kernel for [2, 8, 4, 4] by [16, 8, 1, 1]" in caplog.text
+        assert found is None
     else:
-        assert run is not None
-        run(torch.empty(2, 8, 4, 4), torch.empty(16, 8, 1, 1), torch.empty(2, 16, 4, 4), torch.empty(2, 16))
+        assert found and found.milliseconds == min((1.0, 2.0)[bool(refused) :])
+        found.run(torch.empty(2, 8, 4, 4), torch.empty(16, 8, 1, 1), torch.empty(2, 16, 4, 4), torch.empty(2, 16))
         assert used == [chosen]
 
 
@@ -344,7 +371,7 @@ def test_its_batch_norm_is_fused_though_something_was_compiled_before() -> None:
 @pytest.mark.nightly
 def test_what_the_compiler_makes_learns_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """With C++ where a GPU has Triton."""
-    counted = Counted("cpu", (torch.bfloat16,))
+    counted = Counted("cpu", (torch.bfloat16,), always=True)
     monkeypatch.setattr("ddp_train.performance.conv_sums.ConvSums", lambda: counted)
     batch = torch.randn(4, 8, 32, 32).contiguous(memory_format=torch.channels_last), torch.tensor([0, 1, 2, 0])
     net, gradients = Residual(), []
@@ -364,7 +391,7 @@ def test_in_16_bits_it_is_as_near_to_32_as_torch_is() -> None:
     net = Pair()
     x = torch.randn(16, 8, 16, 16).contiguous(memory_format=torch.channels_last)
     exact = learned(net, x, None)
-    counted = Counted("cpu", (torch.bfloat16,))
+    counted = Counted("cpu", (torch.bfloat16,), always=True)
     errors = []
     for graph_pass in (None, counted):
         found = learned(net, x, graph_pass, autocast=True)

@@ -295,7 +295,7 @@ def tuned(world: World, precision: str, freeze_epochs: int | None, strategy: str
             return job.step + 1
 
         def act(self, job: Any) -> None:
-            if strategy == "ddp":
+            if strategy == "ddp" and world.size > 1:
                 seen: dict[str, Any] = job.strategy.wrapped._get_ddp_logging_data()
                 sizes = seen.get("rebuilt_bucket_sizes") or seen["bucket_sizes"]
                 assert sum(map(int, str(sizes).split(","))) == seen["total_parameter_size_bytes"]

@@ -59,9 +59,9 @@ def timed(world: World, run_dir: str, where: str, accumulation: int) -> None:
     if where == "data":
         train_source = SlowSource(train_source.inputs, train_source.targets)
     job = job_of(config, world, (train_source, table(10)))
-    wrapped = job.wrapped
-    assert isinstance(wrapped, nn.parallel.DistributedDataParallel)
     if where == "exchange":
+        wrapped = job.wrapped
+        assert isinstance(wrapped, nn.parallel.DistributedDataParallel)
         wrapped.register_comm_hook(None, slow_all_reduce)
     if where == "rank 1" and world.rank == 1:
         job.module.model.register_forward_pre_hook(lambda *_: time.sleep(DELAY))

@@ -48,7 +48,8 @@ from ddp_train.launcher.started import with_page
 from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.launcher.sweep_baseline import Baseline
 from ddp_train.launcher.sweep_numbers import Numbers
-from ddp_train.parallel.strategy import DistributedDataParallel, ddp_arguments
+from ddp_train.parallel.naming_ddp import ddp_arguments
+from ddp_train.parallel.strategy import DistributedDataParallel
 from ddp_train.performance import switches
 from ddp_train.prove.configs import for_proof
 from ddp_train.prove.runs import Proof
@@ -306,9 +307,9 @@ def wrapped(case: Case) -> Any:
     source = open_datasets(case.config)[0]
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        several = mock.patch("ddp_train.parallel.strategy.ranks", lambda: 2)  # one sends its buffers to nobody
+        several = mock.patch("ddp_train.parallel.naming_ddp.ranks", lambda: 2)  # one sends its buffers to nobody
         with mock.patch.object(nn.parallel.DistributedDataParallel, "__init__", init), several:
-            ddp: Any = build_strategy(case.config, World(), "cpu").wrap(module_of(case.config, source))
+            ddp: Any = build_strategy(case.config, World(size=2), "cpu").wrap(module_of(case.config, source))
         if case.config.strategy.comm_hook != "bf16":  # gloo on CPU cannot average bfloat16
             ddp(source.get_batch(np.arange(4), 0))[0].backward()
         hooks = [(hook.__name__, getattr(state, "matrix_approximation_rank", None)) for hook, state in ddp._comm_hooks]
@@ -321,14 +322,14 @@ def wrapped(case: Case) -> Any:
 def test_buffers_are_sent_only_where_somebody_receives_them(
     ranks: int, sent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ddp_train.parallel.strategy.ranks", lambda: ranks)
+    monkeypatch.setattr("ddp_train.parallel.naming_ddp.ranks", lambda: ranks)
     arguments = ddp_arguments("cpu")
     assert [value for name, value in arguments.items() if "buffers" in name] == [sent]
 
 
 @pytest.mark.parametrize(
     ("deterministic", "device", "ranks", "fixed"),
-    [(True, "cpu", 2, False), (True, "cpu", 3, True), (True, "cuda:0", 1, True), (False, "cuda:0", 3, False)],
+    [(True, "cpu", 2, False), (True, "cpu", 3, True), (True, "cuda:0", 2, True), (False, "cuda:0", 3, False)],
 )
 def test_buckets_are_final_from_the_start_where_bits_depend_on_them(
     deterministic: bool, device: str, ranks: int, fixed: bool

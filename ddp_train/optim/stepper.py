@@ -30,15 +30,17 @@ class Stepper:
         allow_missing_grads: bool = False,
         skip_non_finite: bool = False,
         average: WeightAverage | None = None,
+        check_gradients: Callable[[], None] = lambda: None,
     ) -> None:
-        """mean_of_units: see `Strategy`. max_grad_norm: gradients are clipped to this norm. allow_missing_grads,
-        skip_non_finite: see `nan_guard.NonFiniteCheck`. average: of the weights, to be kept."""
+        """mean_of_units, check_gradients: see `Strategy`. max_grad_norm: gradients are clipped to this norm.
+        allow_missing_grads, skip_non_finite: see `nan_guard.NonFiniteCheck`. average: of the weights, to be kept."""
         self.optimizer = optimizer
         self.factor = factor
         self.scaler = scaler
         self.mean_of_units = mean_of_units
         self.max_grad_norm = max_grad_norm
         self.average = average
+        self.check_gradients = check_gradients
         self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.base_lrs = [group.setdefault("initial_lr", group["lr"]) for group in optimizer.param_groups]
         self.device = str(self.parameters[0].device)
@@ -133,6 +135,7 @@ class Stepper:
 
     def update(self) -> None:
         """From the gradients to new weights: check, clip, step. No gradients are left."""
+        self.check_gradients()
         if self.scaled:
             self.scaler.unscale_(self.optimizer)
         limit, self.norm = self.max_grad_norm, None

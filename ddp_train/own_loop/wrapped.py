@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddp_train.parallel.naming_ddp import NamingDdp
-from ddp_train.parallel.strategy import ddp_arguments, warm_up_ddp_buckets
+from ddp_train.parallel.naming_ddp import NamingDdp, ddp_arguments
+from ddp_train.parallel.strategy import warm_up_ddp_buckets
 from ddp_train.parallel.sync_batch_norm import SyncBatchNorm, synchronised
 from ddp_train.tensor_tree import tensors
 

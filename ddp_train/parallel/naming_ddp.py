@@ -1,12 +1,15 @@
-"""torch's DDP, with an error that names the parameters without a gradient."""
+"""torch's DDP, its arguments and hooks, with an error that names the parameters without a gradient."""
 
 from __future__ import annotations
 
+import inspect
 import re
 from typing import Any
 
+import torch
 from torch import nn
 
+from ddp_train.distributed.process_group import ranks
 from ddp_train.errors import ModelError
 from ddp_train.text import counted
 
@@ -23,9 +26,46 @@ class NamingDdp(nn.parallel.DistributedDataParallel):
             if not found:
                 raise
             trained = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
-            names = [trained[int(number)].removeprefix("model.") for number in found[1].split()]
-            some = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-            raise ModelError(
-                f"the loss does not depend on {counted(len(names), 'parameter')}: {some}",
-                "use them in forward, remove or freeze them, or add strategy.find_unused_parameters=true",
-            ) from error
+            raise without_gradient([trained[int(number)] for number in found[1].split()]) from error
+
+
+def without_gradient(parameters: list[str]) -> ModelError:
+    """The error for parameters, by their names in ModelWithTask, that get none."""
+    names = [name.removeprefix("model.") for name in parameters]
+    some = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return ModelError(
+        f"the loss does not depend on {counted(len(names), 'parameter')}: {some}",
+        "use them in forward, remove or freeze them, or add strategy.find_unused_parameters=true",
+    )
+
+
+def ddp_arguments(
+    device: str, broadcast_buffers: bool = True, bucket_cap_mb_list: list[float] | None = None, **options: Any
+) -> dict[str, Any]:
+    """The arguments of torch's DDP, under the names that the installed torch has for them.
+
+    A process that is alone broadcasts no buffers: DDP would send them to itself and copy each back in every step, 363
+    copies for densenet121.
+    """
+    known = inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
+    renamed = "forward_sync_buffers" in known  # in torch 2.13
+    arguments = {
+        "device_ids": [torch.device(device)] if device.startswith("cuda") else None,
+        "forward_sync_buffers" if renamed else "broadcast_buffers": broadcast_buffers and ranks() > 1,
+        **options,
+    }
+    if bucket_cap_mb_list is not None:
+        arguments["bucket_cap_mb_list"] = bucket_cap_mb_list
+    return arguments
+
+
+def register_comm_hook(wrapped: nn.parallel.DistributedDataParallel, name: str, powersgd_rank: int) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    if name == "fp16":
+        wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    elif name == "bf16":
+        wrapped.register_comm_hook(None, default_hooks.bf16_compress_hook)
+    elif name == "powersgd":  # arXiv:1905.13727; plain all-reduce in 10 passes first
+        state = powerSGD_hook.PowerSGDState(None, powersgd_rank, start_powerSGD_iter=10)
+        wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -13,10 +12,10 @@ from torch import Tensor, nn
 
 from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.loader import Batch
-from ddp_train.distributed.process_group import averaged_buffers, mean_later, ranks
+from ddp_train.distributed.process_group import averaged_buffers, mean_later
 from ddp_train.distributed.training_step import TrainingStep, training_step
 from ddp_train.parallel.compiled import choose_graphs
-from ddp_train.parallel.naming_ddp import NamingDdp
+from ddp_train.parallel.naming_ddp import NamingDdp, ddp_arguments, register_comm_hook
 from ddp_train.parallel.sync_batch_norm import SyncBatchNorm, synchronised
 from ddp_train.tasks.task import ModelWithTask
 
@@ -55,6 +54,10 @@ class Strategy(Protocol):
         """
         ...
 
+    def check_gradients(self) -> None:
+        """After the backward passes of a step. Raises ModelError if a parameter has no gradient and must have one."""
+        ...
+
     def averaged(self, module: ModelWithTask) -> AbstractContextManager[Tensor]:
         """Inside, buffers are the average over all processes: for an evaluation, or a checkpoint.
 
@@ -87,6 +90,9 @@ class Single:
     def mean_of_units(self, scaled: Tensor) -> Callable[[], Tensor]:
         return scaled.sum
 
+    def check_gradients(self) -> None:
+        """As in plain PyTorch, none is needed."""
+
     def averaged(self, module: ModelWithTask) -> AbstractContextManager[Tensor]:
         return contextlib.nullcontext(torch.empty(1, 0))
 
@@ -108,6 +114,8 @@ class DistributedDataParallel:
     """One process per device; gradients are averaged while the backward pass still runs."""
 
     buffers_differ = True
+    exchanges = True
+    """Whether gradients go to other processes."""
 
     def __init__(
         self,
@@ -136,7 +144,7 @@ class DistributedDataParallel:
         return module.to(self.device)
 
     def wrap(self, module: ModelWithTask) -> nn.Module:
-        self.sync_batch_norms = [layer for layer in module.modules() if isinstance(layer, SyncBatchNorm)]
+        self.find_sync_batch_norms(module)
         if again := hasattr(self, "wrapped"):
             self.wrapped._remove_autograd_hooks()  # until the garbage collector takes it, they would send gradients too
         arguments = ddp_arguments(self.device, **self.options)
@@ -144,8 +152,11 @@ class DistributedDataParallel:
             arguments["init_sync"] = False  # weights are alike by now, and buffers are each rank's own
         self.wrapped = NamingDdp(module, **arguments)
         choose_graphs(self.wrapped)
-        _register_comm_hook(self.wrapped, self.comm_hook, self.powersgd_rank)
+        register_comm_hook(self.wrapped, self.comm_hook, self.powersgd_rank)
         return self.wrapped
+
+    def find_sync_batch_norms(self, module: nn.Module) -> None:
+        self.sync_batch_norms = [layer for layer in module.modules() if isinstance(layer, SyncBatchNorm)]
 
     def warm_up(self, first_batch: Callable[[], Batch]) -> None:
         if self.fixed_buckets:
@@ -157,7 +168,7 @@ class DistributedDataParallel:
         for layer in self.sync_batch_norms:
             layer.counts = counts
         step = training_step(counts, is_last)
-        return step if is_last else self._without_exchange(step)
+        return step if is_last or not self.exchanges else self._without_exchange(step)
 
     @contextlib.contextmanager
     def _without_exchange(self, step: TrainingStep) -> Iterator[None]:
@@ -166,6 +177,9 @@ class DistributedDataParallel:
 
     def mean_of_units(self, scaled: Tensor) -> Callable[[], Tensor]:
         return mean_later(scaled.sum())
+
+    def check_gradients(self) -> None:
+        """torch's DDP does, in the next forward pass."""
 
     def averaged(self, module: ModelWithTask) -> AbstractContextManager[Tensor]:
         return averaged_buffers(module)
@@ -186,35 +200,3 @@ def warm_up_ddp_buckets(wrapped: nn.Module, loss: Callable[[], Tensor]) -> None:
         loss().backward()
     wrapped.zero_grad(set_to_none=True)
     wrapped.load_state_dict(before)
-
-
-def ddp_arguments(
-    device: str, broadcast_buffers: bool = True, bucket_cap_mb_list: list[float] | None = None, **options: Any
-) -> dict[str, Any]:
-    """The arguments of torch's DDP, under the names that the installed torch has for them.
-
-    A process that is alone broadcasts no buffers: DDP would send them to itself and copy each back in every step, 363
-    copies for densenet121.
-    """
-    known = inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
-    renamed = "forward_sync_buffers" in known  # in torch 2.13
-    arguments = {
-        "device_ids": [torch.device(device)] if device.startswith("cuda") else None,
-        "forward_sync_buffers" if renamed else "broadcast_buffers": broadcast_buffers and ranks() > 1,
-        **options,
-    }
-    if bucket_cap_mb_list is not None:
-        arguments["bucket_cap_mb_list"] = bucket_cap_mb_list
-    return arguments
-
-
-def _register_comm_hook(wrapped: nn.parallel.DistributedDataParallel, name: str, powersgd_rank: int) -> None:
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-
-    if name == "fp16":
-        wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    elif name == "bf16":
-        wrapped.register_comm_hook(None, default_hooks.bf16_compress_hook)
-    elif name == "powersgd":  # arXiv:1905.13727; plain all-reduce in 10 passes first
-        state = powerSGD_hook.PowerSGDState(None, powersgd_rank, start_powerSGD_iter=10)
-        wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)

@@ -6,23 +6,28 @@ needed. For the 52 convolutions of ResNet-50 that it can do so, 1,024 pictures i
 more than 7 ms, and these convolutions 0.6 ms more than torch's (docs/benchmarks/speed.md). The variance is mean(y^2) -
 mean(y)^2 in float32: its relative error is some 1e-7 times 1 + mean^2 / variance.
 
-`ConvSums` rewrites the graph of a compiled model before it is differentiated.
+`ConvSums` rewrites the graph of a compiled model before it is differentiated, for the convolutions for which that is
+faster by their own timing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import statistics
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.decomposition import decompositions, fast_random_decomps
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.proxy import GraphAppendingTracer, Proxy
 from torch.nn import functional
+
+from ddp_train.text import counted, first_line
 
 log = logging.getLogger(__name__)
 DTYPES = (torch.float16, torch.bfloat16)
@@ -43,10 +48,12 @@ MOST_PLANS, TIMED_RUNS = 12, 5
 class ConvSums(CustomGraphPass):
     """For torch.compile(options={"pre_grad_custom_pass": ConvSums()})."""
 
-    def __init__(self, device: str = "cuda", dtypes: Sequence[torch.dtype] = DTYPES) -> None:
-        self.device, self.dtypes = device, dtypes
+    def __init__(self, device: str = "cuda", dtypes: Sequence[torch.dtype] = DTYPES, always: bool = False) -> None:
+        """always: also where it saves no time, as on a CPU."""
+        self.device, self.dtypes, self.always = device, dtypes, always
 
     def __call__(self, graph: fx.Graph) -> None:
+        savings: list[float] = []
         order = {node: place for place, node in enumerate(graph.nodes)}
         tracer = GraphAppendingTracer(graph)  # what is done with a proxy is appended to the graph
         for norm in list(graph.nodes):
@@ -58,6 +65,10 @@ class ConvSums(CustomGraphPass):
                 continue
             if not self._fit(conv.meta.get("example_value"), of_conv, of_norm):
                 continue
+            if not self.always:
+                savings.append(_saved(_case(conv.meta["example_value"], of_conv)))
+                if savings[-1] <= 0:
+                    continue
             dtype, shape = conv.meta["example_value"].dtype, conv.meta["example_value"].shape
             with graph.inserting_before(conv):
                 operands = (Proxy(of_conv[name], tracer).to(dtype) for name in ("input", "weight"))
@@ -72,9 +83,13 @@ class ConvSums(CustomGraphPass):
             graph.erase_node(norm)
             conv.replace_all_uses_with(y.node)
             graph.erase_node(conv)
+        if savings:
+            paying = [one for one in savings if one > 0]
+            by_cudnn = f"cuDNN sums up {len(paying)} of {counted(len(savings), 'convolution')}"
+            log.info("tuning.conv_sums: %s, which saves %.2f ms by their timing", by_cudnn, sum(paying))
 
     def uuid(self) -> Any:
-        return get_hash_for_files((__file__,)), self.device, tuple(map(str, self.dtypes))
+        return get_hash_for_files((__file__,)), self.device, tuple(map(str, self.dtypes)), self.always
 
     def _fit(self, y: Any, of_conv: dict[str, Any], of_norm: dict[str, Any]) -> bool:
         """Whether cuDNN can sum up the outputs y, and the batch norm is one in training, with all its tensors."""
@@ -93,6 +108,28 @@ class ConvSums(CustomGraphPass):
             and of_norm["running_mean"] is not of_norm["running_var"]
             and all(len(of_norm[name].users) == 1 for name in ("running_mean", "running_var"))
         )
+
+
+class Case(NamedTuple):
+    """A convolution, as cuDNN sees it."""
+
+    device: torch.device
+    dtype: torch.dtype
+    x_shape: torch.Size
+    weight_shape: torch.Size
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+
+    @property
+    def window(self) -> tuple[list[int], list[int], list[int]]:
+        return list(self.stride), list(self.padding), list(self.dilation)
+
+
+def _case(y: Tensor, of_conv: dict[str, Any]) -> Case:
+    shapes = (of_conv[name].meta["example_value"].shape for name in ("input", "weight"))
+    window = (tuple(_pair(of_conv[name])) for name in ("stride", "padding", "dilation"))
+    return Case(y.device, y.dtype, *shapes, *window)
 
 
 def _arguments(node: Any, functions: tuple[Any, ...], defaults: dict[str, Any]) -> dict[str, Any] | None:
@@ -138,21 +175,16 @@ def conv_sums(
     x: Tensor, weight: Tensor, stride: list[int], padding: list[int], dilation: list[int]
 ) -> tuple[Tensor, Tensor]:
     """[n, c, h, w] and [k, c, r, s] -> the convolution, [n, k, oh, ow], channels_last, and the sums of its outputs and
-    of their squares, [2, k], float32. Where cuDNN has no fast kernel for it, in three passes."""
+    of their squares, [2, k], float32. Where cuDNN has no kernel for it, in three passes."""
     x, weight = (one.contiguous(memory_format=torch.channels_last) for one in (x, weight))
     if x.is_cuda:
         with torch.cuda.device_of(x):
-            run = _kernel(x.device, x.dtype, x.shape, weight.shape, *map(tuple, (stride, padding, dilation)))
-            if run is not None:
+            kernel = _kernel(Case(x.device, x.dtype, x.shape, weight.shape, *map(tuple, (stride, padding, dilation))))
+            if kernel:
                 y, sums = _empty(x, weight, stride, padding, dilation)
-                run(x, weight, y, sums)
+                kernel.run(x, weight, y, sums)
                 return y, sums
-    return _in_three_passes(x, weight, stride, padding, dilation)
-
-
-def _in_three_passes(x: Tensor, weight: Tensor, *window: Any) -> tuple[Tensor, Tensor]:
-    """As `conv_sums`, by torch."""
-    y = functional.conv2d(x, weight, None, *window).contiguous(memory_format=torch.channels_last)
+    y = functional.conv2d(x, weight, None, stride, padding, dilation).contiguous(memory_format=torch.channels_last)
     norms = torch.linalg.vector_norm(y, dim=(0, 2, 3), dtype=torch.float32)  # makes no copy of y in 32 bits
     return y, torch.stack([y.sum((0, 2, 3), dtype=torch.float32), norms.square()])
 
@@ -244,26 +276,42 @@ def _handle(device: torch.device) -> Any:
     return cudnn.create_handle()
 
 
+class Kernel(NamedTuple):
+    milliseconds: float
+    run: Callable[[Tensor, Tensor, Tensor, Tensor], None]
+    """Takes x, weight, y and sums."""
+
+
+def _saved(case: Case) -> float:
+    """Milliseconds that a sum in the convolution saves, beside torch's convolution and a pass over its output."""
+    with unset_fake_temporarily():  # the compiler works with tensors that hold nothing
+        x, weight, y, _ = _zeros(case)
+        with torch.cuda.device_of(x):
+            kernel = _kernel(case)
+            if not kernel:
+                return 0.0
+            convolution = _milliseconds(partial(functional.conv2d, x, weight, None, *case.window))
+            copy = _milliseconds(y.clone)  # a pass reads, and a copy reads and writes
+            return convolution + copy / 2 - kernel.milliseconds
+
+
+def _zeros(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x, weight, y and sums."""
+    x, weight = (
+        torch.zeros(shape, dtype=case.dtype, device=case.device).contiguous(memory_format=torch.channels_last)
+        for shape in (case.x_shape, case.weight_shape)
+    )
+    return x, weight, *_empty(x, weight, *case.window)
+
+
 @cache
-def _kernel(
-    device: torch.device,
-    dtype: torch.dtype,
-    x_shape: torch.Size,
-    weight_shape: torch.Size,
-    stride: tuple[int, ...],
-    padding: tuple[int, ...],
-    dilation: tuple[int, ...],
-) -> Callable[[Tensor, Tensor, Tensor, Tensor], None] | None:
-    """The fastest of cuDNN's plans for a shape, timed on zeros; takes x, weight, y and sums. None: torch is faster."""
+def _kernel(case: Case) -> Kernel | None:
+    """The fastest of cuDNN's plans, timed on zeros. None: it has none."""
     import cudnn  # pyright: ignore[reportMissingImports]
 
-    handle = _handle(device)
-    x, weight = (
-        torch.zeros(shape, dtype=dtype, device=device).contiguous(memory_format=torch.channels_last)
-        for shape in (x_shape, weight_shape)
-    )
-    y, sums = _empty(x, weight, list(stride), list(padding), list(dilation))
-    half = {torch.float16: cudnn.data_type.HALF, torch.bfloat16: cudnn.data_type.BFLOAT16}[dtype]
+    device, handle, (stride, padding, dilation) = case.device, _handle(case.device), case.window
+    x, weight, y, sums = _zeros(case)
+    half = {torch.float16: cudnn.data_type.HALF, torch.bfloat16: cudnn.data_type.BFLOAT16}[case.dtype]
     full = cudnn.data_type.FLOAT
     graph = cudnn.pygraph(io_data_type=half, intermediate_data_type=full, compute_data_type=full, handle=handle)
 
@@ -271,9 +319,7 @@ def _kernel(
         return graph.tensor(name=name, dim=list(tensor.shape), stride=list(tensor.stride()), data_type=half)
 
     image, filters = given(x, "x"), given(weight, "weight")
-    output = graph.conv_fprop(
-        image=image, weight=filters, padding=list(padding), stride=list(stride), dilation=list(dilation)
-    )
+    output = graph.conv_fprop(image=image, weight=filters, padding=padding, stride=stride, dilation=dilation)
     output.set_output(True).set_data_type(half).set_dim(list(y.shape)).set_stride(list(y.stride()))
     total, squares = graph.genstats(name="genstats", input=output)
     for one in (total, squares):
@@ -286,30 +332,20 @@ def _kernel(
         graph.execute_plan_at_index(tensors, workspace, index, handle=handle)
 
     timed: list[tuple[float, int]] = []
-    reason = ""  # a text: an exception would keep this frame, and its tensors
     try:
         graph.validate()
         graph.build_operation_graph()
         graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.B, cudnn.heur_mode.FALLBACK])
         graph.check_support()
+        plans = min(MOST_PLANS, graph.get_execution_plan_count())
     except RuntimeError as error:  # cudnn.cudnnGraphNotSupportedError among them
-        reason = str(error)
-    else:
-        for index in range(min(MOST_PLANS, graph.get_execution_plan_count())):
-            try:
-                graph.build_plan_at_index(index)
-                timed.append((_milliseconds(partial(run, index, x, weight, y, sums)), index))
-            except RuntimeError as error:  # this plan alone
-                reason = str(error)
-    torchs = _milliseconds(partial(_in_three_passes, x, weight, *map(list, (stride, padding, dilation))))
-    if timed and min(timed)[0] < torchs:
-        return partial(run, min(timed)[1])
-    shapes = f"{list(x_shape)} by {list(weight_shape)}, stride {list(stride)}, {dtype}"
-    why = f"its best takes {min(timed)[0]:.2f} ms, torch {torchs:.2f}" if timed else reason
-    log.warning(
-        "tuning.conv_sums: cuDNN has no fast kernel for %s, which torch computes in three passes (%s)", shapes, why
-    )
-    return None
+        log.info("tuning.conv_sums: cuDNN has no kernel for %s (%s)", case, first_line(error))
+        return None
+    for index in range(plans):
+        with contextlib.suppress(RuntimeError):  # this plan alone
+            graph.build_plan_at_index(index)
+            timed.append((_milliseconds(partial(run, index, x, weight, y, sums)), index))
+    return Kernel(min(timed)[0], partial(run, min(timed)[1])) if timed else None
 
 
 def _milliseconds(work: Callable[[], object]) -> float:

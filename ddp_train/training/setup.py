@@ -32,6 +32,7 @@ from ddp_train.models.zoo import build_model
 from ddp_train.optim.ema import WeightAverage
 from ddp_train.optim.schedules import build_schedule
 from ddp_train.optim.stepper import Stepper
+from ddp_train.parallel.alone import Alone
 from ddp_train.parallel.ordered_reduction import OrderedReduction
 from ddp_train.parallel.strategy import DataParallel, DistributedDataParallel, Single, Strategy
 from ddp_train.performance import switches
@@ -71,7 +72,8 @@ def build_strategy(config: Config, world: World, device: str) -> Strategy:
     if name == "ddp":
         # On a GPU the bits of a gradient's norm depend on its place in its bucket.
         fixed_buckets = bool(config.deterministic) and (world.size > 2 or device.startswith("cuda"))
-        return DistributedDataParallel(device, fixed_buckets=fixed_buckets, **arguments_of(config.strategy))
+        strategy = Alone if world.size == 1 and config.strategy.is_plain else DistributedDataParallel
+        return strategy(device, fixed_buckets=fixed_buckets, **arguments_of(config.strategy))
     return DataParallel(device) if name == "dp" else Single(device)
 
 
@@ -237,6 +239,7 @@ def build_job(
     decay, skips = config.train.ema_decay, scaler.is_enabled()
     options = {
         "mean_of_units": strategy.mean_of_units,
+        "check_gradients": strategy.check_gradients,
         "max_grad_norm": config.train.max_grad_norm,
         "allow_missing_grads": strategy.allow_missing_grads,
         "skip_non_finite": config.train.on_non_finite == "skip",

@@ -57,6 +57,11 @@ class DdpConfig(StrategyConfig):
     comm_hook: str = key("none", "compress gradients before the exchange", choices=("none", "fp16", "bf16", "powersgd"))
     powersgd_rank: int = key(1, "rank of the approximation of comm_hook=powersgd", at_least=1)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether DDP but averages gradients, so that a process that is alone needs none."""
+        return self.comm_hook == "none" and not (self.find_unused_parameters or self.static_graph)
+
 
 @dataclass
 class OrderedConfig(StrategyConfig):

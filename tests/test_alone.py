@@ -1,0 +1,144 @@
+"""strategy=ddp with one process, which wraps the model in no DDP: the numbers and the errors are those of DDP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ddp_train.distributed.world import World
+from ddp_train.errors import ModelError
+from ddp_train.optim.stepper import Stepper
+from ddp_train.parallel.alone import Alone, WantedGradients
+from ddp_train.parallel.strategy import DistributedDataParallel
+from ddp_train.training.loop import fit
+from ddp_train.training.setup import build_strategy
+from tests.jobs import config_of, job_of
+from tests.ranks import on_ranks
+
+
+class Scaled(torch.autograd.Function):
+    """Has no gradient for its weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (weight,) = ctx.saved_tensors
+        return dy * weight, None
+
+
+class Reached(nn.Module):
+    """Batch norm, and a weight that the backward pass reaches with nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(64, 16), nn.BatchNorm1d(16), nn.Linear(16, 10)
+        self.weight = nn.Parameter(torch.ones(16))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.last(Scaled.apply(self.norm(self.first(images.flatten(1))), self.weight))
+
+
+class Spare(nn.Module):
+    """Layers that are not used in every step."""
+
+    def __init__(self, *used: bool) -> None:
+        super().__init__()
+        self.layer, self.spare, self.used = nn.Linear(64, 10), nn.Linear(64, 10), list(used)
+
+    def forward(self, images: Tensor) -> Tensor:
+        flat = images.flatten(1)
+        return self.layer(flat) + (self.spare(flat) if self.used.pop(0) else 0)
+
+
+def trained(world: World, monkeypatched: bool, **sections: Any) -> tuple[dict[str, Tensor], list[str], list[Any]]:
+    config = config_of(
+        world,
+        data={"name": "digits", "limit": 131},
+        train={"global_batch_size": 48, "epochs": 3, "max_grad_norm": 0.5, "accumulation_steps": 5},
+        optimizer={"name": "adamw", "lr": 0.01, "weight_decay": 0.1},
+        trusted_modules=["tests"],
+        **sections,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        if monkeypatched:
+            patch.setattr("ddp_train.training.setup.Alone", DistributedDataParallel)
+        job = job_of(config, world)
+    norms: list[Any] = []
+
+    class Look:
+        def due(self, job: Any) -> int:
+            return job.step + 1
+
+        def act(self, job: Any) -> None:
+            norms.append(job.stepper.last_gradient_norm)
+
+    job.hooks = [Look()]
+    fit(job)
+    kinds = [type(job.strategy).__name__, type(job.wrapped).__name__]
+    return dict(job.module.model.state_dict()), kinds, norms
+
+
+def both(world: World, sections: dict[str, Any]) -> list[Any]:
+    return [trained(world, ddp, **sections) for ddp in (False, True)]
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"model": {"name": "cnn", "channels": 8, "norm": "batch"}},
+        {"model": {"name": "cnn", "channels": 8, "norm": "batch"}, "strategy": {"name": "ddp", "sync_bn": True}},
+        {"model": {"name": "custom", "target": "tests.test_alone.Reached"}},
+    ],
+)
+def test_the_bits_are_those_of_ddp(sections: dict[str, Any]) -> None:
+    """With a short last batch, whose five micro-batches are not all the same size, and clipping."""
+    ((alone, ddp),) = on_ranks(1, both, {"strategy": {"name": "ddp"}} | sections)
+    assert (alone[1], ddp[1]) == (["Alone", "ModelWithTask"], ["DistributedDataParallel", "NamingDdp"])
+    assert alone[2] == ddp[2] and len(alone[2]) == 9
+    assert alone[0].keys() == ddp[0].keys() and all(torch.equal(alone[0][name], ddp[0][name]) for name in ddp[0])
+
+
+@pytest.mark.parametrize(
+    ("size", "options", "kind"),
+    [
+        (1, {}, Alone),
+        (1, {"sync_bn": True, "bucket_cap_mb": 1.0}, Alone),
+        (1, {"comm_hook": "fp16"}, DistributedDataParallel),
+        (1, {"find_unused_parameters": True}, DistributedDataParallel),
+        (1, {"static_graph": True}, DistributedDataParallel),
+        (2, {}, DistributedDataParallel),
+    ],
+)
+def test_ddp_stays_where_it_does_more_than_to_average(size: int, options: dict[str, Any], kind: type) -> None:
+    world = World(size=size)
+    assert type(build_strategy(config_of(world, strategy={"name": "ddp", **options}), world, "cpu")) is kind
+
+
+def steps(model: Spare, number: int) -> None:
+    wanted, optimizer = WantedGradients(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    stepper = Stepper(
+        optimizer, lambda _: 1.0, torch.amp.GradScaler("cpu", enabled=False), check_gradients=wanted.check
+    )
+    for _ in range(number):
+        model(torch.randn(3, 1, 8, 8)).sum().backward()
+        stepper.step()
+
+
+def test_parameters_without_a_gradient_are_named_in_the_second_step() -> None:
+    model = Spare(False, False)
+    with pytest.raises(ModelError, match=r"the loss does not depend on 2 parameters: spare\.weight, spare\.bias"):
+        steps(model, 2)
+    assert model.used == [], "and not in the first"
+
+
+def test_a_parameter_that_is_reached_again_is_none_of_them() -> None:
+    steps(Spare(False, True, True), 3)
+    with pytest.raises(ModelError, match="2 parameters"):
+        steps(Spare(False, True, False), 3)
