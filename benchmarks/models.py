@@ -31,6 +31,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import statistics
@@ -38,7 +39,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -54,8 +55,11 @@ PEERS = ("plain DDP, compiled", "Accelerate, compiled", "Lightning Trainer, comp
 OURS = {
     "launch.py, recommended": (),
     "launch.py, captured": ("tuning.cuda_graph=true",),
-    "launch.py, tuning=max": ("tuning=max", "tuning.conv_sums=false"),
+    "launch.py, tuning=max": ("tuning=max",),
     "launch.py, tuning=max, conv_sums": ("tuning=max", "tuning.conv_sums=true"),
+    "launch.py, fp16": ("tuning=max", "tuning.precision=fp16"),
+    "launch.py, fp16, conv_sums": ("tuning=max", "tuning.precision=fp16", "tuning.conv_sums=true"),
+    "launch.py, recommended, one bucket": ("strategy.bucket_cap_mb=1000",),
 }
 
 
@@ -368,6 +372,7 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=5, help="contenders that are alive at the same time")
     parser.add_argument("--ahead", type=int, default=1, help="sittings whose contenders trace at the same time")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--batch", type=int, help="samples of a process, in place of the model's own")
     parser.add_argument("--only", nargs="+", help="models whose names begin so, in this order")
     parser.add_argument("--contenders", nargs="+", default=[*PEERS, *OURS])
     parser.add_argument("--kept", type=Path, help="a file for results, one line each; those in it are not repeated")
@@ -378,6 +383,8 @@ def main() -> None:
         arguments.at_once = 1
     load = f"{load_average()} at the start"
     models = [m for begin in arguments.only or [""] for m in MODELS if m.name.startswith(begin)]
+    if arguments.batch:
+        models = [replace(model, batch=arguments.batch) for model in models]
     with tempfile.TemporaryDirectory(prefix="models_") as made:
         folder, kept = Path(made), arguments.kept or Path(made, "kept.jsonl")
         write_corpus(folder)
@@ -393,7 +400,6 @@ def main() -> None:
         for first in range(0, len(todo), arguments.ahead):
             results += measure_some(todo[first : first + arguments.ahead], arguments, folder, kept)
     short = [name.removesuffix(", compiled") for name in arguments.contenders]
-    counted = f"--processes {arguments.processes} --turns {arguments.turns} --steps {arguments.steps}"
     publish(
         [
             f"# Models nobody tuned to, {arguments.processes} x {arguments.device}",
@@ -411,7 +417,7 @@ def main() -> None:
                 if "failure" in found
             ),
             *conditions(
-                f"models.py {counted}",
+                f"models.py {shlex.join(sys.argv[1:])}",
                 f"{load}, {load_average()} at the end",
                 ("torchvision", "accelerate", "lightning"),
             ),

@@ -29,11 +29,14 @@ ONE_BY_ONE = f"{PYTEST} -x"
 """pytest prints failures at its end, which a job that is stopped at its limit does not reach."""
 ON_TWO = ("costs_no_step", "go_and_come_back", "exchange_gradients", "capture_together", "suspended", "hangs_before",
           "session_learns")  # fmt: skip
-ELSEWHERE = (*ON_TWO, "test_each_network", "sum_up_their", "by_the_sums")
+OF_SUMS = ("sum_up_their", "by_the_sums")
+ELSEWHERE = (*ON_TWO, "test_each_network", *OF_SUMS)
 """Parts of the names of tests."""
 FP16 = "launch.py tuning=max, fp16, batch 1024"
 AS_RECOMMENDED = "'plain DDP, compiled' 'Accelerate, compiled' 'Lightning Trainer, compiled' 'launch.py, recommended'"
 PAIR = "'plain DDP, compiled' 'launch.py, recommended'"
+BUCKETS = f"{PAIR} 'launch.py, recommended, one bucket'"
+SUMS_IN_FP16 = "'launch.py, fp16' 'launch.py, fp16, conv_sums'"
 SUMS = "'plain DDP, compiled' 'launch.py, tuning=max' 'launch.py, tuning=max, conv_sums'"
 
 
@@ -47,12 +50,12 @@ class Work:
     command: str
 
 
-def models(name: str, job: str = "models", contenders: str = AS_RECOMMENDED) -> Work:
+def models(name: str, job: str = "models", contenders: str = AS_RECOMMENDED, gpus: int = 1, flags: str = "") -> Work:
     only = shlex.quote(name)
     job += "_" + re.sub(r"\W+", "_", name).strip("_")
     kept = f"--kept FOLDER/{job}.jsonl --output FOLDER/{job}.md"
-    command = "PYTHON benchmarks/models.py --turns 3 --steps 30"
-    return Work(job, 1, 240, f"{command} --only {only} {kept} --contenders {contenders}")
+    command = f"PYTHON benchmarks/models.py --turns 3 --steps 30 --processes {gpus} {flags}"
+    return Work(job, gpus, 270, f"{command} --only {only} {kept} --contenders {contenders}")
 
 
 def gpt2(name: str, gpus: int, limit: int) -> Work:
@@ -67,17 +70,21 @@ def speed(name: str, only: str) -> Work:
 
 
 WORK = [
-    gpt2("gpt2_two", 2, 400),
-    *(models(name, "sums", SUMS) for name in ("resnet18", "wide", "densenet121", "resnet50")),
-    speed("resnet50_fp16_conv_sums", f"{FP16}, conv_sums"),
-    speed("resnet50_fp16", FP16),
-    Work("test_others", 1, 240, f"{PYTEST} tests/test_gpu.py -k 'not {' and not '.join(ELSEWHERE)}'"),
-    models("vit", "pair", PAIR),
+    models("resnet50", "sums_fp16", SUMS_IN_FP16, flags="--batch 1024 --at-once 1"),
+    models("resnet50", "sums", SUMS),
+    Work("test_conv_sums", 1, 240, f"{PYTEST} tests/test_gpu.py -k '{' or '.join(OF_SUMS)}'"),
+    *(models(name, "buckets", BUCKETS, gpus=2) for name in ("resnet50", "GPT 12", "vit")),
     *(Work(f"test_{name}", 2, 270, f"{ONE_BY_ONE} tests/test_gpu.py -k {name}") for name in ON_TWO),
+    *(models(name, "sums", SUMS) for name in ("resnet18", "wide")),
+    Work("test_others", 1, 290, f"{PYTEST} tests/test_gpu.py -k 'not {' and not '.join(ELSEWHERE)}'"),
+    gpt2("gpt2_two", 2, 400),
     gpt2("gpt2_one", 1, 240),
-    Work("test_conv_sums", 1, 240, f"{PYTEST} tests/test_gpu.py -k 'sum_up_their or by_the_sums'"),
+    speed("resnet50_fp16", FP16),
     Work("test_networks", 1, 300, f"{PYTEST} -n 6 tests/test_gpu.py -k test_each_network"),
-    *(models(name) for name in ("vgg16", "resnet18", "GPT 6", "swin", "wide", "vit", "GPT 12", "GPT 24")),
+    *(
+        models(name)
+        for name in ("vit", "GPT 12", "densenet121", "vgg16", "resnet18", "GPT 6", "swin", "wide", "GPT 24")
+    ),
 ]
 """Those for two GPUs side by side in the list: one that waits for its second GPU leaves the first idle."""
 

@@ -621,14 +621,15 @@ def test_a_resnet_learns_the_same_by_the_sums_of_its_convolutions(
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("cudnn"), reason="needs the package nvidia-cudnn-frontend")
-def test_convolutions_are_chosen_by_the_sums_that_save_time(caplog: pytest.LogCaptureFixture) -> None:
-    """How many of a ResNet-50's is for the GPU to say; its numbers are in the log."""
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_convolutions_are_chosen_by_the_sums_that_save_time(precision: str, caplog: pytest.LogCaptureFixture) -> None:
+    """How many of a ResNet-50's is for the GPU to say; its numbers are printed."""
     torch._dynamo.reset()
-    net, images = resnet50(num_classes=10), torch.randn(128, 3, 224, 224, device="cuda")
-    module = ModelWithTask(net, Classification(classes=10), "cuda", torch.float16).cuda()
+    net, images = resnet50(num_classes=10), torch.randn(256, 3, 224, 224, device="cuda")
+    module = ModelWithTask(net, Classification(classes=10), "cuda", AUTOCAST[precision]).cuda()
     tune_model(module, channels_last=True, compile_mode="default", conv_sums=True)
     with caplog.at_level("INFO", "ddp_train.performance.conv_sums"):
-        (module((images, torch.arange(128, device="cuda") % 10))[0] * 8).backward()
+        (module((images, torch.arange(256, device="cuda") % 10))[0] * 8).backward()
     print(said := re.findall(r"cuDNN sums up (\d+) of (\d+) convolutions, which saves ([\d.]+) ms", caplog.text))
     ((summed, convolutions, milliseconds),) = said
     assert int(convolutions) == 52 and (int(summed) > 0) == (float(milliseconds) > 0)
