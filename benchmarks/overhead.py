@@ -20,7 +20,8 @@ is one epoch per run, with an evaluation of a single batch at its end.
     step              the batches are made before the clock starts; no terminal, so no progress bar
     step, bar drawn   the same with a progress bar, drawn into a pseudo terminal's worth of escape codes in a file
     data and step     ddp_train's Loader over the digits against DataLoader(TensorDataset, shuffle=True)
-    DDP               as `step`, both models in DistributedDataParallel, gloo, world size 1
+    DDP               as `step`, both models in DistributedDataParallel, gloo, world size 1: what one of several
+                      processes does (a run with one process has no DDP)
 
 Each round times both sides of every row, in an order that changes from round to round. A row's overhead is the median
 over the rounds of the difference within a round, which other work on the machine disturbs least; its spread is the

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -10,9 +12,10 @@ from torch import Tensor, nn
 
 from ddp_train.distributed.world import World
 from ddp_train.errors import ModelError
-from ddp_train.optim.stepper import Stepper
-from ddp_train.parallel.alone import Alone, WantedGradients
+from ddp_train.parallel.alone import Alone
 from ddp_train.parallel.strategy import DistributedDataParallel
+from ddp_train.tasks.builtin import Classification
+from ddp_train.tasks.task import ModelWithTask
 from ddp_train.training.loop import fit
 from ddp_train.training.setup import build_strategy
 from tests.jobs import config_of, job_of
@@ -46,7 +49,7 @@ class Reached(nn.Module):
 
 
 class Spare(nn.Module):
-    """Layers that are not used in every step."""
+    """A layer that is not used in every forward pass of the training."""
 
     def __init__(self, *used: bool) -> None:
         super().__init__()
@@ -98,7 +101,7 @@ def both(world: World, sections: dict[str, Any]) -> list[Any]:
     ],
 )
 def test_the_bits_are_those_of_ddp(sections: dict[str, Any]) -> None:
-    """With a short last batch, whose five micro-batches are not all the same size, and clipping."""
+    """With a short last batch, whose four micro-batches are not all the same size, and clipping."""
     ((alone, ddp),) = on_ranks(1, both, {"strategy": {"name": "ddp"}} | sections)
     assert (alone[1], ddp[1]) == (["Alone", "ModelWithTask"], ["DistributedDataParallel", "NamingDdp"])
     assert alone[2] == ddp[2] and len(alone[2]) == 9
@@ -121,24 +124,75 @@ def test_ddp_stays_where_it_does_more_than_to_average(size: int, options: dict[s
     assert type(build_strategy(config_of(world, strategy={"name": "ddp", **options}), world, "cpu")) is kind
 
 
-def steps(model: Spare, number: int) -> None:
-    wanted, optimizer = WantedGradients(model), torch.optim.SGD(model.parameters(), lr=0.1)
-    stepper = Stepper(
-        optimizer, lambda _: 1.0, torch.amp.GradScaler("cpu", enabled=False), check_gradients=wanted.check
+def spared(world: World, used: list[bool], with_ddp: bool) -> tuple[str, int]:
+    """The error of a run with two micro-batches for each step, and the optimizer steps that were done."""
+    config = config_of(
+        world,
+        strategy={"name": "ddp"},
+        data={"name": "digits", "limit": 96},
+        train={"global_batch_size": 48, "epochs": 1, "accumulation_steps": 2},
     )
-    for _ in range(number):
-        model(torch.randn(3, 1, 8, 8)).sum().backward()
-        stepper.step()
+    module = ModelWithTask(Spare(*used), Classification(10), "cpu", None)
+    with pytest.MonkeyPatch.context() as patch:
+        if with_ddp:
+            patch.setattr("ddp_train.training.setup.Alone", DistributedDataParallel)
+        job = job_of(config, world, module=module.train())
+    try:
+        fit(job)
+    except ModelError as error:
+        return str(error), job.step
+    return "", job.step
 
 
-def test_parameters_without_a_gradient_are_named_in_the_second_step() -> None:
-    model = Spare(False, False)
-    with pytest.raises(ModelError, match=r"the loss does not depend on 2 parameters: spare\.weight, spare\.bias"):
-        steps(model, 2)
-    assert model.used == [], "and not in the first"
+def all_spared(world: World, cases: list[list[bool]]) -> list[Any]:
+    return [[spared(world, used, with_ddp) for with_ddp in (False, True)] for used in cases]
 
 
-def test_a_parameter_that_is_reached_again_is_none_of_them() -> None:
-    steps(Spare(False, True, True), 3)
-    with pytest.raises(ModelError, match="2 parameters"):
-        steps(Spare(False, True, False), 3)
+def test_parameters_without_a_gradient_are_named_before_the_step_that_ddp_would_take() -> None:
+    """As DDP does, it looks at the last micro-batch of a step. DDP raises its error in the step behind."""
+    t, f = True, False
+    cases = [[t, t, t, t], [f, t, t, t], [t, f, t, t], [t, t, t, f], [f, f, f, f]]
+    (found,) = on_ranks(1, all_spared, cases)
+    error = "the loss does not depend on 2 parameters: spare.weight, spare.bias"
+    expected = [(("", 2), ("", 2))] * 2 + [((error, 0), (error, 1)), ((error, 1), ("", 2)), ((error, 0), (error, 1))]
+    assert [tuple(pair) for pair in found] == expected
+
+
+def test_hooks_keep_nothing_alive_and_leave_with_their_strategy() -> None:
+    """The garbage collector does not see what a hook of a parameter holds."""
+    module = ModelWithTask(Reached(), Classification(10), "cpu", None)
+    strategy = Alone("cpu")
+    strategy.wrap(module)
+    first, parameter = weakref.ref(strategy.gradients), weakref.ref(module.model.weight)  # type: ignore[arg-type]
+    strategy.wrap(module)
+    assert all(len(one._post_accumulate_grad_hooks) == 1 for one in module.parameters())  # type: ignore[arg-type]
+    del module, strategy
+    gc.collect()
+    assert first() is None and parameter() is None
+
+
+def not_trained(world: World, model: str) -> str:
+    sections: dict[str, Any] = {"data": {"name": "digits", "limit": 96}, "trusted_modules": ["tests"]}
+    with pytest.raises(ModelError) as raised:
+        job_of(config_of(world, strategy={"name": "ddp"}, model={"name": "custom", "target": model}, **sections), world)
+    return str(raised.value)
+
+
+def lazy() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.LazyLinear(10))
+
+
+def frozen() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("model", "error"),
+    [
+        ("tests.test_alone.lazy", "2 parameters without a shape, of lazy layers: 1.weight, 1.bias"),
+        ("tests.test_alone.frozen", "no parameter of the model wants a gradient"),
+    ],
+)
+def test_a_model_that_several_refuse_one_refuses_too(model: str, error: str) -> None:
+    for ranks in (1, 2):
+        assert set(on_ranks(ranks, not_trained, model)) == {error}

@@ -1128,6 +1128,7 @@ def test_no_file_is_blamed_for_what_the_command_line_said() -> None:
     [
         ("optimizer.decay_norm_and_bias=false", "optimizer.decay_norm_and_bias=false has no effect: optimizer.weight"),
         ("strategy=single launch.backend=gloo", "launch.backend=gloo has no effect: strategy=single"),
+        ("launch.nproc_per_node=1 strategy.bucket_cap_mb=3", "strategy.bucket_cap_mb=3.0 has no effect: one process"),
         (
             "model=mlp tuning.channels_last=true",
             "tuning.channels_last=true has no effect: model=mlp has no convolution",

@@ -37,7 +37,7 @@ from ddp_train.errors import NonFiniteLossError
 from ddp_train.models.gpt import Gpt
 from ddp_train.performance import worth_capturing
 from ddp_train.performance.activation_checkpointing import checkpoint_blocks
-from ddp_train.performance.conv_sums import Case, ConvSums, _kernel, conv_sums
+from ddp_train.performance.conv_sums import Case, ConvSums, _kernel, _saved, conv_sums
 from ddp_train.performance.cuda_graph import GraphedStepper
 from ddp_train.performance.switches import tune_model
 from ddp_train.performance.worth_capturing import CaptureTrial
@@ -625,6 +625,7 @@ def test_a_resnet_learns_the_same_by_the_sums_of_its_convolutions(
 def test_convolutions_are_chosen_by_the_sums_that_save_time(precision: str, caplog: pytest.LogCaptureFixture) -> None:
     """How many of a ResNet-50's is for the GPU to say; its numbers are printed."""
     torch._dynamo.reset()
+    _saved.cache_clear()
     net, images = resnet50(num_classes=10), torch.randn(256, 3, 224, 224, device="cuda")
     module = ModelWithTask(net, Classification(classes=10), "cuda", AUTOCAST[precision]).cuda()
     tune_model(module, channels_last=True, compile_mode="default", conv_sums=True)

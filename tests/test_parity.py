@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -211,13 +212,13 @@ class Layers(nn.Module):
         return hidden
 
 
-def graphs_and_gradient(world: World) -> list[tuple[int, Tensor]]:
+def graphs_and_gradient(world: World, options: dict[str, Any] | None = None) -> list[tuple[int, Tensor]]:
     """How many graphs torch's compiler makes of a model whose layers have gradients of 1 MiB each, with buckets of as
     much, and of less than the compiler allows."""
     found = []
     for bucket_mb in (1.0, 0.5):
         torch._dynamo.reset()
-        config = config_of(world, strategy={"name": "ddp", "bucket_cap_mb": bucket_mb})
+        config = config_of(world, strategy={"name": "ddp", "bucket_cap_mb": bucket_mb, **(options or {})})
         torch.manual_seed(0)
         strategy = build_strategy(config, world, "cpu")
         module = strategy.place(ModelWithTask(Layers(), Classification(), "cpu", None))
@@ -234,6 +235,9 @@ def graphs_and_gradient(world: World) -> list[tuple[int, Tensor]]:
 @pytest.mark.slow
 def test_a_process_that_is_alone_compiles_one_graph() -> None:
     """Others compile one for each bucket, which they exchange while the backward pass still runs."""
+    for options in ({"find_unused_parameters": True}, {"static_graph": True}, {"comm_hook": "fp16"}):
+        (in_ddp,) = on_ranks(1, graphs_and_gradient, options)
+        assert [graphs for graphs, _ in in_ddp] == [1, 1]
     (alone,) = on_ranks(1, graphs_and_gradient)
     assert [graphs for graphs, _ in alone] == [1, 1]
     for (many, gradient), (one, other) in on_ranks(3, graphs_and_gradient):

@@ -304,7 +304,7 @@ def notices(asked: Config, config: Config) -> list[str]:
         *("pin_memory", "non_blocking", "copy_stream", "cudnn_benchmark", "tf32", "cuda_graph", "rehearse"),
         *("triton_kernels", "conv_sums"),
     )
-    applies = {
+    applies = strategy.notices(max(config.process_counts, default=process_count(config))) | {
         f"tuning.{name}=true has no effect on CPU": on_cpu and getattr(asked.tuning, name) is True
         for name in on_gpus_only
     }

@@ -135,7 +135,6 @@ class Stepper:
 
     def update(self) -> None:
         """From the gradients to new weights: check, clip, step. No gradients are left."""
-        self.check_gradients()
         if self.scaled:
             self.scaler.unscale_(self.optimizer)
         limit, self.norm = self.max_grad_norm, None
@@ -145,6 +144,7 @@ class Stepper:
         elif limit is not None:
             self.norm = nn.utils.clip_grad_norm_(self.parameters, limit)
         allowed = self.check_finite.allows(self.steps_done, self.norm)
+        self.check_gradients()  # not before: zeros that it fills in are finite though the loss is not
         if self.scaled:
             self.scaler.step(self.optimizer)
             if self.average:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.loader import Batch
-from ddp_train.parallel.naming_ddp import without_gradient
+from ddp_train.parallel.naming_ddp import refuse_lazy, without_gradient
 from ddp_train.parallel.strategy import DistributedDataParallel
 from ddp_train.tasks.task import ModelWithTask
 
@@ -17,47 +20,59 @@ class Alone(DistributedDataParallel):
     """Where DDP would but average gradients: it would copy each into a bucket, in a kernel of its own, for nobody."""
 
     exchanges = False
+    gradients: WantedGradients | None = None
 
     def wrap(self, module: ModelWithTask) -> nn.Module:
+        """Raises ModelError for parameters of lazy layers, which DDP refuses too."""
         self.find_sync_batch_norms(module)
+        if self.gradients:
+            self.gradients.release()
         self.gradients = WantedGradients(module)
         return module
 
     def warm_up(self, first_batch: Callable[[], Batch]) -> None:
         """Nothing to do: there are no buckets."""
 
+    def sync_gradients(self, micro_batch: MicroBatch) -> AbstractContextManager[Any]:
+        if micro_batch.is_last and self.gradients:
+            self.gradients.reached.clear()
+        return super().sync_gradients(micro_batch)
+
     def mean_of_units(self, scaled: Tensor) -> Callable[[], Tensor]:
         return scaled.sum
 
     def check_gradients(self) -> None:
-        self.gradients.check()
+        if self.gradients:
+            self.gradients.check()
 
 
 class WantedGradients:
-    """Refuses parameters that the backward passes of a step do not reach, and fills in zeros where they bring nothing.
+    """Refuses parameters that the last backward pass of a step does not reach, as DDP does a step later, and fills
+    in zeros where none brings a gradient, as DDP's buckets do.
 
-    So does DDP. They bring nothing to a parameter that they reach if a function returns None for its gradient. To tell
-    the two apart takes a hook, of a microsecond a step, for which reason only a parameter that once had no gradient has
-    one: the error comes in the second step without a gradient, as DDP's does.
+    A backward pass that reaches a parameter may bring nothing: a function may return None for its gradient. So hooks
+    tell, which take a microsecond each.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.trained = [(name, one) for name, one in module.named_parameters() if one.requires_grad]
-        self.watched: set[str] = set()
+        self.trained = {name: one for name, one in module.named_parameters() if one.requires_grad}
+        refuse_lazy(self.trained)
         self.reached: set[str] = set()
-        """Of those that are watched, in this step."""
+        """In the last backward pass."""
+        # The hooks know the set and not this object: they live as long as their parameters, and may not keep them.
+        self.handles = [
+            one.register_post_accumulate_grad_hook(lambda _, add=self.reached.add, name=name: add(name))
+            for name, one in self.trained.items()
+        ]
 
     def check(self) -> None:
-        """After the backward passes of a step, before its gradients are used. Raises ModelError."""
-        missing = [(name, parameter) for name, parameter in self.trained if parameter.grad is None]
-        if never := [name for name, _ in missing if name in self.watched - self.reached]:
-            raise without_gradient(never)
-        for name, parameter in missing:
-            parameter.grad = torch.zeros_like(parameter)
-            if name not in self.watched:
-                self._watch(name, parameter)
-        self.reached.clear()
+        """After the backward passes of a step, before the optimizer's. Raises ModelError."""
+        if len(self.reached) < len(self.trained):
+            raise without_gradient([name for name in self.trained if name not in self.reached])
+        for parameter in self.trained.values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
 
-    def _watch(self, name: str, parameter: nn.Parameter) -> None:
-        self.watched.add(name)
-        parameter.register_post_accumulate_grad_hook(lambda _: self.reached.add(name))
+    def release(self) -> None:
+        for handle in self.handles:
+            handle.remove()

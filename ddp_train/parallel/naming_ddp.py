@@ -17,6 +17,13 @@ from ddp_train.text import counted
 class NamingDdp(nn.parallel.DistributedDataParallel):
     """torch's, which names parameters by their numbers."""
 
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        """Raises ModelError for parameters of lazy layers. options: of torch's DDP, by torch's names."""
+        trained = {name: one for name, one in module.named_parameters() if one.requires_grad}
+        refuse_lazy(trained)
+        super().__init__(module, **options)
+        self.trained = list(trained)
+
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """Raises ModelError if parameters had no gradient in the last step."""
         try:
@@ -25,8 +32,16 @@ class NamingDdp(nn.parallel.DistributedDataParallel):
             found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
             if not found:
                 raise
-            trained = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
-            raise without_gradient([trained[int(number)] for number in found[1].split()]) from error
+            raise without_gradient([self.trained[int(number)] for number in found[1].split()]) from error
+
+
+def refuse_lazy(parameters: dict[str, nn.Parameter]) -> None:
+    """Each process would draw the weights of a lazy layer by itself, in its first forward pass."""
+    if lazy := [name.removeprefix("model.") for name, one in parameters.items() if nn.parameter.is_lazy(one)]:
+        raise ModelError(
+            f"{counted(len(lazy), 'parameter')} without a shape, of lazy layers: {', '.join(lazy[:5])}",
+            "give these layers their number of inputs, or call the model once where it is made",
+        )
 
 
 def without_gradient(parameters: list[str]) -> ModelError:

@@ -19,7 +19,7 @@ from ddp_train.config.schema import Config
 from ddp_train.config.user_code import instantiate
 from ddp_train.distributed.process_group import local_leader_first
 from ddp_train.distributed.world import World
-from ddp_train.errors import ConfigError, DataError
+from ddp_train.errors import ConfigError, DataError, ModelError
 from ddp_train.models.freezing import Frozen
 from ddp_train.models.pretrained import Origin, Weights, begin_with, read_weights, torchvision_weights
 from ddp_train.optim.groups import MATCH, depths_of, parameter_groups
@@ -62,10 +62,13 @@ def begin(config: Config, model: nn.Module, world: World, device: str) -> Origin
 
 
 def trained_parameters(config: Config, module: ModelWithTask) -> dict[str, nn.Parameter]:
-    """Those that train at any time of the run, by name, in the order of the model."""
+    """Those that train at any time of the run, by name, in the order of the model. Raises ModelError for none."""
     later = module.frozen.parameters if module.frozen and config.model.freeze_epochs else {}
     named = module.model.named_parameters()
-    return {name: parameter for name, parameter in named if parameter.requires_grad or name in later}
+    trained = {name: parameter for name, parameter in named if parameter.requires_grad or name in later}
+    if not trained:
+        raise ModelError("no parameter of the model wants a gradient", "train some of them: requires_grad_(True)")
+    return trained
 
 
 @dataclass(frozen=True)

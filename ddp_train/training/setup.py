@@ -232,8 +232,8 @@ def build_job(
             strategy.warm_up(lambda: first_batch(config, plan, train_source, device, mix))
         return wrapped
 
-    wrapped = wrap()
     trained = trained_parameters(config, module)
+    wrapped = wrap()
     optimizer = optimizer_of(config, module, captured=stream is not None)
     scaler = torch.amp.GradScaler(torch.device(device).type, enabled=config.tuning.precision == "fp16")
     decay, skips = config.train.ema_decay, scaler.is_enabled()

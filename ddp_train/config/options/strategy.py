@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ddp_train.config.key import key
+from ddp_train.text import shown
 
 
 @dataclass
@@ -21,6 +22,10 @@ class StrategyConfig:
     """Why its step cannot be captured as a CUDA graph."""
     sync_bn = find_unused_parameters = False
     comm_hook = "none"
+
+    def notices(self, processes: int) -> dict[str, bool]:
+        """Of keys without effect, and whether they are asked for."""
+        return {}
 
 
 @dataclass
@@ -61,6 +66,14 @@ class DdpConfig(StrategyConfig):
     def is_plain(self) -> bool:
         """Whether DDP but averages gradients, so that a process that is alone needs none."""
         return self.comm_hook == "none" and not (self.find_unused_parameters or self.static_graph)
+
+    def notices(self, processes: int) -> dict[str, bool]:
+        applies = {name: value for name, value in vars(self).items() if name not in ("name", "sync_bn")}
+        return {
+            f"strategy.{name}={shown(value)} has no effect: one process exchanges nothing": value != default
+            for name, default in vars(DdpConfig()).items()
+            if processes == 1 and self.is_plain and (value := applies.get(name)) is not None
+        }
 
 
 @dataclass
