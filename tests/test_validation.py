@@ -28,6 +28,7 @@ from ddp_train.config.schema import OPTIONS, Config
 from ddp_train.data.batch_plan import BatchPlan
 from ddp_train.data.datasets import BatchSource
 from ddp_train.data.splits import Splits, parted
+from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, DataError
 from ddp_train.launcher import sweep_words
 from ddp_train.launcher.sweep import Trials
@@ -40,6 +41,7 @@ from ddp_train.training.saved import described, find
 from ddp_train.training.selection import Best, Selection
 from tests.commands import ONE, PROGRAM, ROOT, SMALL, THREE, checkpoints, read, run, weights
 from tests.commands import metrics as lines_of
+from tests.jobs import config_of
 from tests.test_checkpoint import snapshot
 
 # --- splits ---------------------------------------------------------------------------------------------------------
@@ -304,7 +306,7 @@ def test_what_only_the_task_knows_is_left_to_it() -> None:
 
 
 def test_keys_without_effect_are_said_so() -> None:
-    config = Config()
+    config = config_of(World())
     config.train.early_stopping.metric = "test.accuracy"
     assert any("no effect without train.early_stopping.patience" in notice for notice in notices(config, config))
 
