@@ -11,13 +11,17 @@ from torch import Tensor, nn
 
 from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.loader import Batch
-from ddp_train.parallel.naming_ddp import refuse_lazy, without_gradient
+from ddp_train.parallel.naming_ddp import trained_parameters, without_gradient
 from ddp_train.parallel.strategy import DistributedDataParallel
 from ddp_train.tasks.task import ModelWithTask
 
 
 class Alone(DistributedDataParallel):
-    """Where DDP would but average gradients: it would copy each into a bucket, in a kernel of its own, for nobody."""
+    """Where DDP would do no more than average gradients: it would copy each into a bucket, by a kernel of its own, and
+    nobody reads the bucket.
+
+    It trains what DDP refuses for its hooks' sake: a layer that is used twice, once in a reentrant checkpoint.
+    """
 
     exchanges = False
     gradients: WantedGradients | None = None
@@ -55,8 +59,8 @@ class WantedGradients:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.trained = {name: one for name, one in module.named_parameters() if one.requires_grad}
-        refuse_lazy(self.trained)
+        """Raises ModelError for parameters of lazy layers."""
+        self.trained = trained_parameters(module)
         self.reached: set[str] = set()
         """In the last backward pass."""
         # The hooks know the set and not this object: they live as long as their parameters, and may not keep them.

@@ -19,10 +19,9 @@ class NamingDdp(nn.parallel.DistributedDataParallel):
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         """Raises ModelError for parameters of lazy layers. options: of torch's DDP, by torch's names."""
-        trained = {name: one for name, one in module.named_parameters() if one.requires_grad}
-        refuse_lazy(trained)
+        trained = list(trained_parameters(module))
         super().__init__(module, **options)
-        self.trained = list(trained)
+        self.trained = trained
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """Raises ModelError if parameters had no gradient in the last step."""
@@ -35,13 +34,16 @@ class NamingDdp(nn.parallel.DistributedDataParallel):
             raise without_gradient([self.trained[int(number)] for number in found[1].split()]) from error
 
 
-def refuse_lazy(parameters: dict[str, nn.Parameter]) -> None:
-    """Each process would draw the weights of a lazy layer by itself, in its first forward pass."""
-    if lazy := [name.removeprefix("model.") for name, one in parameters.items() if nn.parameter.is_lazy(one)]:
+def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Those that want a gradient, by name. Raises ModelError for lazy layers, whose weights each process would draw by
+    itself, in its first forward pass."""
+    trained = {name: one for name, one in module.named_parameters() if one.requires_grad}
+    if lazy := [name.removeprefix("model.") for name, one in trained.items() if nn.parameter.is_lazy(one)]:
         raise ModelError(
             f"{counted(len(lazy), 'parameter')} without a shape, of lazy layers: {', '.join(lazy[:5])}",
             "give these layers their number of inputs, or call the model once where it is made",
         )
+    return trained
 
 
 def without_gradient(parameters: list[str]) -> ModelError:

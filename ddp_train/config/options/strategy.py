@@ -64,7 +64,7 @@ class DdpConfig(StrategyConfig):
 
     @property
     def is_plain(self) -> bool:
-        """Whether DDP but averages gradients, so that a process that is alone needs none."""
+        """Whether DDP does no more than average gradients: a process that is alone needs none then."""
         return self.comm_hook == "none" and not (self.find_unused_parameters or self.static_graph)
 
     def notices(self, processes: int) -> dict[str, bool]:
