@@ -25,6 +25,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTEST = "PYTHON -m pytest -p no:cacheprovider -q -rA --tb=short"
+TORCHRUN = "PYTHON -m torch.distributed.run --standalone --nproc_per_node=2"
 ONE_BY_ONE = f"{PYTEST} -x"
 """pytest prints failures at its end, which a job that is stopped at its limit does not reach."""
 ON_TWO = ("costs_no_step", "go_and_come_back", "exchange_gradients", "capture_together", "suspended", "hangs_before",
@@ -50,12 +51,14 @@ class Work:
     command: str
 
 
-def models(name: str, job: str = "models", contenders: str = AS_RECOMMENDED, gpus: int = 1, flags: str = "") -> Work:
+def models(
+    name: str, job: str = "models", contenders: str = AS_RECOMMENDED, gpus: int = 1, flags: str = "", limit: int = 270
+) -> Work:
     only = shlex.quote(name)
     job += "_" + re.sub(r"\W+", "_", name).strip("_")
     kept = f"--kept FOLDER/{job}.jsonl --output FOLDER/{job}.md"
     command = f"PYTHON benchmarks/models.py --turns 3 --steps 30 --processes {gpus} {flags}"
-    return Work(job, gpus, 270, f"{command} --only {only} {kept} --contenders {contenders}")
+    return Work(job, gpus, limit, f"{command} --only {only} {kept} --contenders {contenders}")
 
 
 def gpt2(name: str, gpus: int, limit: int) -> Work:
@@ -70,10 +73,13 @@ def speed(name: str, only: str) -> Work:
 
 
 WORK = [
-    models("resnet50", "sums_fp16", SUMS_IN_FP16, flags="--batch 1024 --at-once 1"),
+    Work("buckets", 2, 300, f"{TORCHRUN} benchmarks/buckets.py --models vit_b_16 --output FOLDER/buckets.md"),
+    Work("conv_sums", 1, 120, "PYTHON benchmarks/conv_sums.py --output FOLDER/conv_sums.md"),
+    models("resnet50", "sums_fp16", SUMS_IN_FP16, flags="--batch 1024 --at-once 1", limit=420),
+    models("resnet50", "sums_fp16_b256", SUMS_IN_FP16, flags="--batch 256", limit=200),
     models("resnet50", "sums", SUMS),
     Work("test_conv_sums", 1, 240, f"{PYTEST} tests/test_gpu.py -k '{' or '.join(OF_SUMS)}'"),
-    *(models(name, "buckets", BUCKETS, gpus=2) for name in ("resnet50", "GPT 12", "vit")),
+    *(models(name, "buckets", BUCKETS, gpus=2, limit=250) for name in ("resnet50", "GPT 12", "vit")),
     *(Work(f"test_{name}", 2, 270, f"{ONE_BY_ONE} tests/test_gpu.py -k {name}") for name in ON_TWO),
     *(models(name, "sums", SUMS) for name in ("resnet18", "wide")),
     Work("test_others", 1, 290, f"{PYTEST} tests/test_gpu.py -k 'not {' and not '.join(ELSEWHERE)}'"),

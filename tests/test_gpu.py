@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -153,6 +154,42 @@ def test_a_trial_decides_whether_steps_are_captured(
         assert 0 < inner(made).trial.host_share <= 1 and 0 < inner(made).trial.memory_share < 0.5
         assert largest_difference(plain[0], state_of(made)) == 0
     assert caplog.text.count("steps are not captured as a CUDA graph: the host launches") == 1
+
+
+class Reads(nn.Module):
+    """A number from the GPU, in each forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        largest = images.abs().max().item()
+        return self.layer(images.flatten(1) / max(1.0, largest))
+
+
+@pytest.mark.parametrize(
+    ("words", "exit_code"),
+    [(["tuning=max"], 0), (["tuning=max", "tuning.compile=false"], 0), (["tuning.cuda_graph=true"], 70)],
+)
+def test_a_forward_pass_that_waits_for_the_gpu_is_not_captured(
+    words: list[str], exit_code: int, tmp_path: Path
+) -> None:
+    line = 1 + Path(__file__).read_text().splitlines().index("        largest = images.abs().max().item()")
+    model = [f"model._target_={__name__}.Reads", "trusted_modules=[tests]"]
+    done = run(*model, ONE, "train.max_steps=40", *words, f"run_dir={tmp_path}/run", env=VISIBLE)
+    assert done.returncode == exit_code, done.stderr
+    said = done.stderr + (tmp_path / "run/logs/rank_0.log").read_text()
+    assert f"the forward pass waits for the GPU at {Path(__file__).name}, line {line} (as .item() does" in said, said
+
+
+def test_what_a_forward_pass_warns_of_is_still_said_while_it_is_watched() -> None:
+    mode = torch.cuda.get_sync_debug_mode()
+    with pytest.warns(UserWarning) as seen, worth_capturing.places_that_wait() as places:
+        warnings.warn("of the model", stacklevel=1)
+        torch.zeros(3, device="cuda").sum()
+    assert [str(one.message) for one in seen] == ["of the model"] and places == []
+    assert torch.cuda.get_sync_debug_mode() == mode == 0
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -216,3 +216,19 @@ def test_a_rank_whose_python_has_state_keeps_all_from_capturing() -> None:
     assert on_ranks(3, stateful_on_one) == [
         f"{reason}; a captured step runs no Python" for reason in (other, mine, other)
     ]
+
+
+def waiting_on_one(world: World, asked: bool) -> str:
+    trial = CaptureTrial("cpu", {}, asked, if_it_pays=False)
+    trial.waits = "the forward pass waits for the GPU at model.py, line 3" if world.rank == 1 else ""
+    return trial.why_not()
+
+
+def test_a_rank_that_waits_for_its_gpu_keeps_all_from_capturing() -> None:
+    """Unless it was asked for: the capture fails where it cannot be, and a model may wait only where none is."""
+    mine, other = (
+        "the forward pass waits for the GPU at model.py, line 3",
+        "another rank's forward pass waits for its GPU",
+    )
+    assert on_ranks(3, waiting_on_one, False) == [f"{one}; a captured step cannot" for one in (other, mine, other)]
+    assert on_ranks(3, waiting_on_one, True) == ["", "", ""]

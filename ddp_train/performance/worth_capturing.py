@@ -6,7 +6,9 @@ import contextlib
 import itertools
 import logging
 import time
+import warnings
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +28,8 @@ ROOM = 0.9
 """Part of a GPU's memory that may be needed. The rest is for workspaces, and lost between blocks."""
 GENERATORS = ("torch's generator on the host", "numpy's generator", "Python's generator")
 """Of `global_states`."""
+OF_SYNC_DEBUG_MODE = "called a synchronizing CUDA operation", "Synchronization debug mode"
+"""How its warnings begin: that of an operation, and one about the mode itself."""
 
 
 class CaptureTrial:
@@ -37,13 +41,16 @@ class CaptureTrial:
         if_it_pays: or else wherever a step may be captured."""
         self.device, self.roots, self.asked, self.if_it_pays = device, roots, asked, if_it_pays
         self.host_share = self.memory_share = 0.0
-        self.in_python = self.replaced = ""
+        self.in_python = self.replaced = self.waits = ""
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         """Around a forward pass."""
         state, kept, draws = look_through(self.roots), self._parameters_and_buffers(), global_states()
-        yield
+        with places_that_wait() as places:
+            yield
+        if places:
+            self.waits = f"the forward pass waits for the GPU at {places[0]} (as .item() does, and a mask as an index)"
         drawn = [name for name, old, new in zip(GENERATORS, draws, global_states(), strict=True) if old != new]
         others = self._parameters_and_buffers()
         exchanged = [name for name in sorted({*kept, *others}) if kept.get(name) is not others.get(name)]
@@ -95,12 +102,15 @@ class CaptureTrial:
                 f"{self.in_python}, and a captured step runs no Python: it would repeat what it did in the capture",
                 "change numbers that are kept in place, in buffers, draw on the GPU, or use tuning.cuda_graph=false",
             )
-        measured = [self.host_share, self.memory_share, float(bool(self.in_python))]
+        measured = [self.host_share, self.memory_share, *(float(bool(one)) for one in (self.in_python, self.waits))]
         seen = from_all_ranks(torch.tensor(measured, device=self.device)).view(-1, len(measured))
-        host, memory, in_python = seen.amax(0).tolist()
+        host, memory, in_python, waits = seen.amax(0).tolist()
         if in_python:
             here = self.in_python or "another rank's forward pass has state"
             return f"{here}; a captured step runs no Python"
+        if waits and not self.asked:  # or else the capture itself says so
+            waiting = self.waits or "another rank's forward pass waits for its GPU"
+            return f"{waiting}; a captured step cannot"
         why_not = reason_against(host, memory) if self.if_it_pays else ""
         if self.replaced and not why_not:
             log.warning(
@@ -109,6 +119,29 @@ class CaptureTrial:
                 self.replaced,
             )
         return why_not
+
+
+@contextlib.contextmanager
+def places_that_wait() -> Iterator[list[str]]:
+    """Where Python inside waited for a GPU, by `torch.cuda.set_sync_debug_mode`; known afterwards."""
+    places: list[str] = []
+    if not torch.cuda.is_initialized():
+        yield places
+        return
+    mode = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as seen:
+        for begin in OF_SYNC_DEBUG_MODE:
+            warnings.filterwarnings("always", begin)
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield places
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+    for one in seen:
+        if str(one.message).startswith(OF_SYNC_DEBUG_MODE[0]):
+            places.append(f"{Path(one.filename).name}, line {one.lineno}")
+        elif not str(one.message).startswith(OF_SYNC_DEBUG_MODE[1]):
+            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
 
 
 def kept_in_python(before: State, now: State) -> str:
