@@ -59,7 +59,6 @@ OURS = {
     "launch.py, tuning=max, conv_sums": ("tuning=max", "tuning.conv_sums=true"),
     "launch.py, fp16": ("tuning=max", "tuning.precision=fp16"),
     "launch.py, fp16, conv_sums": ("tuning=max", "tuning.precision=fp16", "tuning.conv_sums=true"),
-    "launch.py, recommended, one bucket": ("strategy.bucket_cap_mb=1000",),
 }
 
 

@@ -31,12 +31,11 @@ ONE_BY_ONE = f"{PYTEST} -x"
 ON_TWO = ("costs_no_step", "go_and_come_back", "exchange_gradients", "capture_together", "suspended", "hangs_before",
           "session_learns")  # fmt: skip
 OF_SUMS = ("sum_up_their", "by_the_sums")
-ELSEWHERE = (*ON_TWO, "test_each_network", *OF_SUMS)
+OF_KERNELS = "our_kernels"
+ELSEWHERE = (*ON_TWO, "test_each_network", OF_KERNELS, *OF_SUMS)
 """Parts of the names of tests."""
 FP16 = "launch.py tuning=max, fp16, batch 1024"
 AS_RECOMMENDED = "'plain DDP, compiled' 'Accelerate, compiled' 'Lightning Trainer, compiled' 'launch.py, recommended'"
-PAIR = "'plain DDP, compiled' 'launch.py, recommended'"
-BUCKETS = f"{PAIR} 'launch.py, recommended, one bucket'"
 SUMS_IN_FP16 = "'launch.py, fp16' 'launch.py, fp16, conv_sums'"
 SUMS = "'plain DDP, compiled' 'launch.py, tuning=max' 'launch.py, tuning=max, conv_sums'"
 
@@ -51,14 +50,12 @@ class Work:
     command: str
 
 
-def models(
-    name: str, job: str = "models", contenders: str = AS_RECOMMENDED, gpus: int = 1, flags: str = "", limit: int = 270
-) -> Work:
+def models(name: str, job: str = "models", contenders: str = AS_RECOMMENDED, flags: str = "", limit: int = 270) -> Work:
     only = shlex.quote(name)
     job += "_" + re.sub(r"\W+", "_", name).strip("_")
     kept = f"--kept FOLDER/{job}.jsonl --output FOLDER/{job}.md"
-    command = f"PYTHON benchmarks/models.py --turns 3 --steps 30 --processes {gpus} {flags}"
-    return Work(job, gpus, limit, f"{command} --only {only} {kept} --contenders {contenders}")
+    command = f"PYTHON benchmarks/models.py --turns 3 --steps 30 --processes 1 {flags}"
+    return Work(job, 1, limit, f"{command} --only {only} {kept} --contenders {contenders}")
 
 
 def gpt2(name: str, gpus: int, limit: int) -> Work:
@@ -79,10 +76,10 @@ WORK = [
     models("resnet50", "sums_fp16_b256", SUMS_IN_FP16, flags="--batch 256", limit=200),
     models("resnet50", "sums", SUMS),
     Work("test_conv_sums", 1, 240, f"{PYTEST} tests/test_gpu.py -k '{' or '.join(OF_SUMS)}'"),
-    *(models(name, "buckets", BUCKETS, gpus=2, limit=250) for name in ("resnet50", "GPT 12", "vit")),
     *(Work(f"test_{name}", 2, 270, f"{ONE_BY_ONE} tests/test_gpu.py -k {name}") for name in ON_TWO),
-    *(models(name, "sums", SUMS) for name in ("resnet18", "wide")),
+    *(models(name, "sums_fp16", SUMS_IN_FP16) for name in ("resnet18", "wide")),
     Work("test_others", 1, 290, f"{PYTEST} tests/test_gpu.py -k 'not {' and not '.join(ELSEWHERE)}'"),
+    Work("test_kernels", 1, 290, f"{PYTEST} tests/test_gpu.py -k {OF_KERNELS}"),
     gpt2("gpt2_two", 2, 400),
     gpt2("gpt2_one", 1, 240),
     speed("resnet50_fp16", FP16),
