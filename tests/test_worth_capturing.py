@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
+import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,7 @@ from ddp_train.distributed.world import World
 from ddp_train.errors import LaunchError
 from ddp_train.optim.stepper import Stepper
 from ddp_train.performance.cuda_graph import WARM_UP_STEPS, GraphedStepper
-from ddp_train.performance.worth_capturing import CaptureTrial, reason_against
+from ddp_train.performance.worth_capturing import CaptureTrial, places_that_wait, reason_against
 from tests.ranks import on_ranks
 
 
@@ -232,3 +234,35 @@ def test_a_rank_that_waits_for_its_gpu_keeps_all_from_capturing() -> None:
     )
     assert on_ranks(3, waiting_on_one, False) == [f"{one}; a captured step cannot" for one in (other, mine, other)]
     assert on_ranks(3, waiting_on_one, True) == ["", "", ""]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_wait_is_noted_and_other_warnings_are_shown_at_once(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU, where nothing waits: the warnings alone. tests/test_gpu.py has real ones."""
+    modes: list[str | int] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    with pytest.warns(UserWarning) as seen, contextlib.suppress(ZeroDivisionError), places_that_wait() as places:
+        warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=1)
+        for _ in range(2):
+            warnings.warn("called a synchronizing CUDA operation (of a file of torch's)", stacklevel=1)
+        warnings.warn("of the model", stacklevel=1)
+        torch._C._warn()  # pyright: ignore  as the others come, from C++
+        assert not fails or 1 / 0
+    assert [str(one.message)[:12] for one in seen] == ["of the model", "Test message"]
+    assert len(places) == 2 and places[0].startswith(f"{Path(__file__).name}, line ")
+    assert modes == ["warn", 0]
+
+
+def test_a_capture_that_fails_says_where_the_gpu_was_waited_for() -> None:
+    stepper: Any = GraphedStepper.__new__(GraphedStepper)
+    stepper.trial = CaptureTrial("cpu", {}, asked=True)
+    stepper.trial.waits = "the forward pass waits for the GPU at model.py, line 3"
+
+    def capture(_: Any) -> None:
+        raise RuntimeError("operation not permitted\nwhen stream is capturing")
+
+    stepper._capture = capture
+    with pytest.raises(LaunchError, match=r"graph: the forward pass .*line 3; operation not permitted"):
+        stepper._capture_or_explain(None)

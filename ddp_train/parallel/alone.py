@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.loader import Batch
-from ddp_train.parallel.naming_ddp import trained_parameters, without_gradient
+from ddp_train.parallel.naming_ddp import requiring_grad, without_gradient
 from ddp_train.parallel.strategy import DistributedDataParallel
 from ddp_train.tasks.task import ModelWithTask
 
@@ -60,7 +60,7 @@ class WantedGradients:
 
     def __init__(self, module: nn.Module) -> None:
         """Raises ModelError for parameters of lazy layers."""
-        self.trained = trained_parameters(module)
+        self.trained = requiring_grad(module)
         self.reached: set[str] = set()
         """In the last backward pass."""
         # The hooks know the set and not this object: they live as long as their parameters, and may not keep them.

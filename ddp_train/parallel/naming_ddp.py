@@ -19,7 +19,7 @@ class NamingDdp(nn.parallel.DistributedDataParallel):
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         """Raises ModelError for parameters of lazy layers. options: of torch's DDP, by torch's names."""
-        trained = list(trained_parameters(module))
+        trained = list(requiring_grad(module))
         super().__init__(module, **options)
         self.trained = trained
 
@@ -34,7 +34,7 @@ class NamingDdp(nn.parallel.DistributedDataParallel):
             raise without_gradient([self.trained[int(number)] for number in found[1].split()]) from error
 
 
-def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+def requiring_grad(module: nn.Module) -> dict[str, nn.Parameter]:
     """Those that want a gradient, by name. Raises ModelError for lazy layers, whose weights each process would draw by
     itself, in its first forward pass."""
     trained = {name: one for name, one in module.named_parameters() if one.requires_grad}

@@ -203,7 +203,8 @@ class GraphedStepper(Stepper):
             for cause in (error, error.__context__):  # ending a capture that failed may fail too
                 if cause and is_out_of_memory(cause):
                     raise cause from None
-            why = f"the training step cannot be captured as a CUDA graph: {self.trial.waits or first_line(error)}"
+            reasons = "; ".join(filter(None, (self.trial.waits, first_line(error))))
+            why = f"the training step cannot be captured as a CUDA graph: {reasons}"
             raise LaunchError(why, "use tuning.cuda_graph=false") from error
 
     def _capture(self, data: Any) -> None:

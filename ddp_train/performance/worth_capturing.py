@@ -128,8 +128,16 @@ def places_that_wait() -> Iterator[list[str]]:
     if not torch.cuda.is_initialized():
         yield places
         return
-    mode = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings(record=True) as seen:
+    mode, show = torch.cuda.get_sync_debug_mode(), warnings.showwarning
+
+    def note(message: Warning | str, category: type[Warning], filename: str, lineno: int, *others: Any) -> None:
+        if str(message).startswith(OF_SYNC_DEBUG_MODE[0]):
+            places.append(f"{Path(filename).name}, line {lineno}")
+        elif not str(message).startswith(OF_SYNC_DEBUG_MODE[1]):
+            show(message, category, filename, lineno, *others)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = note
         for begin in OF_SYNC_DEBUG_MODE:
             warnings.filterwarnings("always", begin)
         torch.cuda.set_sync_debug_mode("warn")
@@ -137,11 +145,6 @@ def places_that_wait() -> Iterator[list[str]]:
             yield places
         finally:
             torch.cuda.set_sync_debug_mode(mode)
-    for one in seen:
-        if str(one.message).startswith(OF_SYNC_DEBUG_MODE[0]):
-            places.append(f"{Path(one.filename).name}, line {one.lineno}")
-        elif not str(one.message).startswith(OF_SYNC_DEBUG_MODE[1]):
-            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
 
 
 def kept_in_python(before: State, now: State) -> str:
