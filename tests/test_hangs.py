@@ -411,6 +411,11 @@ def test_a_slow_rank_is_no_hang_but_a_straggler(tmp_path: Path, env: dict[str, s
         assert job.process.poll() is None, job.said()
         (line,) = job.said().splitlines()
         assert line.startswith("warning: rank 2 is slower than the others") and "mostly forward" in line
+        part = collectives.unfinished(collectives.record_file(job.run_dir, 2))
+        part.write_text('{"entr')  # as of a rank that is killed while it writes
+        job.process.terminate()
+        assert job.end() == 75, job.said()
+        assert not part.exists()
 
 
 def test_a_rank_that_dies_of_the_question_has_hung_all_the_same(

@@ -10,9 +10,9 @@ from torch._C import _distributed_c10d as c10d
 from ddp_train.distributed.process_group import backend
 
 
-def write(path: Path) -> None:
-    """Writes the record as torch gives it (JSON). No collective is recorded while a CUDA graph is replayed."""
+def write(path: Path, part: Path) -> None:
+    """Writes the record as torch gives it (JSON), first as `part`: whoever finds `path` finds the whole of it. No
+    collective is recorded while a CUDA graph is replayed."""
     name = "_dump_nccl_trace_json" if backend() == "nccl" else "_dump_fr_trace_json"
-    part = path.with_suffix(".part")
     part.write_bytes(getattr(c10d, name)())
     part.replace(path)

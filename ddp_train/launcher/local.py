@@ -27,7 +27,7 @@ from ddp_train.launcher.size import is_of_device
 from ddp_train.launcher.started import Started
 from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.linux import adopting_orphans, oom_kills
-from ddp_train.resilience import failure_report
+from ddp_train.resilience import collectives, failure_report
 from ddp_train.resilience.hang_detector import HangDetector, note_late, working_stack
 from ddp_train.resilience.heartbeat import STARTING, StatusBoard
 from ddp_train.resilience.just_in_time import Loss, save_by_survivor, saved_step
@@ -352,6 +352,8 @@ class Attempt:
         for worker in self.workers:
             with contextlib.suppress(ProcessLookupError):  # the whole group has ended
                 os.killpg(worker.pid, signal.SIGKILL)
-        for worker in self.workers:
+        for rank, worker in enumerate(self.workers):
             worker.wait()
+            with contextlib.suppress(OSError):
+                collectives.unfinished(collectives.record_file(self.run_dir, rank)).unlink(missing_ok=True)
         self.board.close()

@@ -9,6 +9,7 @@ import random
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,8 @@ def joined(settings: Settings, world: World, alone: bool) -> Iterator[Run]:
             run = Run(steps)
             status.phase = "build"
             group.__enter__()
-            status.on_hang = lambda: flight_record.write(collectives.record_file(settings.run_dir, world.rank))
+            record = collectives.record_file(settings.run_dir, world.rank)
+            status.on_hang = partial(flight_record.write, record, collectives.unfinished(record))
             is_stopped = False
             with _same_handlers_after():
                 clone = store.clone() if store else None

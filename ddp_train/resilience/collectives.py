@@ -34,6 +34,11 @@ def record_file(run_dir: Path, rank: int) -> Path:
     return run_dir / "logs" / f"rank_{rank}.collectives.json"
 
 
+def unfinished(record: Path) -> Path:
+    """The file of a record while it is written; a process that is killed then leaves it."""
+    return record.with_suffix(".part")
+
+
 def calls_of(run_dir: Path, rank: int) -> Calls | None:
     """None if the rank has written no record, or one that cannot be read: torch promises nothing of its format."""
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):

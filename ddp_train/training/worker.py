@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -111,7 +112,8 @@ def run(config: Config, world: World, get_store: Callable[[], Store]) -> int:
         timeout = WATCHED_SECONDS if board else config.launch.timeout_seconds
         backend = config.launch.backend
         with session(world, device, backend, store, timeout) if store else contextlib.nullcontext():
-            status.on_hang = lambda: flight_record.write(collectives.record_file(run_dir, world.rank))
+            record = collectives.record_file(run_dir, world.rank)
+            status.on_hang = partial(flight_record.write, record, collectives.unfinished(record))
             display = Display(world.is_leader)
             completed = Run(config, world, device, status, display, store, leave_by_itself, board).execute()
             status.phase = heartbeat.END
