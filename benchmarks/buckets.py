@@ -112,7 +112,11 @@ def main() -> None:
                 "|---|---:|---:|---:|---:|",
                 *rows,
                 "",
-                *conditions("buckets.py", packages=("torchvision",)),
+                *conditions(
+                    f"buckets.py --models {' '.join(arguments.models)}",
+                    packages=("torchvision",),
+                    start=f"torchrun --nproc_per_node={dist.get_world_size()}",
+                ),
             ],
             arguments.output,
         )

@@ -35,10 +35,11 @@ def _version(package: str) -> str:
         return "missing"
 
 
-def conditions(command: str, load: str = "", packages: tuple[str, ...] = ()) -> list[str]:
+def conditions(command: str, load: str = "", packages: tuple[str, ...] = (), start: str = "python") -> list[str]:
     """The lines under a table that say where it comes from.
 
-    load: the load average before and after, in words. packages: those whose versions matter, beside torch.
+    load: the load average before and after, in words. packages: those whose versions matter, beside torch. start: what
+    stands before the program.
     """
     versions = "".join(f", {name} {_version(name)}" for name in ("torch", *packages))
     return [
@@ -46,7 +47,7 @@ def conditions(command: str, load: str = "", packages: tuple[str, ...] = ()) -> 
         *([f"- Other work: load average {load}"] if load else []),
         f"- Versions: python {platform.python_version()}{versions}",
         f"- Date: {datetime.date.today()}",
-        f"- Command: `python benchmarks/{command}`",
+        f"- Command: `{start} benchmarks/{command}`",
     ]
 
 

@@ -49,7 +49,7 @@ def interval(world: World) -> tuple[float, dict[str, Any], dict[str, float]]:
         losses.add(6.0 * (world.rank + 1), micro_batch.num_real, micro_batch)
     measured.collect()
     busy(0.2) if world.rank == 1 else time.sleep(0.2)
-    return losses.mean("cpu", measured).value, measured.interval(0.2), measured.summary()
+    return losses.mean("cpu", [measured]).value, measured.interval(0.2), measured.summary()
 
 
 def test_every_rank_tells_in_the_exchange_of_the_losses() -> None:

@@ -45,7 +45,7 @@ from ddp_train.performance.worth_capturing import CaptureTrial
 from ddp_train.tasks.builtin import Classification, Segmentation
 from ddp_train.tasks.language_model import LanguageModel
 from ddp_train.tasks.task import ModelWithTask
-from ddp_train.telemetry.hardware_monitor import hardware_monitor_for
+from ddp_train.telemetry.hardware_monitor import HardwareMonitor, hardware_monitor_for
 from ddp_train.training.loop import Job, evaluate, train
 from ddp_train.training.setup import AUTOCAST
 from tests import lost_gpus, triton_kernels
@@ -292,6 +292,17 @@ def test_a_bad_loss_stays_out_of_the_weights_until_the_host_looks(graph: bool, p
     assert largest_difference(before, state_of(made)) == 0
     with pytest.raises(NonFiniteLossError, match=f"step {first}: the loss is not finite on rank 0; samples here: .*"):
         made.stepper.mean_loss()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_the_host_waits_once_for_all_losses(precision: str) -> None:
+    made = job(World(), {"tuning": {"precision": precision}}, graph=False)
+    train(made, iter(made.batches), until=5)
+    made.stepper.mean_loss()
+    train(made, iter(made.batches), until=10)
+    with worth_capturing.places_that_wait() as places:
+        assert made.stepper.mean_loss(HardwareMonitor()).units == 5 * made.plan.global_batch_size
+    assert len(places) == 1, places
 
 
 @pytest.mark.parametrize("graph", [False, True])

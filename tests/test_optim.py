@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -18,11 +19,14 @@ from ddp_train.config.options.optimizer import AdadeltaConfig, AdamConfig, AdamW
 from ddp_train.config.options.schedule import ConstantConfig, CosineConfig, OneCycleConfig, PolynomialConfig, StepConfig
 from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.datasets import ArraySource
+from ddp_train.distributed.process_group import from_all_ranks
 from ddp_train.distributed.world import World
 from ddp_train.errors import NonFiniteLossError
+from ddp_train.optim import nan_guard
 from ddp_train.optim.nan_guard import DeviceNonFiniteCheck
 from ddp_train.optim.split_fused import in_parts
 from ddp_train.optim.stepper import Stepper
+from ddp_train.tasks import mean_loss
 from ddp_train.tasks.mean_loss import Mean, RunningLoss
 from ddp_train.training.loop import fit, train
 from tests.jobs import config_of, job_of, optimizer_of, schedule_of, table
@@ -384,3 +388,32 @@ def test_losses_that_lie_on_a_device_are_added_up_in_a_handful_of_kernels() -> N
     with calls:
         assert losses.mean("cpu") == Mean(4950, 400)
     assert calls.seen.total() - calls.seen["aten.view.default"] < 20, "not some for each loss"
+
+
+def look_at_losses(world: World) -> list[tuple[bool, Any, int, int]]:
+    """On rank 1 the loss of step 1 is bad, or none is."""
+    found = []
+    for scaled, bad in itertools.product((False, True), (False, True)):
+        optimizer = torch.optim.SGD([{"params": [nn.Parameter(torch.zeros(1))], "initial_lr": 1.0}], fused=True)
+        losses = RunningLoss()
+        check = DeviceNonFiniteCheck(optimizer, losses, scaled)
+        for step in range(3):
+            value = math.nan if bad and world.rank == 1 and step == 1 else float(step)
+            losses.add(torch.tensor(value), 2, MicroBatch(0, step, np.arange(2), 2, 1.0, is_last=True))
+        check.steps_skipped.fill_(2 * bad)  # as the device does, all steps from the bad one on
+        said, exchange = "", mock.Mock(wraps=from_all_ranks)
+        in_mean = mock.patch.object(mean_loss, "from_all_ranks", exchange)
+        with in_mean, mock.patch.object(nan_guard, "from_all_ranks", exchange):
+            try:
+                said = losses.mean("cpu", [check.to_exchange(3)])
+                exchanges = exchange.call_count
+            except NonFiniteLossError as error:
+                said, exchanges = f"{error.step} {error.rank}", 0
+        found.append((bad, said, exchanges, len(losses.seen)))
+    return found
+
+
+def test_bad_losses_that_a_device_kept_show_in_the_one_exchange_of_all_losses() -> None:
+    for found in on_ranks(3, look_at_losses):
+        good, bad = (False, Mean(9, 18), 1, 0), (True, "1 1", 0, 3)
+        assert found == [good, bad, good, bad], "the losses are kept where one was bad"

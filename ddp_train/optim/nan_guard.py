@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from ddp_train.distributed.connections import StopFlag
 from ddp_train.distributed.process_group import from_all_ranks
 from ddp_train.errors import NonFiniteLossError, PeersLostError
-from ddp_train.tasks.mean_loss import RunningLoss, is_finite
+from ddp_train.tasks.mean_loss import ExtraPayload, RunningLoss, is_finite
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +68,9 @@ class NonFiniteCheck:
     def check_losses(self, steps_done: int) -> None:
         """Raises NonFiniteLossError if `allows` let a non-finite loss pass in any step so far. May wait for the
         device."""
+
+    def to_exchange(self, steps_done: int) -> ExtraPayload | None:
+        """What does the same as `check_losses` in an exchange of others; None if there is nothing to check."""
 
     def check_weights(self, steps_done: int) -> None:
         """Raises NonFiniteLossError if a weight is not finite. Waits for the device: for checkpoints, not for steps."""
@@ -138,6 +141,8 @@ class DeviceNonFiniteCheck(NonFiniteCheck):
         self.stopped = torch.zeros((), device=device)
         self.one = torch.ones((), device=device)
         self.steps_skipped = torch.zeros((), device=device)
+        self.steps_done = 0
+        """By the host, when the flag was read last."""
         if not scaled:
             optimizer.found_inf = self.stopped  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -160,12 +165,28 @@ class DeviceNonFiniteCheck(NonFiniteCheck):
         return steps_done - int(self.steps_skipped)
 
     def check_losses(self, steps_done: int) -> None:
-        if self.scaled:
-            first_bad = torch.tensor(self.losses.first_bad_step(never=steps_done), device=self.one.device)
+        (flag,) = self.to_exchange(steps_done).collect()
+        self.deliver([[one] for one in from_all_ranks(flag).tolist()])
+
+    def to_exchange(self, steps_done: int) -> DeviceNonFiniteCheck:
+        self.steps_done = steps_done
+        return self
+
+    def collect(self) -> list[Tensor]:
+        """A scalar that says whether a step so far had a non-finite loss."""
+        if self.scaled and self.losses.seen:
+            return [torch.cat([torch.as_tensor(loss).view(-1) for loss, _, _ in self.losses.seen]).sum()]
+        # The same on all ranks, as the exchanged gradients are. Exchanged all the same: NCCL watches no collective of a
+        # replayed graph, but under torchrun it ends this one after launch.timeout_seconds if a rank hangs.
+        return [self.steps_skipped]
+
+    def deliver(self, of_ranks: list[list[float]]) -> None:
+        """Raises NonFiniteLossError if the scalar of one rank says so."""
+        flags, bad = [flag for (flag,) in of_ranks], self.steps_done
+        if not self.scaled:
+            bad -= int(max(flags))
+        elif not all(map(math.isfinite, flags)):
+            first_bad = torch.tensor(self.losses.first_bad_step(never=bad), device=self.one.device)
             bad = int(from_all_ranks(first_bad).min())
-        else:
-            # The same on all ranks, as the exchanged gradients are. Exchanged all the same: NCCL watches no collective
-            # of a replayed graph, but under torchrun it ends this one after launch.timeout_seconds if a rank hangs.
-            bad = steps_done - int(from_all_ranks(self.steps_skipped).max())
-        if bad < steps_done:
+        if bad < self.steps_done:
             raise self._explain(bad)

@@ -175,8 +175,8 @@ class Stepper:
 
         Raises NonFiniteLossError if a loss was not finite. Waits for the device. extra: is sent along with the losses.
         """
-        self.check_finite.check_losses(self.steps_done)
-        return self.losses.mean(self.device, extra)
+        extras = [self.check_finite.to_exchange(self.steps_done), extra]
+        return self.losses.mean(self.device, [one for one in extras if one])
 
     def check(self) -> None:
         """Raises NonFiniteLossError if a loss was not finite, or a weight is not: before a checkpoint."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import chain
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -45,9 +46,10 @@ class Mean:
 
 
 class ExtraPayload(Protocol):
-    """Numbers that are exchanged together with the losses, so that they need no collective of their own."""
+    """Numbers that are exchanged together with the losses, so that they need no collective of their own, and no further
+    wait for the device."""
 
-    def collect(self) -> list[float]:
+    def collect(self) -> Sequence[Seen]:
         """Those of this process; every rank has equally many."""
         ...
 
@@ -92,30 +94,32 @@ class RunningLoss:
         """The first optimizer step here with a loss that is not finite; `never` if there is none."""
         return min((micro_batch.step for loss, _, micro_batch in self.seen if not is_finite(loss)), default=never)
 
-    def mean(self, device: str, extra: ExtraPayload | None = None) -> Mean:
-        """The mean loss over all units of all processes, by one exchange; starts over. It has no units if every step
-        was skipped.
+    def mean(self, device: str, extras: Sequence[ExtraPayload] = ()) -> Mean:
+        """The mean loss over all units of all processes, by one exchange; starts over, unless an extra raises. It has
+        no units if every step was skipped.
 
-        Sums are exact before they are rounded, so they do not depend on who computed which micro-batch.
+        Sums are exact before they are rounded, so they do not depend on who computed which micro-batch. The host waits
+        for the device once; from then until the next step is launched that has nothing to do.
         """
-        if not (self.seen or extra):  # on all ranks alike: they skip the same steps
+        if not (self.seen or extras):  # on all ranks alike: they skip the same steps
             return Mean()
-        collected = extra.collect() if extra else []
+        payloads = [extra.collect() for extra in extras]
         counted = [loss if micro_batch.num_real else _zero(loss) for loss, _, micro_batch in self.seen]  # no stand-ins
         numbers = [units for _, units, _ in self.seen]
-        row, width = [*collected, *counted, *numbers], len(counted)
+        row, width = [*chain(*payloads), *counted, *numbers], len(counted)
         if ranks() == 1 and {*map(type, row)} <= {int, float}:  # an isinstance for each takes 20 us more
-            rows = [row]
+            rows = [cast(list[float], row)]
         else:
-            columns = [_column(values, device) for values in (collected, counted, numbers)]
-            rows, width = from_all_ranks(torch.cat(columns)).tolist(), len(columns[1])  # replicas have a column each
+            columns = [_column(values, device) for values in (*payloads, counted, numbers)]
+            rows, width = from_all_ranks(torch.cat(columns)).tolist(), len(columns[-2])  # replicas have a column each
+        first = 0
+        for extra, payload in zip(extras, payloads, strict=True):
+            extra.deliver([row[first : first + len(payload)] for row in rows])
+            first += len(payload)
         self.seen.clear()
         self.known_sum = self.known_units = 0.0
-        first, second = len(collected), len(collected) + width
-        if extra:
-            extra.deliver([row[:first] for row in rows])
-        total = math.fsum(loss for row in rows for loss in row[first:second])
-        return Mean(total, math.fsum(number for row in rows for number in row[second:]))
+        total = math.fsum(loss for row in rows for loss in row[first : first + width])
+        return Mean(total, math.fsum(number for row in rows for number in row[first + width :]))
 
 
 def _zero(loss: Seen) -> Seen:
@@ -126,9 +130,12 @@ def _column(values: Sequence[Seen], device: str) -> Tensor:
     """float64 [n], of numbers or of tensors. Tensors are converted together: a kernel for each loss of an epoch takes a
     small model a third of the epoch."""
     if not any(isinstance(value, Tensor) for value in values):
-        return torch.tensor(values, dtype=torch.float64, device=device)
-    parts = [
-        value.view(-1) if isinstance(value, Tensor) else torch.tensor([value], dtype=torch.float64, device=device)
-        for value in values
-    ]
+        return _sent(values, device)
+    parts = [value.view(-1) if isinstance(value, Tensor) else _sent([value], device) for value in values]
     return torch.cat(parts).to(device, torch.float64)
+
+
+def _sent(values: Sequence[Seen], device: str) -> Tensor:
+    """Numbers as float64 [n]. `torch.tensor(..., device=...)` would wait for a GPU."""
+    made = torch.tensor(values, dtype=torch.float64)
+    return made if device == "cpu" else made.pin_memory().to(device, non_blocking=True)
