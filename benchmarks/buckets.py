@@ -1,9 +1,11 @@
-"""Compiled DDP, cut into a graph for each bucket of gradients, or with all gradients in one bucket.
+"""Compiled DDP: cut into a graph for each bucket of gradients, with all gradients in one bucket, or as one graph.
 
-    torchrun --nproc_per_node=2 benchmarks/buckets.py [--models resnet50 vit_b_16] [--output PAGE.md]
+    torchrun --nproc_per_node=2 benchmarks/buckets.py [--models resnet50 vit_b_16 gpt2] [--output PAGE.md]
 
 torch's compiler cuts a model inside DDP for each bucket, so that gradients are exchanged while the backward pass runs.
-Both are alive in the same processes and run in turns, 20 steps each, bf16; ms a step, the median of the turns.
+With `torch._dynamo.config.optimize_ddp = False` it does not, and buckets are exchanged behind the backward pass. All
+are alive in the same processes and run in turns, 20 steps each, bf16; ms a step, the median of the turns. gpt2 is GPT-2
+124M with 1,024 tokens a sample.
 """
 
 from __future__ import annotations
@@ -11,43 +13,60 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from page import conditions, publish
 from torch import Tensor, nn
+from torch._inductor.compile_fx import compile_fx
 from torch.nn.parallel import DistributedDataParallel
 from torchvision import models
 
-CAPS = (25, 1000)
-"""MiB of a bucket: DDP's own, and more than these models have."""
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from ddp_train.models.gpt import Gpt
+
+MODES = {
+    "a graph for each bucket of 25 MiB": (25, True),
+    "one bucket": (1000, True),
+    "one graph, buckets of 25 MiB": (25, False),
+}
+"""MiB of a bucket: DDP's own, or more than these models have; whether the compiler cuts."""
 WARM_UP_STEPS = 15
+TOKENS, VOCABULARY, CLASSES = 1024, 50304, 1000
 
 Step = Callable[[Tensor, Tensor], Tensor]
 
 
-def training_step(arch: str, cap: int, device: torch.device) -> Step:
-    """Of a new model, and its loss."""
+def training_step(arch: str, cap: int, cuts: bool, device: torch.device, graphs: list[int]) -> Step:
+    """Of a new model, and its loss. graphs: takes the number of nodes of each graph that the compiler makes."""
     torch.manual_seed(0)
-    torch._dynamo.reset()
-    net = getattr(models, arch)().to(device, memory_format=torch.channels_last)
+    torch._dynamo.config.optimize_ddp = cuts  # read in the first step, when the compiler sees DDP
+    net = Gpt(VOCABULARY, TOKENS, 12, 12, 768).to(device) if arch == "gpt2" else getattr(models, arch)().to(device)
+    net = net.to(memory_format=torch.channels_last)
     ids = [device.index] if device.type == "cuda" else None
     wrapped = DistributedDataParallel(net, device_ids=ids, bucket_cap_mb=cap, gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9, fused=True)
     loss_of = nn.CrossEntropyLoss()
 
-    @torch.compile
-    def forward(images: Tensor, labels: Tensor) -> Tensor:
-        with torch.autocast(device.type, torch.bfloat16):
-            outputs = wrapped(images)
-        return loss_of(outputs.float(), labels)
+    def count_and_compile(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
+        graphs.append(len(graph.graph.nodes))
+        return compile_fx(graph, inputs)  # pyright: ignore[reportReturnType]
 
-    def step(images: Tensor, labels: Tensor) -> Tensor:
+    # A back end of its own: with the same one the compiler would take the graphs that it made for another mode.
+    @torch.compile(backend=count_and_compile)
+    def forward(inputs: Tensor, targets: Tensor) -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16):
+            outputs = wrapped(inputs)
+        return loss_of(outputs.flatten(0, -2).float(), targets.flatten())
+
+    def step(inputs: Tensor, targets: Tensor) -> Tensor:
         optimizer.zero_grad()
-        loss = forward(images, labels)
+        loss = forward(inputs, targets)
         loss.backward()
         optimizer.step()
         return loss.detach()
@@ -55,37 +74,50 @@ def training_step(arch: str, cap: int, device: torch.device) -> Step:
     return step
 
 
-def milliseconds(step: Step, images: Tensor, labels: Tensor, steps: int) -> tuple[float, float]:
+def milliseconds(step: Step, batch: tuple[Tensor, Tensor], steps: int) -> tuple[float, float]:
     """Of a step, and the last loss."""
     dist.barrier()
     began = time.perf_counter()
     for _ in range(steps - 1):
-        step(images, labels)
-    loss = step(images, labels).item()
+        step(*batch)
+    loss = step(*batch).item()
     return (time.perf_counter() - began) / steps * 1e3, loss
 
 
+def random_batch(arch: str, samples: int, side: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    if arch == "gpt2":
+        tokens = torch.randint(VOCABULARY, (samples, TOKENS + 1), device=device)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    images = torch.randn(samples, 3, side, side, device=device).to(memory_format=torch.channels_last)
+    return images, torch.randint(CLASSES, (samples,), device=device)
+
+
 def row(arch: str, arguments: argparse.Namespace, device: torch.device) -> str:
-    side, classes = arguments.side, 1000
-    images = torch.randn(arguments.batch, 3, side, side, device=device).to(memory_format=torch.channels_last)
-    labels = torch.randint(classes, (arguments.batch,), device=device)
-    steps = {cap: training_step(arch, cap, device) for cap in CAPS}
-    for step in steps.values():
-        milliseconds(step, images, labels, WARM_UP_STEPS)
-    times: dict[int, list[float]] = {cap: [] for cap in CAPS}
-    losses = dict.fromkeys(CAPS, 0.0)
+    samples = arguments.batch or (32 if arch == "gpt2" else 256)
+    batch = random_batch(arch, samples, arguments.side, device)
+    torch._dynamo.reset()  # of the model before: what it compiled would count as versions of this one
+    steps: dict[str, Step] = {}
+    graphs: dict[str, list[int]] = {mode: [] for mode in MODES}
+    for mode, (cap, cuts) in MODES.items():
+        steps[mode] = training_step(arch, cap, cuts, device, graphs[mode])
+        milliseconds(steps[mode], batch, WARM_UP_STEPS)
+    times: dict[str, list[float]] = {mode: [] for mode in MODES}
+    losses = dict.fromkeys(MODES, 0.0)
     for turn in range(arguments.turns):
-        for cap in CAPS[:: -1 if turn % 2 else 1]:
-            taken, losses[cap] = milliseconds(steps[cap], images, labels, arguments.steps)
-            times[cap].append(taken)
-    found = [f"{statistics.median(one):.2f} ({min(one):.2f} to {max(one):.2f})" for one in times.values()]
-    return f"| {arch} | {arguments.batch} | {' | '.join(found)} | {' '.join(f'{one:.2f}' for one in losses.values())} |"
+        for mode in list(MODES)[:: -1 if turn % 2 else 1]:
+            taken, losses[mode] = milliseconds(steps[mode], batch, arguments.steps)
+            times[mode].append(taken)
+    found = [
+        f"{statistics.median(one):.2f} ({min(one):.2f} to {max(one):.2f}), {len(graphs[mode])}"
+        for mode, one in times.items()
+    ]
+    return f"| {arch} | {samples} | {' | '.join(found)} | {' '.join(f'{one:.2f}' for one in losses.values())} |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["resnet50", "vit_b_16"])
-    parser.add_argument("--batch", type=int, default=256, help="images of a process")
+    parser.add_argument("--models", nargs="+", default=["resnet50", "vit_b_16", "gpt2"])
+    parser.add_argument("--batch", type=int, help="samples of a process; 256, gpt2: 32")
     parser.add_argument("--side", type=int, default=224)
     parser.add_argument("--steps", type=int, default=20, help="in a turn")
     parser.add_argument("--turns", type=int, default=6)
@@ -100,16 +132,15 @@ def main() -> None:
     torch.backends.cudnn.benchmark = True
     rows = [row(arch, arguments, device) for arch in arguments.models]
     if dist.get_rank() == 0:
-        columns = " | ".join(f"buckets of {cap} MiB" for cap in CAPS)
         publish(
             [
-                f"# One bucket of gradients or many, {dist.get_world_size()} x {device.type}",
+                f"# Graphs and buckets of compiled DDP, {dist.get_world_size()} x {device.type}",
                 "",
-                "ms a step, and in brackets the fastest turn and the slowest. What is measured stands in the head of",
-                "`benchmarks/buckets.py`.",
+                "ms a step, in brackets the fastest turn and the slowest, and the number of graphs. What is measured",
+                "stands in the head of `benchmarks/buckets.py`.",
                 "",
-                f"| | batch a process | {columns} | last losses |",
-                "|---|---:|---:|---:|---:|",
+                f"| | batch a process | {' | '.join(MODES)} | last losses |",
+                "|---|---:|---:|---:|---:|---:|",
                 *rows,
                 "",
                 *conditions(

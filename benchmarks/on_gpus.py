@@ -34,6 +34,7 @@ OF_KERNELS = "our_kernels"
 ELSEWHERE = (*ON_TWO, "test_each_network", OF_KERNELS, *OF_SUMS)
 """Parts of the names of tests."""
 FP16 = "launch.py tuning=max, fp16, batch 1024"
+TORCHRUN = "PYTHON -m torch.distributed.run --standalone --nproc_per_node=2"
 CAPTURED = "'launch.py, recommended' 'launch.py, captured'"
 AS_RECOMMENDED = "'plain DDP, compiled' 'Accelerate, compiled' 'Lightning Trainer, compiled' 'launch.py, recommended'"
 SUMS_IN_FP16 = "'launch.py, fp16' 'launch.py, fp16, conv_sums'"
@@ -69,6 +70,10 @@ def speed(name: str, only: str) -> Work:
 
 
 WORK = [
+    *(
+        Work(f"buckets_{name}", 2, 280, f"{TORCHRUN} benchmarks/buckets.py --models {name} --output FOLDER/{name}.md")
+        for name in ("gpt2", "vit_b_16", "resnet50")
+    ),
     models("resnet50", "sums_fp16", SUMS_IN_FP16, flags="--batch 1024 --at-once 1", limit=420),
     *(models(name, "captured", CAPTURED, limit=200) for name in ("vit", "resnet18", "GPT 24")),
     models("resnet18", "sums_fp16", SUMS_IN_FP16),
