@@ -103,6 +103,7 @@ class Nvml:
         uuids = [name.removeprefix("GPU-") for name in self.known]
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: SimpleNamespace(uuid=uuids[number]))
         monkeypatch.setattr(hardware_monitor, "_peak_of_torch", lambda number: 2 * GIB)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda number: None)
 
     def handle(self, name: str) -> int:
         if name not in self.known:
@@ -146,10 +147,12 @@ def test_samples_become_one_number_and_a_gap_is_told_once(
     assert (numbers["process_gpu_memory_gib"], numbers["torch_memory_gib"]) == (3, 2)
     assert math.isnan(numbers["power_watts"])
     assert [r.message for r in caplog.records] == ["not all figures of GPUs are known: NVML says Not Supported"]
-    measured = HardwareMonitor(gpus)
+    measured, nvml.joules = HardwareMonitor(gpus), 6 * 3600.0
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda number: gpus.sample())  # what takes energy ends then
     measured.deliver([measured.collect()])
     line = measured.interval(1.0)
     assert "power_watts" not in line and line["temperature_celsius"] == [60, 60]
+    assert line["energy_wh"] == [3, 3], "it is of work that is done"
     assert measured.short_of_gpus() == "GPU 100% 4.0 GiB"
 
 

@@ -175,7 +175,8 @@ class DeviceNonFiniteCheck(NonFiniteCheck):
     def collect(self) -> list[Tensor]:
         """A scalar that says whether a step so far had a non-finite loss."""
         if self.scaled and self.losses.seen:
-            return [torch.cat([torch.as_tensor(loss).view(-1) for loss, _, _ in self.losses.seen]).sum()]
+            seen = torch.cat([torch.as_tensor(loss).view(-1) for loss, _, _ in self.losses.seen])
+            return [seen.sum(dtype=torch.float64).to(self.one.device)]
         # The same on all ranks, as the exchanged gradients are. Exchanged all the same: NCCL watches no collective of a
         # replayed graph, but under torchrun it ends this one after launch.timeout_seconds if a rank hangs.
         return [self.steps_skipped]

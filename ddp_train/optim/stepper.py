@@ -176,7 +176,7 @@ class Stepper:
         Raises NonFiniteLossError if a loss was not finite. Waits for the device. extra: is sent along with the losses.
         """
         extras = [self.check_finite.to_exchange(self.steps_done), extra]
-        return self.losses.mean(self.device, [one for one in extras if one])
+        return self.losses.mean(self.device, [one for one in extras if one is not None])
 
     def check(self) -> None:
         """Raises NonFiniteLossError if a loss was not finite, or a weight is not: before a checkpoint."""

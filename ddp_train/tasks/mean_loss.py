@@ -46,8 +46,7 @@ class Mean:
 
 
 class ExtraPayload(Protocol):
-    """Numbers that are exchanged together with the losses, so that they need no collective of their own, and no further
-    wait for the device."""
+    """Numbers that are exchanged together with the losses, so that they need no collective of their own."""
 
     def collect(self) -> Sequence[Seen]:
         """Those of this process; every rank has equally many."""
@@ -99,7 +98,7 @@ class RunningLoss:
         no units if every step was skipped.
 
         Sums are exact before they are rounded, so they do not depend on who computed which micro-batch. The host waits
-        for the device once; from then until the next step is launched that has nothing to do.
+        for the device once; from then until the next step is launched the device is idle.
         """
         if not (self.seen or extras):  # on all ranks alike: they skip the same steps
             return Mean()
@@ -137,5 +136,5 @@ def _column(values: Sequence[Seen], device: str) -> Tensor:
 
 def _sent(values: Sequence[Seen], device: str) -> Tensor:
     """Numbers as float64 [n]. `torch.tensor(..., device=...)` would wait for a GPU."""
-    made = torch.tensor(values, dtype=torch.float64)
+    made = torch.tensor(values, dtype=torch.float64, device="cpu")
     return made if device == "cpu" else made.pin_memory().to(device, non_blocking=True)

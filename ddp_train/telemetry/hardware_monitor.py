@@ -64,7 +64,10 @@ class HardwareMonitor:
         self.wall, self.processor = time.perf_counter(), time.process_time()
 
     def collect(self) -> list[float]:
-        """This process's numbers since the last call: PROCESS_METRICS, then GPU_METRICS for each of its GPUs."""
+        """This process's numbers since the last call: PROCESS_METRICS, then GPU_METRICS for each of its GPUs. Waits for
+        these: an interval of metrics ends with work that is done."""
+        if self.gpus:
+            self.gpus.wait()
         wall, processor = time.perf_counter(), time.process_time()
         cores = (processor - self.processor) / max(wall - self.wall, 1e-9)
         self.wall, self.processor = wall, processor
@@ -190,6 +193,11 @@ class GpuSampler:
         if not self.told:
             self.told = True
             log.info("not all figures of GPUs are known: NVML says %s", error)
+
+    def wait(self) -> None:
+        """Until all is done that was given to the GPUs."""
+        for number in self.numbers:
+            torch.cuda.synchronize(number)
 
     def take(self) -> list[float]:
         """GPU_METRICS for each GPU, over the samples since the last call; without any, the latest."""
