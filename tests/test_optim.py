@@ -417,3 +417,52 @@ def test_bad_losses_that_a_device_kept_show_in_the_one_exchange_of_all_losses() 
     for found in on_ranks(3, look_at_losses):
         good, bad = (False, Mean(9, 18), 1, 0), (True, "1 1", 0, 3)
         assert found == [good, bad, good, bad], "the losses are kept where one was bad"
+
+
+class Gated(nn.Module):
+    """The bias of the gate is the smallest parameter, and its gradient is zero: the gate lets nothing through."""
+
+    def __init__(self, bad_rank: int, bad_call: int) -> None:
+        super().__init__()
+        self.gate, self.head = nn.Linear(8, 1), nn.Linear(8, 10)
+        nn.init.constant_(self.gate.bias, -100.0)
+        self.bad_rank, self.bad_call, self.calls = bad_rank, bad_call, 0
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        self.calls += self.training
+        outputs = self.head(rows) + torch.relu(self.gate(rows))
+        is_bad = self.calls == self.bad_call and torch.distributed.get_rank() == self.bad_rank
+        return outputs * math.nan if is_bad else outputs
+
+
+def run_past_a_closed_gate(world: World, on_device: bool, skip: bool) -> tuple[Any, ...]:
+    train = {"global_batch_size": 24, "epochs": 1, "on_non_finite": "skip" if skip else "stop"}
+    model = {
+        "_target_": f"{__name__}.Gated",
+        "bad_rank": 1,
+        "bad_call": 5,
+    }  # the third step: DDP is warmed up by two passes
+    tuning = {"optimizer": "fused"} if on_device else {}
+    source = ArraySource(torch.randn(96, 8, generator=torch.Generator().manual_seed(0)), torch.arange(96) % 10)
+    config = config_of(world, model=model, train=train, tuning=tuning, data={"_target_": f"{__name__}.Gated"})
+    job = job_of(config, world, (source, source))
+    stepper: Any = job.stepper
+    if on_device:
+        stepper.unreported.check_finite = DeviceNonFiniteCheck(stepper.optimizer, stepper.losses)
+    try:
+        fit(job)
+        stepper.mean_loss()
+    except NonFiniteLossError as error:
+        said: Any = error.rank, error.step
+    else:
+        said = "trained"
+    return said, job.step, all(bool(parameter.isfinite().all()) for parameter in stepper.parameters)
+
+
+@pytest.mark.parametrize(
+    ("on_device", "skip", "expected"),
+    [(False, False, ((1, 2), 2, True)), (False, True, ("trained", 4, True)), (True, False, ((1, 2), 4, True))],
+)
+def test_a_layer_that_gives_no_gradient_hides_no_bad_loss(on_device: bool, skip: bool, expected: Any) -> None:
+    """A ReLU that lets nothing through gives zero for a gradient that is NaN."""
+    assert on_ranks(3, run_past_a_closed_gate, on_device, skip) == [expected] * 3

@@ -1,15 +1,16 @@
 """Finds a loss that is NaN or infinite on any rank, keeps it out of the weights, and names rank, step and samples.
 
 `Stepper.backward` turns such a loss into NaN gradients, and the gradient exchange spreads them to every rank. So all
-ranks agree without a collective of their own: each looks at one gradient. Gradients that are not finite although the
-loss is (sqrt at 0) can escape that look; they make the weights non-finite, the next loss shows it, and such weights are
-never saved.
+ranks agree without a collective of their own: each looks at one gradient, to which a hook brings the NaN whatever lies
+between. Gradients that are not finite although the loss is (sqrt at 0) can escape that look; they make the weights
+non-finite, the next loss shows it, and such weights are never saved.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,18 @@ from ddp_train.errors import NonFiniteLossError, PeersLostError
 from ddp_train.tasks.mean_loss import ExtraPayload, RunningLoss, is_finite
 
 log = logging.getLogger(__name__)
+
+
+class Poison:
+    """A hook of a parameter: makes its gradient NaN where the loss is not finite. The backward pass alone does not: a
+    ReLU that lets nothing through gives zero for NaN. Knows no parameter, and so keeps none alive."""
+
+    def __init__(self) -> None:
+        self.zero: Tensor | None = None
+        """The loss times zero, a scalar; None if the loss is known to be finite."""
+
+    def __call__(self, gradient: Tensor) -> Tensor | None:
+        return None if self.zero is None else gradient * (self.zero + 1).to(gradient.dtype)
 
 
 class NonFiniteCheck:
@@ -45,10 +58,11 @@ class NonFiniteCheck:
         self.base_lr = optimizer.param_groups[0]["initial_lr"]
         self.peers: StopFlag | None = None
         """Says that gradients may be what an aborted exchange left."""
-        self.sentinel = nn.Parameter(requires_grad=False)
+        self.poison = Poison()
+        trained = [parameter for parameter in self.parameters if parameter.requires_grad]
+        self.sentinel = min(trained or self.parameters, key=Tensor.numel)
         """The parameter whose gradient is looked at: the smallest."""
-        self.sentinel_is_short = False
-        """To be read without a kernel, which takes 3 us less."""
+        self.hooked = self.sentinel.register_hook(self.poison) if trained else None
 
     def allows(self, step: int, norm: Tensor | None) -> bool:
         """Whether the optimizer step may be taken. norm: of all gradients, if it is known.
@@ -81,18 +95,19 @@ class NonFiniteCheck:
         """A scalar that is not finite if a loss was not: of the smallest gradient, which costs least to read."""
         if self.allow_missing_grads:
             return nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None]).item()
-        gradient = self.sentinel.grad
-        if gradient is None:
-            gradient = self._new_sentinel()
-        return sum(gradient.tolist()) if self.sentinel_is_short else gradient.sum().item()
+        gradient = self.gradient_to_check()
+        if gradient.is_cpu and gradient.ndim == 1 and len(gradient) <= 64:  # without a kernel, which takes 3 us more
+            return sum(gradient.tolist())
+        return gradient.sum().item()
 
-    def _new_sentinel(self) -> Tensor:
-        """Chooses it among the parameters with a gradient. Returns its gradient."""
-        self.sentinel = min((p for p in self.parameters if p.grad is not None), key=Tensor.numel)
-        gradient = self.sentinel.grad
-        assert gradient is not None
-        self.sentinel_is_short = gradient.is_cpu and gradient.ndim == 1 and len(gradient) <= 64
-        return gradient
+    def gradient_to_check(self) -> Tensor:
+        """Of the sentinel. Where no loss depends on that one, another takes its place from the next step on."""
+        if self.sentinel.grad is None:
+            self.sentinel = min((p for p in self.parameters if p.grad is not None), key=Tensor.numel)
+            if self.hooked:
+                self.hooked.remove()
+            self.hooked = self.sentinel.register_hook(self.poison)
+        return cast(Tensor, self.sentinel.grad)
 
     def _is_overflow(self, step: int) -> bool:
         """What to do about gradients that are not finite: True leaves the step to the GradScaler, which sees that
@@ -148,9 +163,7 @@ class DeviceNonFiniteCheck(NonFiniteCheck):
 
     def allows(self, step: int, norm: Tensor | None) -> bool:
         if not self.scaled:
-            checked = norm if norm is not None else self.sentinel.grad
-            if checked is None:
-                checked = self._new_sentinel()
+            checked = norm if norm is not None else self.gradient_to_check()
             # What GradScaler does, with a scale of one: sets the flag if a number is not finite, and never resets it.
             torch._amp_foreach_non_finite_check_and_unscale_(  # pyright: ignore[reportPrivateImportUsage]
                 [checked], self.stopped, self.one

@@ -101,11 +101,18 @@ class Stepper:
             start = self.constants.get(value)
             if start is None:  # kept: making a tensor costs more than all the rest of this method
                 start = self.constants[value] = torch.full_like(loss, value)
+            self.check_finite.poison.zero = None if value == micro_batch.scale else start
         else:  # looking at the loss would wait for the GPU
             seen = loss.detach().clone()  # a compiled model with CUDA graphs of its own writes the next loss there
-            start = seen * 0 + micro_batch.scale
+            start = self.start(seen, micro_batch.scale)
         self.losses.add(seen, number, micro_batch)
         torch.autograd.backward((loss,), (self.scaler.scale(start) if self.scaled else start,))
+
+    def start(self, loss: Tensor, scale: float | Tensor) -> Tensor:
+        """What a backward pass starts from on a GPU: `scale`, or NaN where the loss is not finite."""
+        zero = loss * 0
+        self.check_finite.poison.zero = zero if zero.ndim == 0 else zero.sum()  # of replicas
+        return zero + scale
 
     def count(self, units: Tensor | None, scale: float | Tensor, is_last: bool) -> None:
         """Begins the exchange of a step's number of units, beside the backward pass that follows."""

@@ -219,7 +219,7 @@ class GraphedStepper(Stepper):
         with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
             loss, units = self.wrapped(static)
             self.count(units, self.scale, is_last=True)
-            start = loss.detach() * 0 + self.scale
+            start = self.start(loss.detach(), self.scale)
             torch.autograd.backward((loss,), (self.scaler.scale(start) if self.scaled else start,))
             self.update()
         self.loss, self.units = loss.detach(), units
