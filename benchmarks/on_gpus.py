@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PYTEST = "PYTHON -m pytest -p no:cacheprovider -q -rA --tb=short"
 ONE_BY_ONE = f"{PYTEST} -x"
 """pytest prints failures at its end, which a job that is stopped at its limit does not reach."""
+OF_BAD_LOSSES = ("stays_out", "waits_once")
 ON_TWO = ("costs_no_step", "go_and_come_back", "exchange_gradients", "capture_together", "suspended", "hangs_before",
           "session_learns")  # fmt: skip
 OF_SUMS = ("sum_up_their", "by_the_sums")
@@ -70,6 +71,7 @@ def speed(name: str, only: str) -> Work:
 
 
 WORK = [
+    Work("test_bad_losses", 1, 120, f"{PYTEST} tests/test_gpu.py -k '{' or '.join(OF_BAD_LOSSES)}'"),
     *(
         Work(f"buckets_{name}", 2, 280, f"{TORCHRUN} benchmarks/buckets.py --models {name} --output FOLDER/{name}.md")
         for name in ("gpt2", "vit_b_16", "resnet50")

@@ -106,7 +106,7 @@ def job(world: World, case: dict[str, Any], graph: bool, first_step: int = 0, **
         machine,
         deterministic=True,
         strategy={"name": "ddp" if torch.distributed.is_initialized() else "single"},
-        model={"name": "cnn", "channels": 8} | case.get("model", {}),
+        model=case.get("own_model") or {"name": "cnn", "channels": 8} | case.get("model", {}),
         data={"name": "digits"} | case.get("data", {}),
         train={"epochs": 4} | case.get("train", {}),
         optimizer=case.get("optimizer", {"name": "sgd"}),
@@ -269,15 +269,29 @@ def test_ranks_capture_together_or_not_at_all() -> None:
             assert largest_difference(one, state) == 0
 
 
+class Closed(nn.Module):
+    """Its smallest parameter is a gate that lets nothing through, a NaN of the backward pass neither."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.gate = nn.Linear(64, 10), nn.Parameter(torch.tensor([-100.0]))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(images.flatten(1)) + torch.relu(self.gate)
+
+
+@pytest.mark.parametrize("own_model", [{}, {"_target_": f"{__name__}.Closed"}], ids=["cnn", "a closed gate"])
 @pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize(
     ("precision", "optimizer"), [("fp32", "sgd"), ("fp16", "sgd"), ("fp32", "lamb"), ("fp16", "lars")]
 )
-def test_a_bad_loss_stays_out_of_the_weights_until_the_host_looks(graph: bool, precision: str, optimizer: str) -> None:
+def test_a_bad_loss_stays_out_of_the_weights_until_the_host_looks(
+    graph: bool, precision: str, optimizer: str, own_model: dict[str, Any]
+) -> None:
     sources = datasets_of(DigitsConfig(), 0)
     poisoned = 700
     sources[0].inputs[poisoned] = math.nan  # pyright: ignore[reportAttributeAccessIssue]
-    case = {"tuning": {"precision": precision}, "optimizer": {"name": optimizer}}
+    case = {"tuning": {"precision": precision}, "optimizer": {"name": optimizer}, "own_model": own_model}
     made = job(World(), case, graph, sources=sources)
     bad = [step for step in range(15, 45) if poisoned in made.plan.global_batch(step)]
     if not graph:
