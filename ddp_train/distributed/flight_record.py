@@ -11,8 +11,8 @@ from ddp_train.distributed.process_group import backend
 
 
 def write(path: Path, part: Path) -> None:
-    """Writes the record as torch gives it (JSON), first as `part`: whoever finds `path` finds the whole of it. No
-    collective is recorded while a CUDA graph is replayed."""
+    """Writes the record as torch gives it (JSON) to `part`, and renames that to `path`: no reader sees half a record.
+    No collective is recorded while a CUDA graph is replayed."""
     name = "_dump_nccl_trace_json" if backend() == "nccl" else "_dump_fr_trace_json"
     part.write_bytes(getattr(c10d, name)())
     part.replace(path)
