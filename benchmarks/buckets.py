@@ -1,6 +1,6 @@
-"""Compiled DDP: cut into a graph for each bucket of gradients, with all gradients in one bucket, or as one graph.
+"""Compiled DDP: cut into a graph for each bucket of gradients, with larger buckets, or as one graph.
 
-    torchrun --nproc_per_node=2 benchmarks/buckets.py [--models resnet50 vit_b_16 gpt2] [--output PAGE.md]
+    torchrun --nproc_per_node=2 benchmarks/buckets.py [--models resnet50 vit_b_16 gpt2] [--batch 32] [--output PAGE.md]
 
 torch's compiler cuts a model inside DDP for each bucket, so that gradients are exchanged while the backward pass runs.
 With `torch._dynamo.config.optimize_ddp = False` it does not, and buckets are exchanged behind the backward pass. All
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import statistics
 import sys
 import time
@@ -31,25 +32,28 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from ddp_train.models.gpt import Gpt
 
 MODES = {
-    "a graph for each bucket of 25 MiB": (25, True),
-    "one bucket": (1000, True),
-    "one graph, buckets of 25 MiB": (25, False),
+    "25 MiB": (lambda _: 25, True),
+    "quarters": (lambda gradients: gradients / 4, True),
+    "one bucket": (lambda gradients: gradients, True),
+    "one graph": (lambda _: 25, False),
 }
-"""MiB of a bucket: DDP's own, or more than these models have; whether the compiler cuts."""
+"""MiB of a bucket, of those of all gradients; whether the compiler cuts. 25 MiB are DDP's own."""
 WARM_UP_STEPS = 15
 TOKENS, VOCABULARY, CLASSES = 1024, 50304, 1000
 
 Step = Callable[[Tensor, Tensor], Tensor]
 
 
-def training_step(arch: str, cap: int, cuts: bool, device: torch.device, graphs: list[int]) -> Step:
+def training_step(arch: str, mode: str, device: torch.device, graphs: list[int]) -> Step:
     """Of a new model, and its loss. graphs: takes the number of nodes of each graph that the compiler makes."""
     torch.manual_seed(0)
+    bucket_of, cuts = MODES[mode]
     torch._dynamo.config.optimize_ddp = cuts  # read in the first step, when the compiler sees DDP
     net = Gpt(VOCABULARY, TOKENS, 12, 12, 768).to(device) if arch == "gpt2" else getattr(models, arch)().to(device)
     net = net.to(memory_format=torch.channels_last)
     ids = [device.index] if device.type == "cuda" else None
-    wrapped = DistributedDataParallel(net, device_ids=ids, bucket_cap_mb=cap, gradient_as_bucket_view=True)
+    cap = bucket_of(sum(parameter.nbytes for parameter in net.parameters()) / 2**20)
+    wrapped = DistributedDataParallel(net, device_ids=ids, bucket_cap_mb=cap, gradient_as_bucket_view=True)  # pyright: ignore[reportArgumentType]  int only by its hint
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9, fused=True)
     loss_of = nn.CrossEntropyLoss()
 
@@ -97,14 +101,14 @@ def row(arch: str, arguments: argparse.Namespace, device: torch.device) -> str:
     batch = random_batch(arch, samples, arguments.side, device)
     torch._dynamo.reset()  # of the model before: what it compiled would count as versions of this one
     steps: dict[str, Step] = {}
-    graphs: dict[str, list[int]] = {mode: [] for mode in MODES}
-    for mode, (cap, cuts) in MODES.items():
-        steps[mode] = training_step(arch, cap, cuts, device, graphs[mode])
+    graphs: dict[str, list[int]] = {mode: [] for mode in arguments.modes}
+    for mode in arguments.modes:
+        steps[mode] = training_step(arch, mode, device, graphs[mode])
         milliseconds(steps[mode], batch, WARM_UP_STEPS)
-    times: dict[str, list[float]] = {mode: [] for mode in MODES}
-    losses = dict.fromkeys(MODES, 0.0)
+    times: dict[str, list[float]] = {mode: [] for mode in arguments.modes}
+    losses = dict.fromkeys(arguments.modes, 0.0)
     for turn in range(arguments.turns):
-        for mode in list(MODES)[:: -1 if turn % 2 else 1]:
+        for mode in arguments.modes[:: -1 if turn % 2 else 1]:
             taken, losses[mode] = milliseconds(steps[mode], batch, arguments.steps)
             times[mode].append(taken)
     found = [
@@ -117,6 +121,7 @@ def row(arch: str, arguments: argparse.Namespace, device: torch.device) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["resnet50", "vit_b_16", "gpt2"])
+    parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES))
     parser.add_argument("--batch", type=int, help="samples of a process; 256, gpt2: 32")
     parser.add_argument("--side", type=int, default=224)
     parser.add_argument("--steps", type=int, default=20, help="in a turn")
@@ -139,12 +144,12 @@ def main() -> None:
                 "ms a step, in brackets the fastest turn and the slowest, and the number of graphs. What is measured",
                 "stands in the head of `benchmarks/buckets.py`.",
                 "",
-                f"| | batch a process | {' | '.join(MODES)} | last losses |",
-                "|---|---:|---:|---:|---:|---:|",
+                f"| | batch a process | {' | '.join(arguments.modes)} | last losses |",
+                f"|---|---:|{'---:|' * (len(arguments.modes) + 1)}",
                 *rows,
                 "",
                 *conditions(
-                    f"buckets.py --models {' '.join(arguments.models)}",
+                    f"buckets.py {shlex.join(sys.argv[1:])}",
                     packages=("torchvision",),
                     start=f"torchrun --nproc_per_node={dist.get_world_size()}",
                 ),

@@ -157,8 +157,8 @@ def main() -> None:
             "launch.py, tuning=max, torch's own kernels": lambda batch, run_dir: ours(
                 corpus, batch, steps, n, run_dir, "tuning=max", "tuning.triton_kernels=false"
             ),
-            "launch.py, tuning=max, one bucket": lambda batch, run_dir: ours(  # one graph, and nothing overlaps
-                corpus, batch, steps, n, run_dir, "tuning=max", "strategy.bucket_cap_mb=1000"
+            "launch.py, tuning=max, cut at buckets": lambda batch, run_dir: ours(
+                corpus, batch, steps, n, run_dir, "tuning=max", "tuning.one_graph=false"
             ),
             "launch.py, tuning=max, muon": lambda batch, run_dir: ours(corpus, batch, steps, n, run_dir, *MUON),
         }

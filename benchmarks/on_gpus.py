@@ -62,7 +62,7 @@ def models(name: str, job: str = "models", contenders: str = AS_RECOMMENDED, fla
 def gpt2(name: str, gpus: int, limit: int) -> Work:
     only = "--batches 64 --only 'launch.py, tuning=max' 'plain DDP, compiled'"
     if gpus > 1:
-        only += " 'launch.py, tuning=max, one bucket'"
+        only += " 'launch.py, tuning=max, cut at buckets'"
     return Work(name, gpus, limit, f"PYTHON benchmarks/gpt2.py --processes {gpus} {only} --output FOLDER/{name}.md")
 
 

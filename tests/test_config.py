@@ -1134,6 +1134,7 @@ def test_no_file_is_blamed_for_what_the_command_line_said() -> None:
             "tuning.channels_last=true has no effect: model=mlp has no convolution",
         ),
         ("tuning.compile_mode=max-autotune", "tuning.compile_mode=max-autotune has no effect: tuning.compile=false"),
+        ("tuning.one_graph=true", "tuning.one_graph=true has no effect: tuning.compile=false"),
     ],
 )
 def test_a_switch_without_effect_is_noted(line: str, notice: str) -> None:
@@ -1234,7 +1235,7 @@ def test_a_config_that_was_frozen_earlier_is_read() -> None:
     config = load_frozen(EARLIER.read_text())
     assert config.strategy == OrderedConfig(virtual_shards=8)
     assert (config.data.placement, config.hooks, config.reasons) == ("host", [], {})
-    assert config.tuning.triton_kernels is False, "it goes on with the bits that it had"
+    assert (config.tuning.triton_kernels, config.tuning.one_graph) == (False, False), "it goes on with its bits"
     assert load_frozen(to_text(config)) == config
 
 

@@ -433,6 +433,7 @@ class Nvml:
             "DeviceGetMaxPcieLinkWidth": lambda card: 16,
             "DeviceGetMaxPcieLinkGeneration": lambda card: 5,
             "DeviceGetNvLinkState": lambda card, link: int(self.known(link < card.get("links", 18) or None)),
+            "DeviceGetP2PStatus": lambda one, other, _: self.known(max(one.get("p2p", 0), other.get("p2p", 0))),
             "DeviceGetFieldValues": lambda card, _: [
                 mock.Mock(nvmlReturn=pynvml.NVML_SUCCESS, value=mock.Mock(uiVal=26562))
             ],
@@ -529,6 +530,20 @@ def test_other_gpus_than_the_lost_one_are_used(monkeypatch: pytest.MonkeyPatch, 
     assert found and [one.error for one in found.gpus] == ["GPU is lost", ""]
     with Nvml({"lost": True}):
         assert detect_hardware(None).lost == detect_hardware("GPU-0").lost == ("GPU 0: GPU is lost",)
+
+
+def test_nvlink_is_seen_between_the_gpus_that_are_visible() -> None:
+    apart: dict[str, Any] = {"p2p": pynvml.NVML_P2P_STATUS_DISABLED_BY_REGKEY}
+    with Nvml({}, {}, apart):
+        assert [detect_hardware(visible).nvlink for visible in (None, "0,1", "1,2")] == [False, True, False]
+        assert not detect_hardware("0").nvlink, "other processes see the others"
+    with Nvml({}, {}):
+        assert detect_hardware("0").nvlink and detect_hardware("GPU-1,GPU-0").nvlink
+        assert not detect_hardware("MIG-1,MIG-2").nvlink, "parts of a GPU have no links"
+    with Nvml({}), Nvml({}):
+        assert not detect_hardware(None).nvlink, "there is no other"
+    with Nvml({}, {"lost": True}):
+        assert not detect_hardware(None).nvlink
 
 
 def test_a_driver_that_does_not_count_its_gpus_has_none() -> None:

@@ -212,13 +212,16 @@ class Layers(nn.Module):
         return hidden
 
 
-def graphs_and_gradient(world: World, options: dict[str, Any] | None = None) -> list[tuple[int, Tensor]]:
+def graphs_and_gradient(
+    world: World, options: dict[str, Any] | None = None, one_graph: bool = False
+) -> list[tuple[int, Tensor]]:
     """How many graphs torch's compiler makes of a model whose layers have gradients of 1 MiB each, with buckets of as
     much, and of less than the compiler allows."""
     found = []
     for bucket_mb in (1.0, 0.5):
         torch._dynamo.reset()
-        config = config_of(world, strategy={"name": "ddp", "bucket_cap_mb": bucket_mb, **(options or {})})
+        sections = {"strategy": {"name": "ddp", "bucket_cap_mb": bucket_mb, **(options or {})}}
+        config = config_of(world, **sections, tuning={"one_graph": one_graph})
         torch.manual_seed(0)
         strategy = build_strategy(config, world, "cpu")
         module = strategy.place(ModelWithTask(Layers(), Classification(), "cpu", None))
@@ -244,3 +247,6 @@ def test_a_process_that_is_alone_compiles_one_graph() -> None:
         assert many > 1 == one
         for found in (gradient, other):
             torch.testing.assert_close(found, alone[0][1])
+    for (uncut, gradient), (one, _) in on_ranks(3, graphs_and_gradient, None, True):
+        assert uncut == one == 1, "tuning.one_graph"
+        torch.testing.assert_close(gradient, alone[0][1])

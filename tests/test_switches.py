@@ -318,6 +318,17 @@ def wrapped(case: Case) -> Any:
         dist.destroy_process_group()
 
 
+GPT_ON_FOUR = "data=text data.length=1024 model=gpt model.layers=12 model.width=768 launch.nproc_per_node=4"
+
+
+def cut_at_buckets(case: Case) -> bool:
+    """Whether torch's compiler makes a graph for each bucket of gradients."""
+    several = mock.patch("ddp_train.parallel.compiled.ranks", lambda: 2)
+    with torch._dynamo.config.patch(optimize_ddp=True), several:
+        wrapped(case)
+        return bool(torch._dynamo.config.optimize_ddp)
+
+
 @pytest.mark.parametrize(("ranks", "sent"), [(1, False), (2, True)])
 def test_buffers_are_sent_only_where_somebody_receives_them(
     ranks: int, sent: bool, monkeypatch: pytest.MonkeyPatch
@@ -869,6 +880,7 @@ ROWS: dict[str, Row] = {
     "tuning.cudnn_benchmark": Row("tuning.cudnn_benchmark=false", process_flags, machine=GPU),
     "tuning.tf32": Row("tuning.tf32=false", process_flags, machine=GPU),
     "tuning.triton_kernels": Row("tuning.triton_kernels=false", loss_of_tokens, TEXT, GPU),
+    "tuning.one_graph": Row("tuning.one_graph=true", cut_at_buckets, "tuning.compile=true"),
     "tuning.conv_sums": Row("tuning.conv_sums=true", problems, machine=GPU),
     "tuning.compile": Row("tuning.compile=true", compiled),
     "tuning.compile_mode": Row(
@@ -1049,6 +1061,33 @@ def test_the_plan_says_why() -> None:
         "cudnn_benchmark (deterministic=true), compile (deterministic=true), cuda_graph (because of optimizer)"
     )
     assert rows("tuning=none", GPU) == {"tuning": "none: precision fp32, optimizer loop"}
+
+
+@pytest.mark.parametrize(
+    ("words", "nvlink", "on", "off"),
+    [
+        ("", True, "one_graph (NVLink)", ""),
+        ("", False, "", "one_graph (no NVLink between all GPUs)"),
+        ("strategy.bucket_cap_mb=100", True, "", "one_graph (strategy.bucket_cap_mb)"),
+        (TWO_HOSTS, True, "", "one_graph (several hosts)"),
+        ("launch.nnodes=1:2 launch.rdzv_endpoint=a:1 run_dir=here", True, "", "one_graph (several hosts)"),
+        ("launch.nproc_per_node=1:4", True, "one_graph (NVLink)", ""),
+        ("launch.nproc_per_node=1", True, "", ""),
+        ("tuning.compile=false", True, "", ""),
+        ("strategy=ordered", True, "", ""),
+        ("tuning.one_graph=true", False, "one_graph", ""),
+        (f"{GPT_ON_FOUR} train.global_batch_size=32", True, "one_graph (NVLink)", ""),
+        (f"{GPT_ON_FOUR} train.global_batch_size=16", True, "", "one_graph (captured steps of under 8,192 tokens)"),
+        (f"{GPT_ON_FOUR} train.global_batch_size=16 tuning.cuda_graph=false", True, "one_graph (NVLink)", ""),
+    ],
+)
+def test_a_model_is_compiled_whole_where_gradients_travel_fast(words: str, nvlink: bool, on: str, off: str) -> None:
+    machine = dataclasses.replace(GPU, gpus=4, nvlink=nvlink)
+    config = case_of(words if "model=" in words else f"model=resnet50 {words}", machine).config
+    rows = tuning_rows(config.tuning, config.reasons)
+    chosen = [part for part in rows["tuning"].split(", ") if part.startswith("one_graph")]
+    left_off = [part for part in rows.get("left off", "").split(", ") if part.startswith("one_graph")]
+    assert (chosen, left_off) == ([on] * bool(on), [off] * bool(off))
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,9 @@ CAPTURED_IF_IT_PAYS = "compiled; if the host is what is slow"
 """Reason for tuning.cuda_graph that leaves the choice to a trial, see `performance.worth_capturing`."""
 OWN_GRAPHS = ("reduce-overhead", "max-autotune")
 """Modes of torch.compile that capture CUDA graphs themselves."""
+FEW_TOKENS = 8192
+"""Of a captured step, on a process. GPT-2 as one graph, on two H100: 1.7 % slower with 4,096, 2.1 % faster with 65,536
+(docs/benchmarks/gpt2.md). The size of the model cancels out: work and gradients are both in proportion to it."""
 LR_POWERS = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}
 """Exponent of global_batch_size / lr_base_batch. linear: arXiv:1706.02677, for SGD; sqrt: arXiv:1404.5997, also for
 LAMB."""
@@ -112,7 +115,7 @@ Choice = tuple[Any, str]
 def _tuning(config: Config, hardware: Hardware) -> tuple[TuningConfig, dict[str, str]]:
     """The switches without `auto`, and the reason for each value that was chosen."""
     tuning, reasons = dataclasses.replace(config.tuning), {}
-    for choose in (_choices, _choice_of_cuda_graph):  # the latter depends on the values of the others
+    for choose in (_choices, _choice_of_cuda_graph, _choice_of_one_graph):  # each depends on the values before
         for name, (value, reason) in choose(dataclasses.replace(config, tuning=tuning), hardware).items():
             if getattr(tuning, name) == "auto":
                 setattr(tuning, name, value)
@@ -192,12 +195,41 @@ def _choice_of_cuda_graph(config: Config, hardware: Hardware) -> dict[str, Choic
     return {"cuda_graph": choice}
 
 
+def _choice_of_one_graph(config: Config, hardware: Hardware) -> dict[str, Choice]:
+    """All other keys are resolved."""
+    short = config.tuning.cuda_graph and hasattr(config.data, "length") and _items_at_once(config) < FEW_TOKENS
+    sized = [name for name in ("bucket_cap_mb", "bucket_cap_mb_list") if getattr(config.strategy, name, None)]
+    choice = _on_unless(
+        "NVLink",
+        (config.device != "cuda", "no GPU"),
+        (bool(no_graphs(config)), ""),
+        (bool(sized), f"strategy.{''.join(sized)}"),  # whoever sizes buckets wants each exchanged as early as it can be
+        (int(config.launch.nnodes) > 1 or bool(config.host_range), "several hosts"),
+        (not hardware.nvlink, "no NVLink between all GPUs"),
+        (bool(short), f"captured steps of under {FEW_TOKENS:,} tokens"),  # the exchange is a larger part of them
+    )
+    return {"one_graph": choice}
+
+
+def no_graphs(config: Config) -> str:
+    """Why no compiled model is cut at buckets of gradients; "" if one is."""
+    if not config.tuning.compile:
+        return "tuning.compile=false"
+    if config.strategy.name != "ddp":
+        return f"strategy={config.strategy.name}"
+    return "one process exchanges nothing" if process_count(config) == 1 and not config.process_counts else ""
+
+
 def is_launch_bound(config: Config) -> bool:
     """Whether a GPU runs the model's kernels faster than a host launches them. All keys outside of `tuning` are
     resolved."""
+    return config.model.is_launch_bound(_items_at_once(config))
+
+
+def _items_at_once(config: Config) -> float:
+    """Samples, or tokens, of a forward pass on one process."""
     parts = config.train.accumulation_steps * process_count(config)  # 0 without a GPU that is asked for
-    samples = config.train.global_batch_size / max(1, parts)
-    return config.model.is_launch_bound(samples * getattr(config.data, "length", 1))
+    return config.train.global_batch_size / max(1, parts) * getattr(config.data, "length", 1)
 
 
 def _on_unless(why: str, *against: tuple[bool, str]) -> Choice:

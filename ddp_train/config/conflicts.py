@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_train.config import fine_tuning, metrics
-from ddp_train.config.auto import OWN_GRAPHS, capture_blockers, process_count
+from ddp_train.config.auto import OWN_GRAPHS, capture_blockers, no_graphs, process_count
 from ddp_train.config.hardware import Hardware, why_no_triton
 from ddp_train.config.key import range_of
 from ddp_train.config.options.custom import CustomConfig
@@ -26,10 +26,8 @@ from ddp_train.text import counted, shown
 def _batch(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
     batch, accumulation = config.train.global_batch_size, config.train.accumulation_steps
     processes, unevenly = process_count(config), ""
-    if config.uses_trained:
+    if config.uses_trained or config.data.batch_by == "tokens":  # samples are dealt out: a process may go without
         return []
-    if config.data.batch_by == "tokens":
-        return []  # samples are dealt out, and a process may go without
     if isinstance(config.strategy, OrderedConfig):
         unit, over = config.strategy.virtual_shards, counted(config.strategy.virtual_shards, "virtual shard")
     elif range_of(asked.launch.nproc_per_node) or config.host_range:
@@ -313,6 +311,8 @@ def notices(asked: Config, config: Config) -> list[str]:
             tuning.num_workers == 0 and prefetch != type(tuning)().prefetch_factor,
         f"tuning.compile_mode={tuning.compile_mode} has no effect: tuning.compile=false":
             not tuning.compile and tuning.compile_mode != "default",
+        f"tuning.one_graph=true has no effect: {no_graphs(config)}":
+            asked.tuning.one_graph is True and no_graphs(config),
         f"strategy={strategy.name} has no GPUs to spread over: the model runs once, on the CPU":
             strategy.spreads_over_gpus and on_cpu,
         f"strategy.sync_bn=true has no effect: model={model.name} has no batch norm here":

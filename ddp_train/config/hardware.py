@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import itertools
 import os
 import platform
 import sysconfig
@@ -32,6 +33,8 @@ class Hardware:
     """Memory of the first GPU that answers; `gpu_name` and `compute_capability` are of the same one."""
     lost: tuple[str, ...] = ()
     """Visible GPUs that the driver cannot reach, and why. `gpus` counts them."""
+    nvlink: bool = False
+    """Whether the visible GPUs reach each other over NVLink; of a single visible one: whether all of this host do."""
 
 
 def detect_hardware(visible_devices: str | None) -> Hardware:
@@ -55,7 +58,10 @@ def detect_hardware(visible_devices: str | None) -> Hardware:
                 lost.append(f"GPU {index}: {error}")
         name, capability, memory = found[0] if found else ("", (0, 0), 0)
         known = bool(indices) or not found  # a GPU that is lost cannot be matched with a UUID
-        return Hardware(cpus, len(visible), name, capability, memory, tuple(lost) if known else ())
+        nvlink = not any(str(one).startswith("MIG-") for one in visible) and _linked(
+            indices if len(indices) > 1 else list(range(present))  # one of several processes may see its own GPU alone
+        )
+        return Hardware(cpus, len(visible), name, capability, memory, tuple(lost) if known else (), nvlink)
     except pynvml.NVMLError:  # it cannot even count them
         return Hardware(cpus)
     finally:
@@ -109,6 +115,18 @@ def _read(index: int) -> tuple[str, tuple[int, int], int]:
     handle = pynvml.nvmlDeviceGetHandleByIndex(index)
     capability = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
     return pynvml.nvmlDeviceGetName(handle), capability, int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+
+
+def _linked(indices: list[int]) -> bool:
+    """Whether each of several GPUs reaches each other one over NVLink. Parts of a GPU (MIG) do not."""
+    try:
+        ways = [
+            pynvml.nvmlDeviceGetP2PStatus(_handle(one), _handle(other), pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
+            for one, other in itertools.combinations(indices, 2)
+        ]
+    except pynvml.NVMLError:
+        return False
+    return bool(ways) and all(way == pynvml.NVML_P2P_STATUS_OK for way in ways)
 
 
 def _visible(visible_devices: str, present: int) -> list[int | str]:

@@ -188,6 +188,12 @@ class TuningConfig:
         "mode of torch.compile; reduce-overhead and max-autotune capture CUDA graphs themselves",
         choices=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
     )
+    one_graph: Union[bool, str] = key(
+        "auto",
+        "a compiled model is one graph under DDP, and gradients are exchanged behind the backward pass; auto: on one "
+        "host with NVLink",
+        **AUTO,
+    )
     triton_kernels: Union[bool, str] = key(
         "auto",
         "our own kernels: max pooling, the loss of large vocabularies, images held on the GPU; auto: on GPUs",

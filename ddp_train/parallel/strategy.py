@@ -124,15 +124,18 @@ class DistributedDataParallel:
         comm_hook: str = "none",
         powersgd_rank: int = 1,
         fixed_buckets: bool = False,
+        one_graph: bool = False,
         **options: Any,
     ) -> None:
         """comm_hook: none, fp16, bf16 or powersgd. fixed_buckets: DDP's final bucket layout from step 0 on, see
-        `warm_up_ddp_buckets`. options: those of torch's DDP, by torch's names."""
+        `warm_up_ddp_buckets`. one_graph: of a compiled model, see `choose_graphs`. options: those of torch's DDP, by
+        torch's names."""
         self.device = device
         self.sync_bn = sync_bn
         self.comm_hook = comm_hook
         self.powersgd_rank = powersgd_rank
         self.fixed_buckets = fixed_buckets
+        self.one_graph = one_graph
         self.options = options
         self.allow_missing_grads = bool(options.get("find_unused_parameters", False))
         self.sync_batch_norms: list[SyncBatchNorm] = []
@@ -145,13 +148,12 @@ class DistributedDataParallel:
 
     def wrap(self, module: ModelWithTask) -> nn.Module:
         self.find_sync_batch_norms(module)
-        if again := hasattr(self, "wrapped"):
+        options = dict(self.options)
+        if hasattr(self, "wrapped"):
             self.wrapped._remove_autograd_hooks()  # until the garbage collector takes it, they would send gradients too
-        arguments = ddp_arguments(self.device, **self.options)
-        if again:
-            arguments["init_sync"] = False  # weights are alike by now, and buffers are each rank's own
-        self.wrapped = NamingDdp(module, **arguments)
-        choose_graphs(self.wrapped)
+            options["init_sync"] = False  # weights are alike by now, and buffers are each rank's own
+        self.wrapped = NamingDdp(module, **ddp_arguments(self.device, **options))
+        choose_graphs(self.wrapped, self.one_graph)
         register_comm_hook(self.wrapped, self.comm_hook, self.powersgd_rank)
         return self.wrapped
 

@@ -73,7 +73,8 @@ def build_strategy(config: Config, world: World, device: str) -> Strategy:
         # On a GPU the bits of a gradient's norm depend on its place in its bucket.
         fixed_buckets = bool(config.deterministic) and (world.size > 2 or device.startswith("cuda"))
         strategy = Alone if world.size == 1 and config.strategy.is_plain else DistributedDataParallel
-        return strategy(device, fixed_buckets=fixed_buckets, **arguments_of(config.strategy))
+        given = {"fixed_buckets": fixed_buckets, "one_graph": bool(config.tuning.one_graph)}
+        return strategy(device, **given, **arguments_of(config.strategy))
     return DataParallel(device) if name == "dp" else Single(device)
 
 
@@ -209,8 +210,7 @@ def build_job(
         units = module.task.units_per_sample(train_source.get_batch(np.array([0]), None))
     by_tokens = config.data.batch_by == "tokens"
     lengths = lengths_of(train_source, config.train.global_batch_size) if by_tokens else None
-    plan = build_plan(config, world, len(train_source), splits.weights, lengths)
-    plan = replace(plan, units_per_sample=units)
+    plan = replace(build_plan(config, world, len(train_source), splits.weights, lengths), units_per_sample=units)
     factor = build_schedule(
         config.schedule.name,
         plan.steps,
