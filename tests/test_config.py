@@ -856,6 +856,7 @@ def test_a_checkpoint_of_another_run_that_was_copied_in_is_noticed(tmp_path: Pat
     assert problem == "seed=0: the run in run_dir=run has seed=3; use that, or another run_dir"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("content", [[], 5, {"step": 10}, {"step": "x", "config": {}}, {"step": 10, "config": []},
                                      {"step": 10, "config": {"data": [], "train": 5, "seed": {}}}])  # fmt: skip
 def test_a_manifest_of_odd_content_is_no_traceback(content: Any, tmp_path: Path) -> None:

@@ -242,6 +242,7 @@ def test_what_lies_between_a_convolution_and_its_batch_norm_keeps_its_place(betw
         torch.testing.assert_close(summed[name], expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sums", "saved"), [((3.0, 3.0), 2), ((3.0, 3.9), 1), ((None, 3.0), 1), ((9.0, 9.0), 0)])
 def test_convolutions_that_save_no_time_are_left_as_they_are(
     sums: tuple[float | None, float], saved: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

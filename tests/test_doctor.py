@@ -797,6 +797,7 @@ def test_one_host_that_is_well(tmp_path: Path) -> None:
     assert [row["bytes"] for row in sizes] == [2**16, 2**20, 2**24] and all(row["seconds"] > 0 for row in sizes)
 
 
+@pytest.mark.slow
 def test_a_sweep_of_doctors_is_refused() -> None:
     done = run("-m", *DOCTOR, "seed=1,2")
     assert done.returncode == 2 and "mode=doctor: cannot be swept" in done.stderr
