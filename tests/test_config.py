@@ -1136,6 +1136,14 @@ def test_no_file_is_blamed_for_what_the_command_line_said() -> None:
         ),
         ("tuning.compile_mode=max-autotune", "tuning.compile_mode=max-autotune has no effect: tuning.compile=false"),
         ("tuning.one_graph=true", "tuning.one_graph=true has no effect: tuning.compile=false"),
+        (
+            "tuning.one_graph=true tuning.compile=true strategy=single",
+            "tuning.one_graph=true has no effect: strategy=s",
+        ),
+        (
+            "tuning.one_graph=true tuning.compile=true launch.nproc_per_node=1",
+            "tuning.one_graph=true has no effect: one process exchanges nothing",
+        ),
     ],
 )
 def test_a_switch_without_effect_is_noted(line: str, notice: str) -> None:

@@ -433,7 +433,9 @@ class Nvml:
             "DeviceGetMaxPcieLinkWidth": lambda card: 16,
             "DeviceGetMaxPcieLinkGeneration": lambda card: 5,
             "DeviceGetNvLinkState": lambda card, link: int(self.known(link < card.get("links", 18) or None)),
-            "DeviceGetP2PStatus": lambda one, other, _: self.known(max(one.get("p2p", 0), other.get("p2p", 0))),
+            "DeviceGetP2PStatus": lambda one, other, way: (
+                max(one.get("p2p", 0), other.get("p2p", 0)) if way == pynvml.NVML_P2P_CAPS_INDEX_NVLINK else 0
+            ),
             "DeviceGetFieldValues": lambda card, _: [
                 mock.Mock(nvmlReturn=pynvml.NVML_SUCCESS, value=mock.Mock(uiVal=26562))
             ],
@@ -540,10 +542,12 @@ def test_nvlink_is_seen_between_the_gpus_that_are_visible() -> None:
     with Nvml({}, {}):
         assert detect_hardware("0").nvlink and detect_hardware("GPU-1,GPU-0").nvlink
         assert not detect_hardware("MIG-1,MIG-2").nvlink, "parts of a GPU have no links"
-    with Nvml({}), Nvml({}):
+    with Nvml({}):
         assert not detect_hardware(None).nvlink, "there is no other"
     with Nvml({}, {"lost": True}):
-        assert not detect_hardware(None).nvlink
+        assert (detect_hardware(None).gpus, detect_hardware(None).nvlink) == (2, False)
+    with Nvml({}, {"links": 4}):
+        assert not detect_hardware(None).nvlink, "a bridge"
 
 
 def test_a_driver_that_does_not_count_its_gpus_has_none() -> None:

@@ -236,8 +236,8 @@ def graphs_and_gradient(
 
 
 @pytest.mark.slow
-def test_a_process_that_is_alone_compiles_one_graph() -> None:
-    """Others compile one for each bucket, which they exchange while the backward pass still runs."""
+def test_only_processes_that_exchange_gradients_cut_a_compiled_model() -> None:
+    """One graph for each bucket, which they exchange while the backward pass still runs; not with tuning.one_graph."""
     for options in ({"find_unused_parameters": True}, {"static_graph": True}, {"comm_hook": "fp16"}):
         (in_ddp,) = on_ranks(1, graphs_and_gradient, options)
         assert [graphs for graphs, _ in in_ddp] == [1, 1]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_train.config import fine_tuning, metrics
-from ddp_train.config.auto import OWN_GRAPHS, capture_blockers, no_graphs, process_count
+from ddp_train.config.auto import OWN_GRAPHS, capture_blockers, process_count, why_uncut
 from ddp_train.config.hardware import Hardware, why_no_triton
 from ddp_train.config.key import range_of
 from ddp_train.config.options.custom import CustomConfig
@@ -26,7 +26,7 @@ from ddp_train.text import counted, shown
 def _batch(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
     batch, accumulation = config.train.global_batch_size, config.train.accumulation_steps
     processes, unevenly = process_count(config), ""
-    if config.uses_trained or config.data.batch_by == "tokens":  # samples are dealt out: a process may go without
+    if config.uses_trained or config.data.batch_by == "tokens":  # by tokens, samples are dealt out one by one
         return []
     if isinstance(config.strategy, OrderedConfig):
         unit, over = config.strategy.virtual_shards, counted(config.strategy.virtual_shards, "virtual shard")
@@ -297,6 +297,7 @@ def notices(asked: Config, config: Config) -> list[str]:
     """Switches that the user set and that have no effect here. Not errors: the same command runs elsewhere."""
     tuning, strategy, model, launch = config.tuning, config.strategy, config.model, config.launch
     on_cpu, optimizer, prefetch = config.device == "cpu", config.optimizer, asked.tuning.prefetch_factor
+    uncut = why_uncut(config)
     stopping, resume, which = config.train.early_stopping, config.checkpoint.resume, config.checkpoint.which
     on_gpus_only = (
         *("pin_memory", "non_blocking", "copy_stream", "cudnn_benchmark", "tf32", "cuda_graph", "rehearse"),
@@ -311,8 +312,7 @@ def notices(asked: Config, config: Config) -> list[str]:
             tuning.num_workers == 0 and prefetch != type(tuning)().prefetch_factor,
         f"tuning.compile_mode={tuning.compile_mode} has no effect: tuning.compile=false":
             not tuning.compile and tuning.compile_mode != "default",
-        f"tuning.one_graph=true has no effect: {no_graphs(config)}":
-            asked.tuning.one_graph is True and no_graphs(config),
+        f"tuning.one_graph=true has no effect: {uncut}": asked.tuning.one_graph is True and uncut,
         f"strategy={strategy.name} has no GPUs to spread over: the model runs once, on the CPU":
             strategy.spreads_over_gpus and on_cpu,
         f"strategy.sync_bn=true has no effect: model={model.name} has no batch norm here":

@@ -19,6 +19,9 @@ from ddp_train.text import counted
 
 PACKAGES = ("torch", "torchvision", "numpy", "ddp-train")
 """Whose versions results depend on."""
+LINKS = 6
+"""NVLinks of a GPU of a server, at least: V100 has 6 at 25 GB/s each way, H100 18. The bridge of two RTX 3090 has 4 at
+14 GB/s, by which half a GB of gradients takes 9 ms."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,8 @@ class Hardware:
     lost: tuple[str, ...] = ()
     """Visible GPUs that the driver cannot reach, and why. `gpus` counts them."""
     nvlink: bool = False
-    """Whether the visible GPUs reach each other over NVLink; of a single visible one: whether all of this host do."""
+    """Whether the visible GPUs reach each other over several NVLinks. Where fewer than two are named by their indices:
+    whether all GPUs of this host do."""
 
 
 def detect_hardware(visible_devices: str | None) -> Hardware:
@@ -58,9 +62,9 @@ def detect_hardware(visible_devices: str | None) -> Hardware:
                 lost.append(f"GPU {index}: {error}")
         name, capability, memory = found[0] if found else ("", (0, 0), 0)
         known = bool(indices) or not found  # a GPU that is lost cannot be matched with a UUID
-        nvlink = not any(str(one).startswith("MIG-") for one in visible) and _linked(
-            indices if len(indices) > 1 else list(range(present))  # one of several processes may see its own GPU alone
-        )
+        parts = any(str(one).startswith("MIG-") for one in visible)  # of GPUs; they have no links
+        named = indices if len(indices) > 1 else list(range(present))  # a process may see its own GPU alone
+        nvlink = not parts and _linked(named)
         return Hardware(cpus, len(visible), name, capability, memory, tuple(lost) if known else (), nvlink)
     except pynvml.NVMLError:  # it cannot even count them
         return Hardware(cpus)
@@ -118,15 +122,16 @@ def _read(index: int) -> tuple[str, tuple[int, int], int]:
 
 
 def _linked(indices: list[int]) -> bool:
-    """Whether each of several GPUs reaches each other one over NVLink. Parts of a GPU (MIG) do not."""
+    """Whether each of several GPUs reaches each other one over NVLink, and has at least `LINKS` of them."""
     try:
         ways = [
             pynvml.nvmlDeviceGetP2PStatus(_handle(one), _handle(other), pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
             for one, other in itertools.combinations(indices, 2)
         ]
-    except pynvml.NVMLError:
+        active = [pynvml.nvmlDeviceGetNvLinkState(_handle(one), LINKS - 1) for one in indices]
+    except pynvml.NVMLError:  # no such link among others
         return False
-    return bool(ways) and all(way == pynvml.NVML_P2P_STATUS_OK for way in ways)
+    return bool(ways) and all(way == pynvml.NVML_P2P_STATUS_OK for way in ways) and all(active)
 
 
 def _visible(visible_devices: str, present: int) -> list[int | str]:

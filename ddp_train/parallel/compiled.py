@@ -17,8 +17,8 @@ def choose_graphs(wrapped: DistributedDataParallel, one_graph: bool = False) -> 
     where gradients are exchanged (`tuning.one_graph`).
 
     The compiler makes a graph for each bucket of gradients, so that buckets are exchanged while the backward pass still
-    runs. No kernel reaches beyond its graph, and the host launches each by itself. Over NVLink that costs more than the
-    overlap saves: ViT-B/16 on two H100 takes 88.4 ms a step in 16 graphs and 84.1 in 3, which is one for the model
+    runs. No kernel reaches beyond its graph, and the host launches each by itself. Over NVLink that costs most models
+    more than the overlap saves: a step of ViT-B/16 on two H100 takes 88.4 ms with the cuts and 84.1 without
     (docs/benchmarks/buckets.md). A process that is alone exchanges nothing.
     """
     dynamo = sys.modules.get("torch._dynamo")  # imported by whatever compiles

@@ -111,7 +111,7 @@ class DataParallel(Single):
 
 
 class DistributedDataParallel:
-    """One process per device; gradients are averaged while the backward pass still runs."""
+    """One process per device; gradients are averaged while the backward pass still runs, or behind it (`one_graph`)."""
 
     buffers_differ = True
     exchanges = True
