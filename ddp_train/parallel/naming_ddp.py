@@ -7,11 +7,19 @@ import re
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ddp_train.distributed.process_group import ranks
-from ddp_train.errors import ModelError
+from ddp_train.errors import ConfigError, ModelError
 from ddp_train.text import counted
+
+ONE_BUCKET_MB = 2**20
+"""More than the gradients of any model: a bucket has the size of what is in it."""
+SEVERAL_BUCKETS = (
+    "strategy.comm_hook=powersgd: over gloo all gradients must be in one bucket: torch's hook would mix up several, or "
+    "hang; leave out strategy.bucket_cap_mb and bucket_cap_mb_list, or use strategy.comm_hook=fp16"
+)
 
 
 class NamingDdp(nn.parallel.DistributedDataParallel):
@@ -57,9 +65,14 @@ def without_gradient(parameters: list[str]) -> ModelError:
 
 
 def ddp_arguments(
-    device: str, broadcast_buffers: bool = True, bucket_cap_mb_list: list[float] | None = None, **options: Any
+    device: str,
+    broadcast_buffers: bool = True,
+    bucket_cap_mb: float | None = None,
+    bucket_cap_mb_list: list[float] | None = None,
+    comm_hook: str = "none",
+    **options: Any,
 ) -> dict[str, Any]:
-    """The arguments of torch's DDP, under the names that the installed torch has for them.
+    """The arguments of torch's DDP, under the names that the installed torch has for them. comm_hook: that it will get.
 
     A process that is alone broadcasts no buffers: DDP would send them to itself and copy each back in every step, 363
     copies for densenet121.
@@ -73,10 +86,27 @@ def ddp_arguments(
     }
     if bucket_cap_mb_list is not None:
         arguments["bucket_cap_mb_list"] = bucket_cap_mb_list
-    return arguments
+    elif bucket_cap_mb is None and comm_hook == "powersgd" and over_gloo():
+        bucket_cap_mb = ONE_BUCKET_MB
+    return arguments | {"bucket_cap_mb": bucket_cap_mb}
+
+
+def over_gloo() -> bool:
+    return dist.is_initialized() and dist.get_backend() == "gloo"
+
+
+def in_one_bucket(wrapped: nn.parallel.DistributedDataParallel) -> bool:
+    """Whether all gradients are exchanged together. DDP has a bucket for each number type, at least."""
+    gradients = [one for one in wrapped.module.parameters() if one.requires_grad]
+    caps = getattr(wrapped, "bucket_bytes_cap_list", None) or [wrapped.bucket_bytes_cap]
+    return len({one.dtype for one in gradients}) == 1 and sum(one.nbytes for one in gradients) <= min(caps)
 
 
 def register_comm_hook(wrapped: nn.parallel.DistributedDataParallel, name: str, powersgd_rank: int) -> None:
+    """Raises ConfigError for PowerSGD over gloo with several buckets. Its hook exchanges the factors of a bucket in
+    gloo's threads and waits there, in an order that each rank decides for itself: with two buckets three processes
+    were killed by SIGABRT, with more they waited for each other (torch 2.15).
+    """
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     if name == "fp16":
@@ -84,5 +114,7 @@ def register_comm_hook(wrapped: nn.parallel.DistributedDataParallel, name: str, 
     elif name == "bf16":
         wrapped.register_comm_hook(None, default_hooks.bf16_compress_hook)
     elif name == "powersgd":  # arXiv:1905.13727; plain all-reduce in 10 passes first
+        if over_gloo() and not in_one_bucket(wrapped):
+            raise ConfigError([SEVERAL_BUCKETS])
         state = powerSGD_hook.PowerSGDState(None, powersgd_rank, start_powerSGD_iter=10)
         wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)

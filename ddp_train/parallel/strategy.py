@@ -152,7 +152,7 @@ class DistributedDataParallel:
         if hasattr(self, "wrapped"):
             self.wrapped._remove_autograd_hooks()  # until the garbage collector takes it, they would send gradients too
             options["init_sync"] = False  # weights are alike by now, and buffers are each rank's own
-        self.wrapped = NamingDdp(module, **ddp_arguments(self.device, **options))
+        self.wrapped = NamingDdp(module, **ddp_arguments(self.device, comm_hook=self.comm_hook, **options))
         choose_graphs(self.wrapped, self.one_graph)
         register_comm_hook(self.wrapped, self.comm_hook, self.powersgd_rank)
         return self.wrapped
