@@ -831,6 +831,7 @@ def test_a_run_that_goes_on_otherwise_says_so(tmp_path: Path) -> None:
         assert change in notice
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", [None, "seed: 77\n", "model: {name: cnn}\n", "- 1\n"])
 def test_what_a_run_has_is_said_by_its_checkpoint_whatever_its_config_file_says(
     text: str | None, tmp_path: Path

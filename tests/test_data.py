@@ -200,6 +200,7 @@ def loader_processes(world: World) -> tuple[int, int, int]:
     return training, between, len(children_of(os.getpid()))
 
 
+@pytest.mark.slow
 def test_loader_processes_end_when_they_are_not_needed_any_more() -> None:
     """Left to the garbage collector at the end of a run, each was waited for in vain, for ten seconds."""
     assert on_ranks(1, loader_processes) == [(2, 2, 0)]

@@ -459,6 +459,7 @@ def run_past_a_closed_gate(world: World, on_device: bool, skip: bool) -> tuple[A
     return said, job.step, all(bool(parameter.isfinite().all()) for parameter in stepper.parameters)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("on_device", "skip", "expected"),
     [(False, False, ((1, 2), 2, True)), (False, True, ("trained", 4, True)), (True, False, ((1, 2), 4, True))],

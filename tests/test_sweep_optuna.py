@@ -379,6 +379,7 @@ def test_a_mistake_is_named_before_anything_starts(words: str, problem: str) -> 
     assert problem in str(refused.value)
 
 
+@pytest.mark.slow
 def test_parameters_of_the_sweeper_are_words_as_others() -> None:
     """Hydra has no keys of that name on a command line."""
     for given in ("hydra.sweeper.params.seed=int(interval(1,9))", "+hydra.sweeper.params.seed='int(interval(1,9))'"):
