@@ -322,11 +322,17 @@ GPT_ON_FOUR = "data=text data.length=1024 model=gpt model.layers=12 model.width=
 
 
 def cut_at_buckets(case: Case) -> bool:
-    """Whether torch's compiler makes a graph for each bucket of gradients."""
+    """Whether torch's compiler would make a graph for each bucket of gradients. Nothing is compiled."""
     several = mock.patch("ddp_train.parallel.compiled.ranks", lambda: 2)
-    with torch._dynamo.config.patch(optimize_ddp=True), several:
-        wrapped(case)
-        return bool(torch._dynamo.config.optimize_ddp)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with torch._dynamo.config.patch(optimize_ddp=True), several:
+            build_strategy(case.config, World(size=2), "cpu").wrap(
+                module_of(case.config, open_datasets(case.config)[0])
+            )
+            return bool(torch._dynamo.config.optimize_ddp)
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(("ranks", "sent"), [(1, False), (2, True)])
