@@ -56,6 +56,8 @@ OURS = {
     "launch.py, recommended": (),
     "launch.py, captured": ("tuning.cuda_graph=true",),
     "launch.py, tuning=max": ("tuning=max",),
+    "launch.py, tuning=max, one graph": ("tuning=max", "tuning.one_graph=true"),
+    "launch.py, tuning=max, cut at buckets": ("tuning=max", "tuning.one_graph=false"),
     "launch.py, tuning=max, conv_sums": ("tuning=max", "tuning.conv_sums=true"),
     "launch.py, fp16": ("tuning=max", "tuning.precision=fp16"),
     "launch.py, fp16, conv_sums": ("tuning=max", "tuning.precision=fp16", "tuning.conv_sums=true"),

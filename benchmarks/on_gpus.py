@@ -36,7 +36,7 @@ ELSEWHERE = (*ON_TWO, "test_each_network", OF_KERNELS, *OF_SUMS)
 """Parts of the names of tests."""
 FP16 = "launch.py tuning=max, fp16, batch 1024"
 TORCHRUN = "PYTHON -m torch.distributed.run --standalone --nproc_per_node=2"
-CAPTURED = "'launch.py, recommended' 'launch.py, captured'"
+CUTS = "'launch.py, tuning=max, one graph' 'launch.py, tuning=max, cut at buckets'"
 AS_RECOMMENDED = "'plain DDP, compiled' 'Accelerate, compiled' 'Lightning Trainer, compiled' 'launch.py, recommended'"
 SUMS_IN_FP16 = "'launch.py, fp16' 'launch.py, fp16, conv_sums'"
 
@@ -51,12 +51,14 @@ class Work:
     command: str
 
 
-def models(name: str, job: str = "models", contenders: str = AS_RECOMMENDED, flags: str = "", limit: int = 270) -> Work:
+def models(
+    name: str, job: str = "models", contenders: str = AS_RECOMMENDED, flags: str = "", limit: int = 270, gpus: int = 1
+) -> Work:
     only = shlex.quote(name)
     job += "_" + re.sub(r"\W+", "_", name).strip("_")
     kept = f"--kept FOLDER/{job}.jsonl --output FOLDER/{job}.md"
-    command = f"PYTHON benchmarks/models.py --turns 3 --steps 30 --processes 1 {flags}"
-    return Work(job, 1, limit, f"{command} --only {only} {kept} --contenders {contenders}")
+    command = f"PYTHON benchmarks/models.py --turns 3 --steps 30 --processes {gpus} {flags}"
+    return Work(job, gpus, limit, f"{command} --only {only} {kept} --contenders {contenders}")
 
 
 def gpt2(name: str, gpus: int, limit: int) -> Work:
@@ -71,16 +73,16 @@ def speed(name: str, only: str) -> Work:
 
 
 WORK = [
-    Work("test_bad_losses", 1, 120, f"{PYTEST} tests/test_gpu.py -k '{' or '.join(OF_BAD_LOSSES)}'"),
+    *(models(name, "cuts_on_two", CUTS, gpus=2) for name in ("vgg16", "resnet50")),
+    *(Work(f"test_{name}", 2, 270, f"{ONE_BY_ONE} tests/test_gpu.py -k {name}") for name in ON_TWO),
+    models("resnet50", "sums_fp16", SUMS_IN_FP16, flags="--batch 1024 --at-once 1", limit=420),
+    models("resnet18", "sums_fp16", SUMS_IN_FP16),
+    Work("test_conv_sums", 1, 240, f"{PYTEST} tests/test_gpu.py -k '{' or '.join(OF_SUMS)}'"),
     *(
         Work(f"buckets_{name}", 2, 280, f"{TORCHRUN} benchmarks/buckets.py --models {name} --output FOLDER/{name}.md")
         for name in ("gpt2", "vit_b_16", "resnet50")
     ),
-    models("resnet50", "sums_fp16", SUMS_IN_FP16, flags="--batch 1024 --at-once 1", limit=420),
-    *(models(name, "captured", CAPTURED, limit=200) for name in ("vit", "resnet18", "GPT 24")),
-    models("resnet18", "sums_fp16", SUMS_IN_FP16),
-    Work("test_conv_sums", 1, 240, f"{PYTEST} tests/test_gpu.py -k '{' or '.join(OF_SUMS)}'"),
-    *(Work(f"test_{name}", 2, 270, f"{ONE_BY_ONE} tests/test_gpu.py -k {name}") for name in ON_TWO),
+    Work("test_bad_losses", 1, 120, f"{PYTEST} tests/test_gpu.py -k '{' or '.join(OF_BAD_LOSSES)}'"),
     Work("test_others", 1, 360, f"{PYTEST} tests/test_gpu.py -k 'not {' and not '.join(ELSEWHERE)}'"),
     Work("test_kernels", 1, 330, f"{PYTEST} tests/test_gpu.py -k {OF_KERNELS}"),
     gpt2("gpt2_two", 2, 400),
