@@ -1245,7 +1245,7 @@ def test_a_config_that_was_frozen_earlier_is_read() -> None:
     config = load_frozen(EARLIER.read_text())
     assert config.strategy == OrderedConfig(virtual_shards=8)
     assert (config.data.placement, config.hooks, config.reasons) == ("host", [], {})
-    assert (config.tuning.triton_kernels, config.tuning.one_graph) == (False, False), "it goes on with its bits"
+    assert (config.tuning.triton_kernels, config.tuning.one_graph) == (False, False), "its last bits stay"
     assert load_frozen(to_text(config)) == config
 
 

@@ -318,9 +318,6 @@ def wrapped(case: Case) -> Any:
         dist.destroy_process_group()
 
 
-GPT_ON_FOUR = "data=text data.length=1024 model=gpt model.layers=12 model.width=768 launch.nproc_per_node=4"
-
-
 def cut_at_buckets(case: Case) -> bool:
     """Whether torch's compiler would make a graph for each bucket of gradients. Nothing is compiled."""
     several = mock.patch("ddp_train.parallel.compiled.ranks", lambda: 2)
@@ -806,6 +803,7 @@ class Row:
 
 TEXT = "data=text data.path=corpus data.length=8 model=gpt"
 NO_WORKERS = "tuning.num_workers=0"
+GPT_ON_FOUR = "data=text data.length=1024 model=gpt model.layers=12 model.width=768 launch.nproc_per_node=4"
 WORKERS, TWO_HOSTS = "tuning.num_workers=2", "launch.nnodes=2 launch.rdzv_endpoint=a:1 run_dir=here"
 
 ROWS: dict[str, Row] = {

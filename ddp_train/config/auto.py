@@ -205,7 +205,7 @@ def _choice_of_one_graph(config: Config, hardware: Hardware) -> dict[str, Choice
         "NVLink",
         (config.device != "cuda", "no GPU"),
         (not config.tuning.compile or bool(why_uncut(config)), ""),
-        (bool(sized), " ".join(sized)),  # whoever sizes buckets wants each exchanged as early as it can be
+        (bool(sized), " ".join(sized)),  # asked for to exchange gradients early
         (int(config.launch.nnodes) > 1 or bool(config.host_range), "several hosts"),
         (not hardware.nvlink, "no fast NVLink between all GPUs"),
         (bool(short), f"captured steps of under {FEW_TOKENS:,} tokens"),  # the exchange is a larger part of them

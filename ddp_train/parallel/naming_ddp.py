@@ -65,14 +65,9 @@ def without_gradient(parameters: list[str]) -> ModelError:
 
 
 def ddp_arguments(
-    device: str,
-    broadcast_buffers: bool = True,
-    bucket_cap_mb: float | None = None,
-    bucket_cap_mb_list: list[float] | None = None,
-    comm_hook: str = "none",
-    **options: Any,
+    device: str, broadcast_buffers: bool = True, bucket_cap_mb_list: list[float] | None = None, **options: Any
 ) -> dict[str, Any]:
-    """The arguments of torch's DDP, under the names that the installed torch has for them. comm_hook: that it will get.
+    """The arguments of torch's DDP, under the names that the installed torch has for them.
 
     A process that is alone broadcasts no buffers: DDP would send them to itself and copy each back in every step, 363
     copies for densenet121.
@@ -86,13 +81,15 @@ def ddp_arguments(
     }
     if bucket_cap_mb_list is not None:
         arguments["bucket_cap_mb_list"] = bucket_cap_mb_list
-    elif bucket_cap_mb is None and comm_hook == "powersgd" and over_gloo():
-        bucket_cap_mb = ONE_BUCKET_MB
-    return arguments | {"bucket_cap_mb": bucket_cap_mb}
+    return arguments
 
 
-def over_gloo() -> bool:
-    return dist.is_initialized() and dist.get_backend() == "gloo"
+def options_beside(comm_hook: str, options: dict[str, Any]) -> dict[str, Any]:
+    """A copy of DDP's options, by torch's names, with all gradients in one bucket where the hook needs that and no
+    size is given."""
+    sized = options.get("bucket_cap_mb") is not None or options.get("bucket_cap_mb_list") is not None
+    one_bucket = comm_hook == "powersgd" and dist.get_backend() == "gloo" and not sized
+    return options | ({"bucket_cap_mb": ONE_BUCKET_MB} if one_bucket else {})
 
 
 def in_one_bucket(wrapped: nn.parallel.DistributedDataParallel) -> bool:
@@ -114,7 +111,7 @@ def register_comm_hook(wrapped: nn.parallel.DistributedDataParallel, name: str, 
     elif name == "bf16":
         wrapped.register_comm_hook(None, default_hooks.bf16_compress_hook)
     elif name == "powersgd":  # arXiv:1905.13727; plain all-reduce in 10 passes first
-        if over_gloo() and not in_one_bucket(wrapped):
+        if dist.get_backend() == "gloo" and not in_one_bucket(wrapped):
             raise ConfigError([SEVERAL_BUCKETS])
         state = powerSGD_hook.PowerSGDState(None, powersgd_rank, start_powerSGD_iter=10)
         wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)

@@ -15,7 +15,7 @@ from ddp_train.data.loader import Batch
 from ddp_train.distributed.process_group import averaged_buffers, mean_later
 from ddp_train.distributed.training_step import TrainingStep, training_step
 from ddp_train.parallel.compiled import choose_graphs
-from ddp_train.parallel.naming_ddp import NamingDdp, ddp_arguments, register_comm_hook
+from ddp_train.parallel.naming_ddp import NamingDdp, ddp_arguments, options_beside, register_comm_hook
 from ddp_train.parallel.sync_batch_norm import SyncBatchNorm, synchronised
 from ddp_train.tasks.task import ModelWithTask
 
@@ -148,11 +148,11 @@ class DistributedDataParallel:
 
     def wrap(self, module: ModelWithTask) -> nn.Module:
         self.find_sync_batch_norms(module)
-        options = dict(self.options)
+        options = options_beside(self.comm_hook, self.options)
         if hasattr(self, "wrapped"):
             self.wrapped._remove_autograd_hooks()  # until the garbage collector takes it, they would send gradients too
             options["init_sync"] = False  # weights are alike by now, and buffers are each rank's own
-        self.wrapped = NamingDdp(module, **ddp_arguments(self.device, comm_hook=self.comm_hook, **options))
+        self.wrapped = NamingDdp(module, **ddp_arguments(self.device, **options))
         choose_graphs(self.wrapped, self.one_graph)
         register_comm_hook(self.wrapped, self.comm_hook, self.powersgd_rank)
         return self.wrapped
