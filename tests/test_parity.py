@@ -256,17 +256,19 @@ def compressed(world: World, **cap: Any) -> Tensor | str:
 
 
 def compressed_and_refused(world: World) -> list[Tensor | str]:
-    return [compressed(world), compressed(world, bucket_cap_mb=1.0), compressed(world, bucket_cap_mb_list=[1.0, 4.0])]
+    refused = [compressed(world, bucket_cap_mb=1.0), compressed(world, bucket_cap_mb_list=[1.0, 4.0])]
+    return [compressed(world), *refused, compressed(world, bucket_cap_mb_list=[])]
 
 
 @pytest.mark.slow
 def test_powersgd_over_gloo_has_all_gradients_in_one_bucket() -> None:
     """torch's hook hangs with several, or mixes them up; that nobody asks for any is the default."""
     found = on_ranks(3, compressed_and_refused)
-    (first, *refused), *others = found
+    (first, *refused, again), *others = found
     assert torch.linalg.matrix_rank(first) == 1, "compressed"
     assert all(torch.equal(first, gradient) for gradient, *_ in others)
-    refused += [problem for _, *problems in others for problem in problems]
+    assert torch.equal(first, again), "no sizes are none"
+    refused += [problem for _, *problems, _ in others for problem in problems]
     assert len(refused) == 6 and all("over gloo all gradients must be in one bucket" in each for each in refused)
 
 

@@ -87,7 +87,7 @@ def ddp_arguments(
 def options_beside(comm_hook: str, options: dict[str, Any]) -> dict[str, Any]:
     """A copy of DDP's options, by torch's names, with all gradients in one bucket where the hook needs that and no
     size is given."""
-    sized = options.get("bucket_cap_mb") is not None or options.get("bucket_cap_mb_list") is not None
+    sized = options.get("bucket_cap_mb") or options.get("bucket_cap_mb_list")
     one_bucket = comm_hook == "powersgd" and dist.get_backend() == "gloo" and not sized
     return options | ({"bucket_cap_mb": ONE_BUCKET_MB} if one_bucket else {})
 
