@@ -36,6 +36,7 @@ MODES = {
     "quarters": (lambda gradients: gradients / 4, True),
     "one bucket": (lambda gradients: gradients, True),
     "one graph": (lambda _: 25, False),
+    "one graph and bucket": (lambda gradients: gradients, False),
 }
 """MiB of a bucket, of those of all gradients; whether the compiler cuts. 25 MiB are DDP's own."""
 WARM_UP_STEPS = 15

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -85,7 +86,10 @@ def peer(corpus: Path, batch: int, steps: int) -> None:
     dist.destroy_process_group()
 
 
-def ours(corpus: Path, batch: int, steps: int, processes: int, run_dir: Path, *overrides: str) -> dict[str, float]:
+def ours(
+    corpus: Path, batch: int, steps: int, processes: int, run_dir: Path, *overrides: str, gpus: str | None = None
+) -> dict[str, float]:
+    """gpus: CUDA_VISIBLE_DEVICES, where it shall be another than this process's."""
     command = [
         *(sys.executable, "launch.py", "experiment=gpt2_124m", f"data.path={corpus}", f"run_dir={run_dir}"),
         *(f"train.global_batch_size={batch * processes}", f"launch.nproc_per_node={processes}"),
@@ -95,7 +99,8 @@ def ours(corpus: Path, batch: int, steps: int, processes: int, run_dir: Path, *o
         f"data.vocabulary={VOCABULARY}",
         *overrides,
     ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    environment = {**os.environ, **({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus})}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     if done.returncode:
         raise RuntimeError((done.stdout + done.stderr)[-4000:])
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -105,6 +110,15 @@ def ours(corpus: Path, batch: int, steps: int, processes: int, run_dir: Path, *o
     if "mfu" in train[-1]:
         found["mfu"] = statistics.median(line["mfu"] for line in train[3:])
     return found
+
+
+def corpus_in(folder: Path, processes: int) -> Path:
+    """A file of tokens that is the longer the more processes read it."""
+    from ddp_train.data.corpus import standard_library
+
+    content = b"\n".join(path.read_bytes() for path in standard_library()) * processes
+    np.frombuffer(content, dtype=np.uint8).astype(np.uint16).tofile(folder / "corpus.bin")
+    return folder / "corpus.bin"
 
 
 def by_hand(corpus: Path, batch: int, steps: int, processes: int) -> dict[str, float]:
@@ -145,11 +159,7 @@ def main() -> None:
     load, rows = f"{load_average()} at the start", []
     n, steps = arguments.processes, arguments.steps
     with tempfile.TemporaryDirectory(prefix="gpt2_") as folder:
-        from ddp_train.data.corpus import standard_library
-
-        corpus = Path(folder, "corpus.bin")
-        content = b"\n".join(path.read_bytes() for path in standard_library()) * n
-        np.frombuffer(content, dtype=np.uint8).astype(np.uint16).tofile(corpus)
+        corpus = corpus_in(Path(folder), n)
         contenders = {
             "plain DDP, compiled": lambda batch, _: by_hand(corpus, batch, steps, n),
             "launch.py, recommended": lambda batch, run_dir: ours(corpus, batch, steps, n, run_dir),
@@ -157,8 +167,8 @@ def main() -> None:
             "launch.py, tuning=max, torch's own kernels": lambda batch, run_dir: ours(
                 corpus, batch, steps, n, run_dir, "tuning=max", "tuning.triton_kernels=false"
             ),
-            "launch.py, tuning=max, cut at buckets": lambda batch, run_dir: ours(
-                corpus, batch, steps, n, run_dir, "tuning=max", "tuning.one_graph=false"
+            "launch.py, tuning=max, buckets=default": lambda batch, run_dir: ours(
+                corpus, batch, steps, n, run_dir, "tuning=max", "tuning.buckets=default"
             ),
             "launch.py, tuning=max, muon": lambda batch, run_dir: ours(corpus, batch, steps, n, run_dir, *MUON),
         }

@@ -56,8 +56,10 @@ OURS = {
     "launch.py, recommended": (),
     "launch.py, captured": ("tuning.cuda_graph=true",),
     "launch.py, tuning=max": ("tuning=max",),
-    "launch.py, tuning=max, one graph": ("tuning=max", "tuning.one_graph=true"),
-    "launch.py, tuning=max, cut at buckets": ("tuning=max", "tuning.one_graph=false"),
+    **{
+        f"launch.py, tuning=max, buckets={size}": ("tuning=max", f"tuning.buckets={size}")
+        for size in ("default", "large", "one")
+    },
     "launch.py, tuning=max, conv_sums": ("tuning=max", "tuning.conv_sums=true"),
     "launch.py, fp16": ("tuning=max", "tuning.precision=fp16"),
     "launch.py, fp16, conv_sums": ("tuning=max", "tuning.precision=fp16", "tuning.conv_sums=true"),

@@ -36,7 +36,7 @@ ELSEWHERE = (*ON_TWO, "test_each_network", OF_KERNELS, *OF_SUMS)
 """Parts of the names of tests."""
 FP16 = "launch.py tuning=max, fp16, batch 1024"
 TORCHRUN = "PYTHON -m torch.distributed.run --standalone --nproc_per_node=2"
-CUTS = "'launch.py, tuning=max, one graph' 'launch.py, tuning=max, cut at buckets'"
+BUCKETS = " ".join(f"'launch.py, tuning=max, buckets={size}'" for size in ("large", "one", "default"))
 AS_RECOMMENDED = "'plain DDP, compiled' 'Accelerate, compiled' 'Lightning Trainer, compiled' 'launch.py, recommended'"
 SUMS_IN_FP16 = "'launch.py, fp16' 'launch.py, fp16, conv_sums'"
 
@@ -64,7 +64,7 @@ def models(
 def gpt2(name: str, gpus: int, limit: int) -> Work:
     only = "--batches 64 --only 'launch.py, tuning=max' 'plain DDP, compiled'"
     if gpus > 1:
-        only += " 'launch.py, tuning=max, cut at buckets'"
+        only += " 'launch.py, tuning=max, buckets=default'"
     return Work(name, gpus, limit, f"PYTHON benchmarks/gpt2.py --processes {gpus} {only} --output FOLDER/{name}.md")
 
 
@@ -73,7 +73,7 @@ def speed(name: str, only: str) -> Work:
 
 
 WORK = [
-    *(models(name, "cuts_on_two", CUTS, gpus=2) for name in ("vgg16", "resnet50")),
+    *(models(name, "buckets_on_two", BUCKETS, gpus=2) for name in ("resnet50", "vit", "GPT 12", "vgg16")),
     *(Work(f"test_{name}", 2, 270, f"{ONE_BY_ONE} tests/test_gpu.py -k {name}") for name in ON_TWO),
     models("resnet50", "sums_fp16", SUMS_IN_FP16, flags="--batch 1024 --at-once 1", limit=420),
     models("resnet18", "sums_fp16", SUMS_IN_FP16),
@@ -86,6 +86,7 @@ WORK = [
     Work("test_others", 1, 360, f"{PYTEST} tests/test_gpu.py -k 'not {' and not '.join(ELSEWHERE)}'"),
     Work("test_kernels", 1, 330, f"{PYTEST} tests/test_gpu.py -k {OF_KERNELS}"),
     gpt2("gpt2_two", 2, 400),
+    Work("gpt2_scaling", 2, 400, "PYTHON benchmarks/gpt2_scaling.py --steps 60 --output FOLDER/gpt2_scaling.md"),
     gpt2("gpt2_one", 1, 240),
     speed("resnet50_fp16", FP16),
     Work("test_networks", 1, 300, f"{PYTEST} -n 6 tests/test_gpu.py -k test_each_network"),

@@ -80,3 +80,30 @@ def test_what_needs_gpus_is_done_in_its_order_and_time(tmp_path: Path, monkeypat
         assert ended["left"] == ended["right"] == (0, True), "they have waited for each other"
         assert ended["both"] == (3, True) and not ended["long"][1]
         assert (tmp_path / "both.log").read_text().split() == ["0,1"]
+
+
+def test_the_time_of_a_step_is_divided_by_kinds_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps: kernels that overlap count both, and what none covers is a gap."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import gpt2_scaling  # pyright: ignore[reportMissingImports]
+
+    def kernel(name: str, begin: float, end: float) -> dict[str, object]:
+        return {"cat": "kernel", "name": name, "ts": begin, "dur": end - begin}
+
+    events = [
+        kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL(args)", 5000, 9000),
+        kernel("nvjet_sm90_tst_192x192_bias_TNN", 1000, 4000),
+        kernel("cudnn_generated_fort_native_sdpa_sm90_flash_bprop", 4000, 6000),
+        kernel("somebody's", 9500, 10_000),
+        {"cat": "cpu_op", "name": "nccl:all_reduce", "ts": 0, "dur": 10**6},
+        {"name": "without a category", "ts": 0},
+    ]
+    found = gpt2_scaling.kinds_in(events, steps=2)
+    assert found == {
+        **{"exchange": 2.0, "matrix products": 1.5, "attention": 1.0},
+        **{gpt2_scaling.OTHERS: 0.25, gpt2_scaling.GAPS: 0.25},
+    }
+    longest = gpt2_scaling.longest(events, steps=2, rows=2)
+    assert [line.split()[:2] for line in longest] == [["2.000", "0.5"], ["1.500", "0.5"]]
+    with pytest.raises(ValueError, match="no kernel"):
+        gpt2_scaling.kinds_in(events[-2:], steps=2)

@@ -361,6 +361,8 @@ BAD: dict[str, list[str]] = {
     "optimizer.lr_base_batch=512": ["only with optimizer.lr_scaling=linear or sqrt"],
     "optimizer=adadelta tuning.optimizer=fused": ["no fused adadelta; use tuning.optimizer=foreach"],
     "strategy.bucket_cap_mb=1 strategy.bucket_cap_mb_list=[1,2]": ["contradicts strategy.bucket_cap_mb=1"],
+    "tuning.buckets=large strategy.bucket_cap_mb=5": ["contradicts tuning.buckets=large; give one of them"],
+    "tuning.buckets=one strategy.bucket_cap_mb_list=[]": ["contradicts tuning.buckets=one; give one of them"],
     "strategy.powersgd_rank=2": ["only with strategy.comm_hook=powersgd"],
     "strategy.static_graph=true strategy.comm_hook=powersgd": ["use strategy.static_graph=false"],
     "strategy.static_graph=true strategy.find_unused_parameters=true": ["give one of them"],
@@ -449,6 +451,8 @@ STARTS = {
     "strategy.bucket_cap_mb_list=[1,0]": "strategy.bucket_cap_mb_list=[1.0,0.0]",
     "strategy.bucket_cap_mb_list=[1,nan]": "strategy.bucket_cap_mb_list=[1.0,nan]",
     "strategy.bucket_cap_mb=1 strategy.bucket_cap_mb_list=[1,2]": "strategy.bucket_cap_mb_list=[1.0,2.0]",
+    "tuning.buckets=one strategy.bucket_cap_mb_list=[]": "strategy.bucket_cap_mb_list=[]",
+    "tuning.buckets=large strategy.bucket_cap_mb=5": "strategy.bucket_cap_mb=5.0",
     "launch.timeout_seconds=1e300": "launch.timeout_seconds=1e+300",
     "data=linear_regression": "model=cnn",
     "launch.nnodes=2 launch.rdzv_endpoint=host:29500": "launch.nnodes=2",
@@ -1136,14 +1140,10 @@ def test_no_file_is_blamed_for_what_the_command_line_said() -> None:
             "tuning.channels_last=true has no effect: model=mlp has no convolution",
         ),
         ("tuning.compile_mode=max-autotune", "tuning.compile_mode=max-autotune has no effect: tuning.compile=false"),
-        ("tuning.one_graph=true", "tuning.one_graph=true has no effect: tuning.compile=false"),
+        ("tuning.buckets=one strategy=single", "tuning.buckets=one has no effect: strategy=single"),
         (
-            "tuning.one_graph=true tuning.compile=true strategy=single",
-            "tuning.one_graph=true has no effect: strategy=s",
-        ),
-        (
-            "tuning.one_graph=true tuning.compile=true launch.nproc_per_node=1",
-            "tuning.one_graph=true has no effect: one process exchanges nothing",
+            "tuning.buckets=large launch.nproc_per_node=1",
+            "tuning.buckets=large has no effect: one process exchanges nothing",
         ),
     ],
 )
@@ -1245,7 +1245,7 @@ def test_a_config_that_was_frozen_earlier_is_read() -> None:
     config = load_frozen(EARLIER.read_text())
     assert config.strategy == OrderedConfig(virtual_shards=8)
     assert (config.data.placement, config.hooks, config.reasons) == ("host", [], {})
-    assert (config.tuning.triton_kernels, config.tuning.one_graph) == (False, False), "its last bits stay"
+    assert (config.tuning.triton_kernels, config.tuning.buckets) == (False, "default"), "its last bits stay"
     assert load_frozen(to_text(config)) == config
 
 

@@ -214,7 +214,7 @@ class Layers(nn.Module):
 
 
 def graphs_and_gradient(
-    world: World, options: dict[str, Any] | None = None, one_graph: bool = False
+    world: World, options: dict[str, Any] | None = None, buckets: str = "default"
 ) -> list[tuple[int, Tensor]]:
     """How many graphs torch's compiler makes of a model whose layers have gradients of 1 MiB each, with buckets of as
     much, and of less than the compiler allows."""
@@ -222,7 +222,7 @@ def graphs_and_gradient(
     for bucket_mb in (1.0, 0.5):
         torch._dynamo.reset()
         sections = {"strategy": {"name": "ddp", "bucket_cap_mb": bucket_mb, **(options or {})}}
-        config = config_of(world, **sections, tuning={"one_graph": one_graph})
+        config = config_of(world, **sections, tuning={"buckets": buckets})
         torch.manual_seed(0)
         strategy = build_strategy(config, world, "cpu")
         module = strategy.place(ModelWithTask(Layers(), Classification(), "cpu", None))
@@ -274,7 +274,7 @@ def test_powersgd_over_gloo_has_all_gradients_in_one_bucket() -> None:
 
 @pytest.mark.slow
 def test_only_processes_that_exchange_gradients_cut_a_compiled_model() -> None:
-    """One graph for each bucket, which they exchange while the backward pass still runs; not with tuning.one_graph."""
+    """One graph for each bucket, which they exchange beside the backward pass; not with tuning.buckets=one."""
     for options in ({"find_unused_parameters": True}, {"static_graph": True}, {"comm_hook": "fp16"}):
         (in_ddp,) = on_ranks(1, graphs_and_gradient, options)
         assert [graphs for graphs, _ in in_ddp] == [1, 1]
@@ -284,6 +284,6 @@ def test_only_processes_that_exchange_gradients_cut_a_compiled_model() -> None:
         assert many > 1 == one
         for found in (gradient, other):
             torch.testing.assert_close(found, alone[0][1])
-    for (uncut, gradient), (one, _) in on_ranks(3, graphs_and_gradient, None, True):
-        assert uncut == one == 1, "tuning.one_graph"
+    for (uncut, gradient), (one, _) in on_ranks(3, graphs_and_gradient, None, "one"):
+        assert uncut == one == 1, "tuning.buckets=one"
         torch.testing.assert_close(gradient, alone[0][1])

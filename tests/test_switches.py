@@ -318,16 +318,16 @@ def wrapped(case: Case) -> Any:
         dist.destroy_process_group()
 
 
-def cut_at_buckets(case: Case) -> bool:
-    """Whether torch's compiler would make a graph for each bucket of gradients. Nothing is compiled."""
+def buckets(case: Case) -> tuple[int, bool]:
+    """Bytes of one, and whether torch's compiler would make a graph for each. Nothing is compiled."""
     several = mock.patch("ddp_train.parallel.compiled.ranks", lambda: 2)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with torch._dynamo.config.patch(optimize_ddp=True), several:
-            build_strategy(case.config, World(size=2), "cpu").wrap(
-                module_of(case.config, open_datasets(case.config)[0])
-            )
-            return bool(torch._dynamo.config.optimize_ddp)
+            module = module_of(case.config, open_datasets(case.config)[0])
+            wrapped = build_strategy(case.config, World(size=2), "cpu").wrap(module)
+            assert isinstance(wrapped, nn.parallel.DistributedDataParallel)
+            return wrapped.bucket_bytes_cap, bool(torch._dynamo.config.optimize_ddp)
     finally:
         dist.destroy_process_group()
 
@@ -803,7 +803,6 @@ class Row:
 
 TEXT = "data=text data.path=corpus data.length=8 model=gpt"
 NO_WORKERS = "tuning.num_workers=0"
-GPT_ON_FOUR = "data=text data.length=1024 model=gpt model.layers=12 model.width=768 launch.nproc_per_node=4"
 WORKERS, TWO_HOSTS = "tuning.num_workers=2", "launch.nnodes=2 launch.rdzv_endpoint=a:1 run_dir=here"
 
 ROWS: dict[str, Row] = {
@@ -884,7 +883,7 @@ ROWS: dict[str, Row] = {
     "tuning.cudnn_benchmark": Row("tuning.cudnn_benchmark=false", process_flags, machine=GPU),
     "tuning.tf32": Row("tuning.tf32=false", process_flags, machine=GPU),
     "tuning.triton_kernels": Row("tuning.triton_kernels=false", loss_of_tokens, TEXT, GPU),
-    "tuning.one_graph": Row("tuning.one_graph=true", cut_at_buckets, "tuning.compile=true"),
+    "tuning.buckets": Row("tuning.buckets=large", buckets),
     "tuning.conv_sums": Row("tuning.conv_sums=true", problems, machine=GPU),
     "tuning.compile": Row("tuning.compile=true", compiled),
     "tuning.compile_mode": Row(
@@ -1070,32 +1069,39 @@ def test_the_plan_says_why() -> None:
 @pytest.mark.parametrize(
     ("words", "nvlink", "on", "off"),
     [
-        ("", True, "one_graph (NVLink)", ""),
-        ("", False, "", "one_graph (no fast NVLink between all GPUs)"),
-        ("strategy.bucket_cap_mb=100", True, "", "one_graph (strategy.bucket_cap_mb)"),
-        ("strategy.bucket_cap_mb_list=[9]", True, "", "one_graph (strategy.bucket_cap_mb_list)"),
-        (TWO_HOSTS, True, "", "one_graph (several hosts)"),
-        ("launch.nnodes=1:2 launch.rdzv_endpoint=a:1 run_dir=here", True, "", "one_graph (several hosts)"),
-        ("launch.nproc_per_node=1:4", True, "one_graph (NVLink)", ""),
+        ("", True, "buckets large (NVLink)", ""),
+        ("", False, "", "buckets (no fast NVLink between all GPUs)"),
+        ("strategy.bucket_cap_mb=100", True, "", "buckets (strategy.bucket_cap_mb)"),
+        ("strategy.bucket_cap_mb_list=[9]", True, "", "buckets (strategy.bucket_cap_mb_list)"),
+        (TWO_HOSTS, True, "", "buckets (several hosts)"),
+        ("launch.nnodes=1:2 launch.rdzv_endpoint=a:1 run_dir=here", True, "", "buckets (several hosts)"),
+        ("launch.nproc_per_node=1:4", True, "buckets large (NVLink)", ""),
+        ("tuning.cuda_graph=false", True, "buckets one (NVLink)", ""),
+        ("tuning.cuda_graph=false", False, "", "buckets (no fast NVLink between all GPUs)"),
+        (f"tuning.cuda_graph=false {TWO_HOSTS}", True, "", "buckets (several hosts)"),
+        ("tuning.cuda_graph=false strategy.bucket_cap_mb=100", True, "", "buckets (strategy.bucket_cap_mb)"),
+        ("train.accumulation_steps=2", True, "buckets one (NVLink)", ""),
         ("launch.nproc_per_node=1:1", True, "", ""),
         ("launch.nproc_per_node=1", True, "", ""),
         ("tuning.compile=false", True, "", ""),
         ("strategy=ordered", True, "", ""),
         ("strategy=single", True, "", ""),
         ("mode=evaluate checkpoint.resume=trained tuning.compile=true", True, "", ""),
-        ("tuning.one_graph=true", False, "one_graph", ""),
-        (f"{GPT_ON_FOUR} train.global_batch_size=36", True, "one_graph (NVLink)", ""),
-        (f"{GPT_ON_FOUR} train.global_batch_size=32", True, "", "one_graph (captured steps of under 9,000 tokens)"),
-        (f"{GPT_ON_FOUR} train.global_batch_size=32 tuning.cuda_graph=false", True, "one_graph (NVLink)", ""),
-        (f"{GPT_ON_FOUR} train.global_batch_size=32 train.accumulation_steps=2", True, "one_graph (NVLink)", ""),
+        ("tuning.buckets=one", True, "buckets one", ""),
+        ("tuning.buckets=large tuning.cuda_graph=false", False, "buckets large", ""),
+        ("tuning.buckets=default", True, "", ""),
+        ("tuning=none", True, "", ""),
+        ("model=cnn data=digits tuning.compile=false", True, "", ""),
     ],
 )
-def test_a_model_is_compiled_whole_where_gradients_travel_fast(words: str, nvlink: bool, on: str, off: str) -> None:
+def test_a_model_is_cut_seldom_or_never_where_gradients_travel_fast(
+    words: str, nvlink: bool, on: str, off: str
+) -> None:
     machine = dataclasses.replace(GPU, gpus=4, nvlink=nvlink)
     config = case_of(words if "model=" in words else f"model=resnet50 {words}", machine).config
     rows = tuning_rows(config.tuning, config.reasons)
-    chosen = [part for part in rows["tuning"].split(", ") if part.startswith("one_graph")]
-    left_off = [part for part in rows.get("left off", "").split(", ") if part.startswith("one_graph")]
+    chosen = [part for part in rows["tuning"].removeprefix("recommended: ").split(", ") if part.startswith("buckets")]
+    left_off = [part for part in rows.get("left off", "").split(", ") if part.startswith("buckets")]
     assert (chosen, left_off) == ([on] * bool(on), [off] * bool(off))
 
 

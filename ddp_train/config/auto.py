@@ -31,10 +31,6 @@ CAPTURED_IF_IT_PAYS = "compiled; if the host is what is slow"
 """Reason for tuning.cuda_graph that leaves the choice to a trial, see `performance.worth_capturing`."""
 OWN_GRAPHS = ("reduce-overhead", "max-autotune")
 """Modes of torch.compile that capture CUDA graphs themselves."""
-FEW_TOKENS = 9000
-"""Of a captured step of a language model, on a process. One graph on two H100: GPT-2 124M loses 0.24 ms with 4,096 and
-gains 2.8 with 65,536 (docs/benchmarks/gpt2.md), a line through both meets 0 here. A transformer's size cancels out:
-its work and its gradients grow alike."""
 LR_POWERS = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}
 """Exponent of global_batch_size / lr_base_batch. linear: arXiv:1706.02677, for SGD; sqrt: arXiv:1404.5997, also for
 LAMB."""
@@ -116,7 +112,7 @@ Choice = tuple[Any, str]
 def _tuning(config: Config, hardware: Hardware) -> tuple[TuningConfig, dict[str, str]]:
     """The switches without `auto`, and the reason for each value that was chosen."""
     tuning, reasons = dataclasses.replace(config.tuning), {}
-    for choose in (_choices, _choice_of_cuda_graph, _choice_of_one_graph):  # each needs the values of those before
+    for choose in (_choices, _choice_of_cuda_graph, _choice_of_buckets):  # each needs the values of those before
         for name, (value, reason) in choose(dataclasses.replace(config, tuning=tuning), hardware).items():
             if getattr(tuning, name) == "auto":
                 setattr(tuning, name, value)
@@ -127,7 +123,7 @@ def _tuning(config: Config, hardware: Hardware) -> tuple[TuningConfig, dict[str,
 
 
 def _choices(config: Config, hardware: Hardware) -> dict[str, Choice]:
-    """Value and reason of each switch except cuda_graph and one_graph. All keys outside of `tuning` are resolved."""
+    """Value and reason of each switch except cuda_graph and buckets. All keys outside of `tuning` are resolved."""
     gpu, model, data = config.device == "cuda", config.model, config.data
     why_not = why_no_triton() if gpu else ""
     no_gpu, no_triton, no_dp = (
@@ -181,7 +177,7 @@ def _choices(config: Config, hardware: Hardware) -> dict[str, Choice]:
 
 
 def _choice_of_cuda_graph(config: Config, hardware: Hardware) -> dict[str, Choice]:
-    """All other keys but one_graph are resolved."""
+    """All other keys but buckets are resolved."""
     largest, small = config.tuning.name == "max", is_launch_bound(config)
     # A compiled step is often shorter than its launches take the host. Batches of the user's own may differ in shape.
     compiled = bool(config.tuning.compile) and config.model.worth_compiling() and config.data.name != "custom"
@@ -196,29 +192,26 @@ def _choice_of_cuda_graph(config: Config, hardware: Hardware) -> dict[str, Choic
     return {"cuda_graph": choice}
 
 
-def _choice_of_one_graph(config: Config, hardware: Hardware) -> dict[str, Choice]:
-    """All other keys are resolved."""
-    short = config.tuning.cuda_graph and hasattr(config.data, "length") and _items_at_once(config) < FEW_TOKENS
-    caps = ("bucket_cap_mb", "bucket_cap_mb_list")
-    sized = [f"strategy.{name}" for name in caps if getattr(config.strategy, name, None)]
-    choice = _on_unless(
+def _choice_of_buckets(config: Config, hardware: Hardware) -> dict[str, Choice]:
+    """Each cut costs the host launches, which it has no time for where they are not captured: one bucket. Where they
+    are, an exchange beside the backward pass saves more than a few cuts cost. docs/benchmarks/buckets.md. All other
+    keys are resolved."""
+    tuning, sizes = config.tuning, config.strategy.sizes_of_buckets()
+    fewer, why = _on_unless(
         "NVLink",
         (config.device != "cuda", "no GPU"),
-        (not config.tuning.compile or bool(why_uncut(config)), ""),
-        (bool(sized), " ".join(sized)),  # asked for to exchange gradients early
+        (not tuning.compile or bool(why_no_exchange(config)), ""),
+        (bool(sizes), " ".join(sizes)),
         (int(config.launch.nnodes) > 1 or bool(config.host_range), "several hosts"),
         (not hardware.nvlink, "no fast NVLink between all GPUs"),
-        (bool(short), f"captured steps of under {FEW_TOKENS:,} tokens"),  # the exchange is a larger part of them
     )
-    return {"one_graph": choice}
+    return {"buckets": ("default" if not fewer else "large" if tuning.cuda_graph else "one", why)}
 
 
-def why_uncut(config: Config) -> str:
-    """Why a compiled model would not be cut at buckets of gradients; "" if it would."""
+def why_no_exchange(config: Config) -> str:
+    """Why there are no buckets of gradients; "" if there are."""
     if config.mode != "train":
         return f"mode={config.mode}"
-    if not config.tuning.compile and config.model.name != "custom":  # which may compile itself
-        return "tuning.compile=false"
     if config.strategy.name != "ddp":
         return f"strategy={config.strategy.name}"
     most = max(config.process_counts, default=process_count(config))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_train.config import fine_tuning, metrics
-from ddp_train.config.auto import OWN_GRAPHS, capture_blockers, process_count, why_uncut
+from ddp_train.config.auto import OWN_GRAPHS, capture_blockers, process_count, why_no_exchange
 from ddp_train.config.hardware import Hardware, why_no_triton
 from ddp_train.config.key import range_of
 from ddp_train.config.options.custom import CustomConfig
@@ -71,10 +71,10 @@ def _ddp(asked: Config, config: Config, hardware: Hardware, world: World | None)
     strategy, steps = config.strategy, config.train.accumulation_steps
     if not isinstance(strategy, DdpConfig):
         return []
-    cap, caps, hook = strategy.bucket_cap_mb, strategy.bucket_cap_mb_list, strategy.comm_hook
+    hook, sizes = strategy.comm_hook, strategy.sizes_of_buckets(asked.tuning.buckets)
+    first, second, *_ = [*(f"{name}={shown(value)}" for name, value in sizes.items()), "", ""]
     return _true({
-        f"strategy.bucket_cap_mb_list={shown(caps)}: contradicts strategy.bucket_cap_mb={cap}; give one of them":
-            cap is not None and caps is not None,
+        f"{first}: contradicts {second}; give one of them": len(sizes) > 1,
         "strategy.skip_all_reduce_unused_params=true: needs strategy.find_unused_parameters=true":
             strategy.skip_all_reduce_unused_params and not strategy.find_unused_parameters,
         "strategy.find_unused_parameters=true: strategy.static_graph=true finds them already, in its first step; give "
@@ -297,7 +297,7 @@ def notices(asked: Config, config: Config) -> list[str]:
     """Switches that the user set and that have no effect here. Not errors: the same command runs elsewhere."""
     tuning, strategy, model, launch = config.tuning, config.strategy, config.model, config.launch
     on_cpu, optimizer, prefetch = config.device == "cpu", config.optimizer, asked.tuning.prefetch_factor
-    uncut = why_uncut(config)
+    buckets, unsent = asked.tuning.buckets, why_no_exchange(config)
     stopping, resume, which = config.train.early_stopping, config.checkpoint.resume, config.checkpoint.which
     on_gpus_only = (
         *("pin_memory", "non_blocking", "copy_stream", "cudnn_benchmark", "tf32", "cuda_graph", "rehearse"),
@@ -312,7 +312,7 @@ def notices(asked: Config, config: Config) -> list[str]:
             tuning.num_workers == 0 and prefetch != type(tuning)().prefetch_factor,
         f"tuning.compile_mode={tuning.compile_mode} has no effect: tuning.compile=false":
             not tuning.compile and tuning.compile_mode != "default",
-        f"tuning.one_graph=true has no effect: {uncut}": asked.tuning.one_graph is True and uncut,
+        f"tuning.buckets={buckets} has no effect: {unsent}": buckets in ("large", "one") and unsent,
         f"strategy={strategy.name} has no GPUs to spread over: the model runs once, on the CPU":
             strategy.spreads_over_gpus and on_cpu,
         f"strategy.sync_bn=true has no effect: model={model.name} has no batch norm here":

@@ -14,15 +14,15 @@ def migrated(values: dict[str, Any]) -> dict[str, Any]:
 
     Up to November 2026: `train.loss` and `train.label_smoothing` (now those of `task`), `train.reduction` and
     `train.virtual_shards` (now strategy=ordered), `data.loader` (now `data.placement`), `data.decode=threads` (the same
-    pixels as processes), `probe` (now `hooks`), no `reasons`; no `tuning.triton_kernels`, no `tuning.one_graph`: a run
-    goes on without.
+    pixels as processes), `probe` (now `hooks`), no `reasons`; no `tuning.triton_kernels`: a run goes on without;
+    `tuning.one_graph` or nothing (now `tuning.buckets`).
     """
     values = {name: dict(content) if isinstance(content, dict) else content for name, content in values.items()}
     values.pop("probe", None)
     train, data, tuning = values.get("train"), values.get("data"), values.get("tuning")
     if isinstance(tuning, dict):
-        for name in ("triton_kernels", "one_graph"):
-            tuning.setdefault(name, False)
+        tuning.setdefault("triton_kernels", False)
+        tuning.setdefault("buckets", "one" if tuning.pop("one_graph", False) else "default")
     if isinstance(train, dict):
         reduction, shards = train.pop("reduction", None), train.pop("virtual_shards", None)
         loss, smoothing = train.pop("loss", "auto"), train.pop("label_smoothing", 0.0)

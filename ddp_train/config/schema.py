@@ -188,11 +188,11 @@ class TuningConfig:
         "mode of torch.compile; reduce-overhead and max-autotune capture CUDA graphs themselves",
         choices=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
     )
-    one_graph: Union[bool, str] = key(
+    buckets: str = key(
         "auto",
-        "a compiled model is one graph under DDP, and gradients are exchanged behind the backward pass; auto: on one "
-        "host with NVLink",
-        **AUTO,
+        "of DDP's gradients, for each of which a compiled model has a graph: default (25 MiB), large (125), or one; "
+        "auto: large or one for compiled models on one host with NVLink",
+        choices=("auto", "default", "large", "one"),
     )
     triton_kernels: Union[bool, str] = key(
         "auto",

@@ -14,7 +14,7 @@ FIRST_BUCKET_BYTES = 2**20
 
 def choose_graphs(wrapped: DistributedDataParallel, one_graph: bool = False) -> None:
     """To be called before the first step of a model that may be compiled, in the thread that trains. one_graph: also
-    where gradients are exchanged (`tuning.one_graph`).
+    where gradients are exchanged (`tuning.buckets=one`).
 
     The compiler makes a graph for each bucket of gradients, so that buckets are exchanged while the backward pass still
     runs. No kernel reaches beyond its graph, and the host launches each by itself. Over NVLink that costs most models

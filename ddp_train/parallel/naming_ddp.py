@@ -14,8 +14,8 @@ from ddp_train.distributed.process_group import ranks
 from ddp_train.errors import ConfigError, ModelError
 from ddp_train.text import counted
 
-ONE_BUCKET_MB = 2**20
-"""More than the gradients of any model: a bucket has the size of what is in it."""
+BUCKET_MB = {"default": None, "large": 125, "one": 2**20}
+"""Of `tuning.buckets`. An H100 sends 125 MiB to another in 0.5 ms. One has the size of what is in it."""
 SEVERAL_BUCKETS = (
     "strategy.comm_hook=powersgd: over gloo all gradients must be in one bucket: torch's hook would mix up several, or "
     "hang; leave out strategy.bucket_cap_mb and bucket_cap_mb_list, or use strategy.comm_hook=fp16"
@@ -84,12 +84,13 @@ def ddp_arguments(
     return arguments
 
 
-def options_beside(comm_hook: str, options: dict[str, Any]) -> dict[str, Any]:
-    """A copy of DDP's options, by torch's names, with all gradients in one bucket where the hook needs that and no
-    size is given."""
-    sized = options.get("bucket_cap_mb") or options.get("bucket_cap_mb_list")
-    one_bucket = comm_hook == "powersgd" and dist.get_backend() == "gloo" and not sized
-    return options | ({"bucket_cap_mb": ONE_BUCKET_MB} if one_bucket else {})
+def with_bucket_size(options: dict[str, Any], buckets: str, comm_hook: str) -> dict[str, Any]:
+    """A copy of DDP's options, by torch's names. buckets: a key of `BUCKET_MB`, for those that name no size; the hook
+    may need one."""
+    if options.get("bucket_cap_mb") or options.get("bucket_cap_mb_list"):
+        return {**options}
+    in_one = comm_hook == "powersgd" and dist.get_backend() == "gloo"
+    return options | {"bucket_cap_mb": BUCKET_MB["one" if in_one else buckets]}
 
 
 def in_one_bucket(wrapped: nn.parallel.DistributedDataParallel) -> bool:

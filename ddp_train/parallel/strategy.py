@@ -15,7 +15,7 @@ from ddp_train.data.loader import Batch
 from ddp_train.distributed.process_group import averaged_buffers, mean_later
 from ddp_train.distributed.training_step import TrainingStep, training_step
 from ddp_train.parallel.compiled import choose_graphs
-from ddp_train.parallel.naming_ddp import NamingDdp, ddp_arguments, options_beside, register_comm_hook
+from ddp_train.parallel.naming_ddp import NamingDdp, ddp_arguments, register_comm_hook, with_bucket_size
 from ddp_train.parallel.sync_batch_norm import SyncBatchNorm, synchronised
 from ddp_train.tasks.task import ModelWithTask
 
@@ -111,7 +111,7 @@ class DataParallel(Single):
 
 
 class DistributedDataParallel:
-    """One process per device; gradients are averaged while the backward pass still runs, or behind it (`one_graph`)."""
+    """One process per device; gradients are averaged while the backward pass still runs, or behind it."""
 
     buffers_differ = True
     exchanges = True
@@ -124,18 +124,18 @@ class DistributedDataParallel:
         comm_hook: str = "none",
         powersgd_rank: int = 1,
         fixed_buckets: bool = False,
-        one_graph: bool = False,
+        buckets: str = "default",
         **options: Any,
     ) -> None:
         """comm_hook: none, fp16, bf16 or powersgd. fixed_buckets: DDP's final bucket layout from step 0 on, see
-        `warm_up_ddp_buckets`. one_graph: of a compiled model, see `choose_graphs`. options: those of torch's DDP, by
-        torch's names."""
+        `warm_up_ddp_buckets`. buckets: see `with_bucket_size`; a compiled model is cut into a graph for each, and not
+        for "one". options: those of torch's DDP, by torch's names."""
         self.device = device
         self.sync_bn = sync_bn
         self.comm_hook = comm_hook
         self.powersgd_rank = powersgd_rank
         self.fixed_buckets = fixed_buckets
-        self.one_graph = one_graph
+        self.buckets = buckets
         self.options = options
         self.allow_missing_grads = bool(options.get("find_unused_parameters", False))
         self.sync_batch_norms: list[SyncBatchNorm] = []
@@ -148,12 +148,12 @@ class DistributedDataParallel:
 
     def wrap(self, module: ModelWithTask) -> nn.Module:
         self.find_sync_batch_norms(module)
-        options = options_beside(self.comm_hook, self.options)
+        options = with_bucket_size(self.options, self.buckets, self.comm_hook)
         if hasattr(self, "wrapped"):
             self.wrapped._remove_autograd_hooks()  # until the garbage collector takes it, they would send gradients too
             options["init_sync"] = False  # weights are alike by now, and buffers are each rank's own
         self.wrapped = NamingDdp(module, **ddp_arguments(self.device, **options))
-        choose_graphs(self.wrapped, self.one_graph)
+        choose_graphs(self.wrapped, one_graph=self.buckets == "one")
         register_comm_hook(self.wrapped, self.comm_hook, self.powersgd_rank)
         return self.wrapped
 

@@ -137,8 +137,8 @@ OURS = (
 
 OUR_NOTE = (
     "From docs/benchmarks/speed.md and gpt2.md. GPT-2 ran on one and on two H200 of different machines, which differ "
-    "by 2 to 3 %, on H100s of one machine, where all gradients are exchanged behind the backward pass "
-    "(tuning.one_graph), and never on four."
+    "by 2 to 3 %, on H100s of one machine, where all gradients are exchanged behind the backward pass, and never on "
+    "four."
 )
 
 

@@ -73,7 +73,7 @@ def build_strategy(config: Config, world: World, device: str) -> Strategy:
         # On a GPU the bits of a gradient's norm depend on its place in its bucket.
         fixed_buckets = bool(config.deterministic) and (world.size > 2 or device.startswith("cuda"))
         strategy = Alone if world.size == 1 and config.strategy.is_plain else DistributedDataParallel
-        given = {"fixed_buckets": fixed_buckets, "one_graph": bool(config.tuning.one_graph)}
+        given = {"fixed_buckets": fixed_buckets, "buckets": config.tuning.buckets}
         return strategy(device, **given, **arguments_of(config.strategy))
     return DataParallel(device) if name == "dp" else Single(device)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ddp_train.config.key import key
 from ddp_train.text import shown
@@ -22,6 +22,10 @@ class StrategyConfig:
     """Why its step cannot be captured as a CUDA graph."""
     sync_bn = find_unused_parameters = False
     comm_hook = "none"
+
+    def sizes_of_buckets(self, asked: str = "default") -> dict[str, Any]:
+        """Those that are given, by their keys. asked: tuning.buckets."""
+        return {}
 
     def notices(self, processes: int) -> dict[str, bool]:
         """Of keys without effect, and whether they are asked for."""
@@ -61,6 +65,11 @@ class DdpConfig(StrategyConfig):
     init_sync: bool = key(True, "verify shapes and send rank 0's weights when DDP is built")
     comm_hook: str = key("none", "compress gradients before the exchange", choices=("none", "fp16", "bf16", "powersgd"))
     powersgd_rank: int = key(1, "rank of the approximation of comm_hook=powersgd", at_least=1)
+
+    def sizes_of_buckets(self, asked: str = "default") -> dict[str, Any]:
+        cap, caps = self.bucket_cap_mb, self.bucket_cap_mb_list
+        given = {"strategy.bucket_cap_mb_list": caps, "strategy.bucket_cap_mb": cap, "tuning.buckets": asked}
+        return {name: value for name, value in given.items() if value not in (None, "auto", "default")}
 
     @property
     def is_plain(self) -> bool:
