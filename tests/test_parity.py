@@ -214,26 +214,28 @@ class Layers(nn.Module):
 
 
 def graphs_and_gradient(
-    world: World, options: dict[str, Any] | None = None, buckets: str = "default"
-) -> list[tuple[int, Tensor]]:
-    """How many graphs torch's compiler makes of a model whose layers have gradients of 1 MiB each, with buckets of as
-    much, and of less than the compiler allows."""
-    found = []
-    for bucket_mb in (1.0, 0.5):
-        torch._dynamo.reset()
-        sections = {"strategy": {"name": "ddp", "bucket_cap_mb": bucket_mb, **(options or {})}}
-        config = config_of(world, **sections, tuning={"buckets": buckets})
-        torch.manual_seed(0)
-        strategy = build_strategy(config, world, "cpu")
-        module = strategy.place(ModelWithTask(Layers(), Classification(), "cpu", None))
-        counted = CompileCounterWithBackend("aot_eager")
-        module.compile(backend=counted)
-        wrapped = strategy.wrap(module)
-        rows = torch.arange(world.rank, 12, world.size)
-        images = torch.linspace(-1, 1, 12 * 512).view(12, 512)[rows]
-        wrapped((images, rows % 10))[0].div(12 / world.size).backward()
-        found.append((counted.frame_count, module.model.layers[0].weight.grad))
-    return found
+    world: World, bucket_cap_mb: float = 1.0, buckets: str = "default", **options: Any
+) -> tuple[int, Tensor]:
+    """How many graphs torch's compiler makes of a model whose layers have gradients of 1 MiB each."""
+    torch._dynamo.reset()
+    sections = {"strategy": {"name": "ddp", "bucket_cap_mb": bucket_cap_mb, **options}, "tuning": {"buckets": buckets}}
+    config = config_of(world, **sections)
+    torch.manual_seed(0)
+    strategy = build_strategy(config, world, "cpu")
+    module = strategy.place(ModelWithTask(Layers(), Classification(), "cpu", None))
+    counted = CompileCounterWithBackend("aot_eager")
+    module.compile(backend=counted)
+    wrapped = strategy.wrap(module)
+    rows = torch.arange(world.rank, 12, world.size)
+    images = torch.linspace(-1, 1, 12 * 512).view(12, 512)[rows]
+    wrapped((images, rows % 10))[0].div(12 / world.size).backward()
+    gradient = module.model.layers[0].weight.grad
+    assert gradient is not None
+    return counted.frame_count, gradient
+
+
+def graphs_and_gradients(world: World, cases: list[dict[str, Any]]) -> list[tuple[int, Tensor]]:
+    return [graphs_and_gradient(world, **case) for case in cases]
 
 
 def compressed(world: World, **cap: Any) -> Tensor | str:
@@ -274,16 +276,13 @@ def test_powersgd_over_gloo_has_all_gradients_in_one_bucket() -> None:
 
 @pytest.mark.slow
 def test_only_processes_that_exchange_gradients_cut_a_compiled_model() -> None:
-    """One graph for each bucket, which they exchange beside the backward pass; not with tuning.buckets=one."""
-    for options in ({"find_unused_parameters": True}, {"static_graph": True}, {"comm_hook": "fp16"}):
-        (in_ddp,) = on_ranks(1, graphs_and_gradient, options)
-        assert [graphs for graphs, _ in in_ddp] == [1, 1]
-    (alone,) = on_ranks(1, graphs_and_gradient)
-    assert [graphs for graphs, _ in alone] == [1, 1]
-    for (many, gradient), (one, other) in on_ranks(3, graphs_and_gradient):
-        assert many > 1 == one
-        for found in (gradient, other):
-            torch.testing.assert_close(found, alone[0][1])
-    for (uncut, gradient), (one, _) in on_ranks(3, graphs_and_gradient, None, "one"):
-        assert uncut == one == 1, "tuning.buckets=one"
-        torch.testing.assert_close(gradient, alone[0][1])
+    """One graph for each bucket, which they exchange beside the backward pass; not with tuning.buckets=one, nor with
+    buckets that are smaller than the compiler allows."""
+    in_ddp = [{"find_unused_parameters": True}, {"static_graph": True}, {"comm_hook": "fp16"}]
+    (one_process,) = on_ranks(1, graphs_and_gradients, [{}, *in_ddp])
+    assert [graphs for graphs, _ in one_process] == [1, 1, 1, 1]
+    for rank in on_ranks(3, graphs_and_gradients, [{}, {"bucket_cap_mb": 0.5}, {"buckets": "one"}]):
+        (many, _), (tiny, _), (one, _) = rank
+        assert many > 1 == tiny == one
+        for _, gradient in rank:
+            torch.testing.assert_close(gradient, one_process[0][1])
