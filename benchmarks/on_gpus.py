@@ -35,6 +35,7 @@ OF_KERNELS = "our_kernels"
 ELSEWHERE = (*ON_TWO, "test_each_network", OF_KERNELS, *OF_SUMS)
 """Parts of the names of tests."""
 FP16 = "launch.py tuning=max, fp16, batch 1024"
+SCALING = "PYTHON benchmarks/gpt2_scaling.py"
 TORCHRUN = "PYTHON -m torch.distributed.run --standalone --nproc_per_node=2"
 BUCKETS = " ".join(f"'launch.py, tuning=max, buckets={size}'" for size in ("large", "one", "default"))
 AS_RECOMMENDED = "'plain DDP, compiled' 'Accelerate, compiled' 'Lightning Trainer, compiled' 'launch.py, recommended'"
@@ -73,6 +74,7 @@ def speed(name: str, only: str) -> Work:
 
 
 WORK = [
+    Work("gpt2_scaling", 2, 330, f"{SCALING} --steps 60 --output FOLDER/gpt2_scaling.md tuning.buckets=one"),
     *(models(name, "buckets_on_two", BUCKETS, gpus=2) for name in ("resnet50", "vit", "GPT 12", "vgg16")),
     *(Work(f"test_{name}", 2, 270, f"{ONE_BY_ONE} tests/test_gpu.py -k {name}") for name in ON_TWO),
     models("resnet50", "sums_fp16", SUMS_IN_FP16, flags="--batch 1024 --at-once 1", limit=420),
@@ -86,7 +88,6 @@ WORK = [
     Work("test_others", 1, 360, f"{PYTEST} tests/test_gpu.py -k 'not {' and not '.join(ELSEWHERE)}'"),
     Work("test_kernels", 1, 330, f"{PYTEST} tests/test_gpu.py -k {OF_KERNELS}"),
     gpt2("gpt2_two", 2, 400),
-    Work("gpt2_scaling", 2, 400, "PYTHON benchmarks/gpt2_scaling.py --steps 60 --output FOLDER/gpt2_scaling.md"),
     gpt2("gpt2_one", 1, 240),
     speed("resnet50_fp16", FP16),
     Work("test_networks", 1, 300, f"{PYTEST} -n 6 tests/test_gpu.py -k test_each_network"),

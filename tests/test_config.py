@@ -823,7 +823,8 @@ def test_another_option_of_a_group_is_one_mistake(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_that_goes_on_otherwise_says_so(tmp_path: Path) -> None:
-    words = ["model=mlp", "optimizer.lr=0.3", "schedule=constant", f"run_dir={tmp_path}/run"]
+    tuned = ["tuning.buckets=large", "tuning.num_workers=1"]
+    words = ["model=mlp", "optimizer.lr=0.3", "schedule=constant", *tuned, f"run_dir={tmp_path}/run"]
     checkpoint_of(tmp_path / "run", *words)
     same = prepare(PROGRAM, words, None)
     assert not any("resumes with" in notice for notice in same.notices)
@@ -833,6 +834,7 @@ def test_a_run_that_goes_on_otherwise_says_so(tmp_path: Path) -> None:
     (notice,) = (notice for notice in other.notices if "resumes with" in notice)
     for change in ("train.epochs=3 (was 30)", "optimizer.lr=0.05 (was 0.3)", "schedule=cosine (was constant)"):
         assert change in notice
+    assert notice.endswith(", tuning.buckets=default (was large)"), "loader processes change no number"
 
 
 @pytest.mark.slow

@@ -193,9 +193,9 @@ def _choice_of_cuda_graph(config: Config, hardware: Hardware) -> dict[str, Choic
 
 
 def _choice_of_buckets(config: Config, hardware: Hardware) -> dict[str, Choice]:
-    """Each cut costs the host launches, which it has no time for where they are not captured: one bucket. Where they
-    are, an exchange beside the backward pass saves more than a few cuts cost. docs/benchmarks/buckets.md. All other
-    keys are resolved."""
+    """Kernel by kernel one bucket, and so one graph, is the fastest: the host launches each graph by itself. Captured,
+    an exchange beside the backward pass saves more than a few cuts cost (docs/benchmarks/buckets.md). All other keys
+    are resolved."""
     tuning, sizes = config.tuning, config.strategy.sizes_of_buckets()
     fewer, why = _on_unless(
         "NVLink",

@@ -27,6 +27,9 @@ from ddp_train.text import did_you_mean, shown
 
 LEAST_OPEN_FILES = 64
 """With 24 a process hung as it began, with 64 it trains."""
+ROUNDING = ("precision", "tf32", "channels_last", "compile", "compile_mode", "buckets", "triton_kernels", "conv_sums",
+            "optimizer")  # fmt: skip
+"""Switches of `tuning` that change the digits of a number."""
 
 
 def _model(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
@@ -204,9 +207,9 @@ def held_run(config: Config) -> Config | None:
 def changed(before: Config, config: Config) -> list[str]:
     """What a resumed run does differently, of the keys that may change: `optimizer.lr=0.05 (was 0.3)`."""
     found = []
-    for section in ("train", "task", "optimizer", "schedule"):
+    for section in ("train", "task", "optimizer", "schedule", "tuning"):
         one, other = (_values_of(getattr(c, section)) for c in (before, config))
-        for name in dict.fromkeys((*one, *other)):
+        for name in ROUNDING if section == "tuning" else dict.fromkeys((*one, *other)):
             if one.get(name) != other.get(name) and name in other:
                 key = section if name == "name" else f"{section}.{name}"
                 was = f" (was {shown(one[name])})" if name in one else ""
