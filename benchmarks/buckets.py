@@ -33,6 +33,7 @@ from ddp_train.models.gpt import Gpt
 
 MODES = {
     "25 MiB": (lambda _: 25, True),
+    "125 MiB": (lambda _: 125, True),
     "quarters": (lambda gradients: gradients / 4, True),
     "one bucket": (lambda gradients: gradients, True),
     "one graph": (lambda _: 25, False),
@@ -129,6 +130,8 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
+    if unknown := {*arguments.models} - {"gpt2", *models.list_models(models)}:
+        parser.error(f"--models {' '.join(sorted(unknown))}: use gpt2, or a classifier of torchvision as resnet50")
     on_gpus = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpus else torch.device("cpu")
     if on_gpus:

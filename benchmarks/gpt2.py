@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -156,6 +157,9 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.peer:
         return peer(arguments.peer, arguments.batches[0], arguments.steps)
+    if torch.cuda.device_count() < arguments.processes:
+        sys.exit(f"--processes {arguments.processes}: torch.cuda.device_count() is {torch.cuda.device_count()}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # contenders are ended on the way out
     load, rows = f"{load_average()} at the start", []
     n, steps = arguments.processes, arguments.steps
     with tempfile.TemporaryDirectory(prefix="gpt2_") as folder:
@@ -172,6 +176,8 @@ def main() -> None:
             ),
             "launch.py, tuning=max, muon": lambda batch, run_dir: ours(corpus, batch, steps, n, run_dir, *MUON),
         }
+        if unknown := set(arguments.only or ()) - contenders.keys():
+            sys.exit(f"--only {' '.join(sorted(unknown))}: no such contender; there are {', '.join(contenders)}")
         if arguments.only:
             contenders = {name: run for name, run in contenders.items() if name in arguments.only}
         for batch in arguments.batches:

@@ -32,11 +32,13 @@ from page import conditions, load_average, publish
 
 KINDS = {
     "exchange": r"nccl",
-    "attention": r"flash|fmha|sdpa|attention",
+    "gradients into buckets": r"AUnaryFunctor<float.*binary",
+    "attention": r"flash|fmha|sdpa|cudnn::fusion",
     "matrix products": r"gemm|nvjet|cutlass|xmma|cublas",
+    "our loss": r"^_(forward|backward)$",
+    "the compiler's": r"^triton_",
     "copies and zeros": r"memcpy|memset|copy|fill",
-    "optimizer and norm of gradients": r"multi_tensor|adam|foreach|norm_kernel|lpnorm",
-    "the compiler's and ours": r"triton|_loss|cross_entropy",
+    "optimizer, norm of gradients": r"multi_tensor|lpnorm",
 }
 """The first that matches a kernel's name, in any case; what matches none is "others"."""
 OTHERS, GAPS, TRACED_STEPS = "others", "nothing runs", 5
@@ -53,7 +55,7 @@ def kind_of(kernel: str) -> str:
 
 def kinds_in(events: list[dict[str, Any]], steps: int) -> dict[str, float]:
     """Milliseconds of a step by kind. Two kernels at the same time count twice; GAPS is what no kernel covers between
-    the first kernel and the last."""
+    the first kernel and the last. DDP divides a gradient while it writes it into its bucket."""
     ran = [event for event in events if event.get("cat") in ON_GPU]
     if not ran:
         raise ValueError("the trace has no kernel: was it made on a GPU?")

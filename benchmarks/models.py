@@ -382,6 +382,11 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # contenders are ended on the way out
+    names = [model.name for model in MODELS]
+    if unknown := [name for name in arguments.only or () if not any(one.startswith(name) for one in names)]:
+        parser.error(f"--only {' '.join(unknown)}: no such model; there are {', '.join(names)}")
+    if unknown := [name for name in arguments.contenders if name not in (*PEERS, *OURS)]:
+        parser.error(f"--contenders {', '.join(unknown)}: no such contender; there are {', '.join((*PEERS, *OURS))}")
     if arguments.processes > 1:
         arguments.at_once = 1
     load = f"{load_average()} at the start"

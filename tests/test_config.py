@@ -1142,7 +1142,11 @@ def test_no_file_is_blamed_for_what_the_command_line_said() -> None:
             "tuning.channels_last=true has no effect: model=mlp has no convolution",
         ),
         ("tuning.compile_mode=max-autotune", "tuning.compile_mode=max-autotune has no effect: tuning.compile=false"),
-        ("tuning.buckets=one strategy=single", "tuning.buckets=one has no effect: strategy=single"),
+        ("tuning.buckets=one strategy=single", "tuning.buckets=one has no effect: strategy=single has no buckets"),
+        (
+            "tuning.buckets=large strategy.comm_hook=powersgd launch.nproc_per_node=3",
+            "tuning.buckets=large has no effect: strategy.comm_hook=powersgd over gloo needs all gradients in one",
+        ),
         (
             "tuning.buckets=large launch.nproc_per_node=1",
             "tuning.buckets=large has no effect: one process exchanges nothing",

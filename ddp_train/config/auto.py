@@ -200,7 +200,7 @@ def _choice_of_buckets(config: Config, hardware: Hardware) -> dict[str, Choice]:
     fewer, why = _on_unless(
         "NVLink",
         (config.device != "cuda", "no GPU"),
-        (not tuning.compile or bool(why_no_exchange(config)), ""),
+        (not tuning.compile or bool(why_no_buckets(config)), ""),
         (bool(sizes), " ".join(sizes)),
         (int(config.launch.nnodes) > 1 or bool(config.host_range), "several hosts"),
         (not hardware.nvlink, "no fast NVLink between all GPUs"),
@@ -208,12 +208,14 @@ def _choice_of_buckets(config: Config, hardware: Hardware) -> dict[str, Choice]:
     return {"buckets": ("default" if not fewer else "large" if tuning.cuda_graph else "one", why)}
 
 
-def why_no_exchange(config: Config) -> str:
-    """Why there are no buckets of gradients; "" if there are."""
+def why_no_buckets(config: Config, asked: str = "one") -> str:
+    """Why it makes no difference how large DDP's buckets are; "" if it does. asked: tuning.buckets."""
     if config.mode != "train":
-        return f"mode={config.mode}"
+        return f"mode={config.mode} does not train"
     if config.strategy.name != "ddp":
-        return f"strategy={config.strategy.name}"
+        return f"strategy={config.strategy.name} has no buckets of gradients"
+    if asked == "large" and config.strategy.comm_hook == "powersgd" and config.launch.backend == "gloo":
+        return "strategy.comm_hook=powersgd over gloo needs all gradients in one"
     most = max(config.process_counts, default=process_count(config))
     return "one process exchanges nothing" if most == 1 else ""
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_train.config import fine_tuning, metrics
-from ddp_train.config.auto import OWN_GRAPHS, capture_blockers, process_count, why_no_exchange
+from ddp_train.config.auto import OWN_GRAPHS, capture_blockers, process_count, why_no_buckets
 from ddp_train.config.hardware import Hardware, why_no_triton
 from ddp_train.config.key import range_of
 from ddp_train.config.options.custom import CustomConfig
@@ -297,7 +297,7 @@ def notices(asked: Config, config: Config) -> list[str]:
     """Switches that the user set and that have no effect here. Not errors: the same command runs elsewhere."""
     tuning, strategy, model, launch = config.tuning, config.strategy, config.model, config.launch
     on_cpu, optimizer, prefetch = config.device == "cpu", config.optimizer, asked.tuning.prefetch_factor
-    buckets, unsent = asked.tuning.buckets, why_no_exchange(config)
+    buckets, why_not = asked.tuning.buckets, why_no_buckets(config, asked.tuning.buckets)
     stopping, resume, which = config.train.early_stopping, config.checkpoint.resume, config.checkpoint.which
     on_gpus_only = (
         *("pin_memory", "non_blocking", "copy_stream", "cudnn_benchmark", "tf32", "cuda_graph", "rehearse"),
@@ -312,7 +312,7 @@ def notices(asked: Config, config: Config) -> list[str]:
             tuning.num_workers == 0 and prefetch != type(tuning)().prefetch_factor,
         f"tuning.compile_mode={tuning.compile_mode} has no effect: tuning.compile=false":
             not tuning.compile and tuning.compile_mode != "default",
-        f"tuning.buckets={buckets} has no effect: {unsent}": buckets in ("large", "one") and unsent,
+        f"tuning.buckets={buckets} has no effect: {why_not}": buckets in ("large", "one") and why_not,
         f"strategy={strategy.name} has no GPUs to spread over: the model runs once, on the CPU":
             strategy.spreads_over_gpus and on_cpu,
         f"strategy.sync_bn=true has no effect: model={model.name} has no batch norm here":

@@ -190,8 +190,8 @@ class TuningConfig:
     )
     buckets: str = key(
         "auto",
-        "of DDP's gradients, for each of which a compiled model has a graph: default (25 MiB), large (125), or one; "
-        "auto: large or one for compiled models on one host with NVLink",
+        "DDP's buckets of gradients, for each of which a compiled model has a graph: default (25 MiB, or "
+        "your own size), large (125 MiB), or one; auto: large with cuda_graph, else one, on one host with NVLink",
         choices=("auto", "default", "large", "one"),
     )
     triton_kernels: Union[bool, str] = key(

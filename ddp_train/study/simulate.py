@@ -185,7 +185,7 @@ def predictions(step: Step, config: SimulateConfig) -> Table:
         "exchange: all-reduce in DDP's buckets, by a ring inside each host and the faster of ring and trees between "
         "hosts. exposed: the part of it that does not overlap with the backward pass. waiting: for the slowest rank, "
         "assuming independent exponential delays. Not modelled: slow data loading, other traffic on the network, a GPU "
-        "that is always slower."
+        "that is always slower, what the cuts of torch's compiler at buckets cost."
     )
     return Table("Predicted", columns, rows, note)
 
