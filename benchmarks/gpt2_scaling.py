@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import gzip
 import json
+import os
 import re
 import statistics
 import subprocess
@@ -42,6 +43,8 @@ KINDS = {
 }
 """The first that matches a kernel's name, in any case; what matches none is "others"."""
 OTHERS, GAPS, TRACED_STEPS = "others", "nothing runs", 5
+LOG_EVERY = 10
+"""Steps, of launch.py."""
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 """Categories of a trace's events."""
 BUSY = 90
@@ -83,12 +86,14 @@ def watched() -> Iterator[dict[int, list[tuple[float, float]]]]:
     """Watts and megahertz of each GPU, by its index, while it was busy; filled when the block is left."""
     command = ["nvidia-smi", f"--query-gpu={READ}", "--format=csv,noheader,nounits", "-lms", "500"]
     found: dict[int, list[tuple[float, float]]] = defaultdict(list)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as reader:
+    with tempfile.TemporaryFile("w+") as said, subprocess.Popen(command, stdout=said) as reader:
         try:
             yield found
         finally:
             reader.terminate()
-            for line in reader.communicate()[0].splitlines():
+            reader.wait()
+            said.seek(0)
+            for line in said:
                 with contextlib.suppress(ValueError):  # the last line may be cut off
                     index, watts, megahertz, busy = map(float, line.split(","))
                     if busy >= BUSY:
@@ -112,6 +117,9 @@ def main() -> None:
     count = torch.cuda.device_count()
     if count < 2:
         sys.exit(f"torch.cuda.device_count() is {count}: this compares one GPU with several")
+    if arguments.steps % LOG_EVERY or arguments.steps < 2 * LOG_EVERY:
+        sys.exit(f"--steps {arguments.steps}: use a multiple of {LOG_EVERY}, at least {2 * LOG_EVERY}")
+    everyone = [int(gpu) for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu] or [*range(count)]
     last = WARM_UP_STEPS + arguments.steps - 1
     profiled = f"train.profile_steps={last - TRACED_STEPS + 1}:{last}"  # in an interval of its own: the median drops it
     load, rows = f"{load_average()} at the start", []
@@ -137,20 +145,21 @@ def main() -> None:
             rows.append(f"| {name} | {speed:,.0f} | {milliseconds:.2f} | {middle(samples)} |")
             print(rows[-1], file=sys.stderr, flush=True)
 
+        first = everyone[0]
         with watched() as samples:
-            speed = run("GPU 0 alone", [0])
-        row("GPU 0 alone", speed, 1, samples[0])
-        names = [f"GPU {gpu}, all at once" for gpu in range(count)]
+            speed = run(f"GPU {first} alone", [first])
+        row(f"GPU {first} alone", speed, 1, samples[first])
+        names = [f"GPU {gpu}, all at once" for gpu in everyone]
         with watched() as samples, ThreadPoolExecutor(count) as threads:
-            speeds = list(threads.map(run, names, [[gpu] for gpu in range(count)]))
-        for gpu in range(count):
-            row(names[gpu], speeds[gpu], 1, samples[gpu])
+            speeds = list(threads.map(run, names, [[gpu] for gpu in everyone]))
+        for name, speed, gpu in zip(names, speeds, everyone, strict=True):
+            row(name, speed, 1, samples[gpu])
         for overrides in ([], arguments.overrides)[: 1 + bool(arguments.overrides)]:
             name = " ".join(["DDP", *overrides])
             with watched() as samples:
-                speed = run(name, list(range(count)), *overrides)
+                speed = run(name, everyone, *overrides)
             row(name, speed, count, [])
-            rows += [f"| of it GPU {gpu} | | | {middle(samples[gpu])} |" for gpu in range(count)]
+            rows += [f"| of it GPU {gpu} | | | {middle(samples[gpu])} |" for gpu in everyone]
     order = [*KINDS, OTHERS, GAPS]
     table = [f"| {name} | " + " | ".join(f"{kinds[name].get(kind, 0):.2f}" for kind in order) + " |" for name in kinds]
     publish(

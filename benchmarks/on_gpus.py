@@ -75,7 +75,7 @@ def speed(name: str, only: str) -> Work:
 
 WORK = [
     Work("gpt2_scaling", 2, 330, f"{SCALING} --steps 60 --output FOLDER/gpt2_scaling.md tuning.buckets=one"),
-    *(models(name, "buckets_on_two", BUCKETS, gpus=2) for name in ("resnet50", "vit", "GPT 12", "vgg16")),
+    *(models(name, "buckets_on_two", BUCKETS, limit=330, gpus=2) for name in ("resnet50", "vit", "GPT 12", "vgg16")),
     *(Work(f"test_{name}", 2, 270, f"{ONE_BY_ONE} tests/test_gpu.py -k {name}") for name in ON_TWO),
     models("resnet50", "sums_fp16", SUMS_IN_FP16, flags="--batch 1024 --at-once 1", limit=420),
     models("resnet18", "sums_fp16", SUMS_IN_FP16),

@@ -36,6 +36,7 @@ from ddp_train.config.auto import resolve
 from ddp_train.config.bind import all_keys, bind
 from ddp_train.config.freeze import FILE, freeze, load_frozen, to_text
 from ddp_train.config.hardware import Hardware
+from ddp_train.config.migrate import migrated
 from ddp_train.config.options.custom import CustomConfig, CustomModelConfig
 from ddp_train.config.options.strategy import DdpConfig, OrderedConfig
 from ddp_train.config.overrides import Overrides, compose, read_config, read_overrides
@@ -823,7 +824,7 @@ def test_another_option_of_a_group_is_one_mistake(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_that_goes_on_otherwise_says_so(tmp_path: Path) -> None:
-    tuned = ["tuning.buckets=large", "tuning.num_workers=1"]
+    tuned = ["strategy.sync_bn=true", "tuning.buckets=large", "tuning.precision=bf16", "tuning.num_workers=1"]
     words = ["model=mlp", "optimizer.lr=0.3", "schedule=constant", *tuned, f"run_dir={tmp_path}/run"]
     checkpoint_of(tmp_path / "run", *words)
     same = prepare(PROGRAM, words, None)
@@ -834,7 +835,8 @@ def test_a_run_that_goes_on_otherwise_says_so(tmp_path: Path) -> None:
     (notice,) = (notice for notice in other.notices if "resumes with" in notice)
     for change in ("train.epochs=3 (was 30)", "optimizer.lr=0.05 (was 0.3)", "schedule=cosine (was constant)"):
         assert change in notice
-    assert notice.endswith(", tuning.buckets=default (was large)"), "loader processes change no number"
+    digits = "strategy.sync_bn=false (was true), tuning.precision=fp32 (was bf16), tuning.buckets=default (was large)"
+    assert notice.endswith(f", {digits}"), "loader processes change no number"
 
 
 @pytest.mark.slow
@@ -1253,6 +1255,24 @@ def test_a_config_that_was_frozen_earlier_is_read() -> None:
     assert (config.data.placement, config.hooks, config.reasons) == ("host", [], {})
     assert (config.tuning.triton_kernels, config.tuning.buckets) == (False, "default"), "its last bits stay"
     assert load_frozen(to_text(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("tuning", "strategy", "buckets"),
+    [
+        ({"one_graph": True, "compile": True}, {}, "one"),
+        ({"one_graph": False, "compile": True}, {}, "default"),
+        ({"one_graph": True, "compile": False}, {}, "default"),
+        ({"one_graph": True, "compile": True}, {"bucket_cap_mb": 3.0}, "default"),
+        ({"compile": True}, {}, "default"),
+    ],
+)
+def test_a_run_that_was_compiled_as_one_graph_stays_so(
+    tuning: dict[str, Any], strategy: dict[str, Any], buckets: str
+) -> None:
+    found = migrated({"tuning": tuning, "strategy": strategy, "reasons": {"one_graph": "NVLink"}})
+    assert found["tuning"] == {"compile": tuning["compile"], "triton_kernels": False, "buckets": buckets}
+    assert found["reasons"] == {"buckets": "NVLink"}, "auto chooses anew"
 
 
 @pytest.mark.parametrize(

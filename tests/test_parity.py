@@ -218,6 +218,7 @@ def graphs_and_gradient(
 ) -> tuple[int, Tensor]:
     """How many graphs torch's compiler makes of a model whose layers have gradients of 1 MiB each."""
     torch._dynamo.reset()
+    torch._dynamo.config.optimize_ddp = True  # as a process finds it
     sections = {"strategy": {"name": "ddp", "bucket_cap_mb": bucket_cap_mb, **options}, "tuning": {"buckets": buckets}}
     config = config_of(world, **sections)
     torch.manual_seed(0)
@@ -281,8 +282,10 @@ def test_only_processes_that_exchange_gradients_cut_a_compiled_model() -> None:
     in_ddp = [{"find_unused_parameters": True}, {"static_graph": True}, {"comm_hook": "fp16"}]
     (one_process,) = on_ranks(1, graphs_and_gradients, [{}, *in_ddp])
     assert [graphs for graphs, _ in one_process] == [1, 1, 1, 1]
-    for rank in on_ranks(3, graphs_and_gradients, [{}, {"bucket_cap_mb": 0.5}, {"buckets": "one"}]):
-        (many, _), (tiny, _), (one, _) = rank
-        assert many > 1 == tiny == one
+    for rank in on_ranks(
+        3, graphs_and_gradients, [{}, {"bucket_cap_mb": 0.5}, {"bucket_cap_mb": 9}, {"buckets": "one"}]
+    ):
+        (many, _), (tiny, _), (single, _), (one, _) = rank
+        assert many > 1 == tiny == single == one
         for _, gradient in rank:
             torch.testing.assert_close(gradient, one_process[0][1])

@@ -327,9 +327,25 @@ def buckets(case: Case) -> tuple[int, bool]:
             module = module_of(case.config, open_datasets(case.config)[0])
             wrapped = build_strategy(case.config, World(size=2), "cpu").wrap(module)
             assert isinstance(wrapped, nn.parallel.DistributedDataParallel)
-            return wrapped.bucket_bytes_cap, bool(torch._dynamo.config.optimize_ddp)
+            first = (getattr(wrapped, "bucket_bytes_cap_list", None) or [wrapped.bucket_bytes_cap])[0]
+            return first, bool(torch._dynamo.config.optimize_ddp)
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("words", "mib", "cut"),
+    [
+        ("tuning.buckets=default", 25, True),
+        ("tuning.buckets=large", 125, False),
+        ("tuning.buckets=large model=mlp model.hidden=6000", 125, True),
+        ("tuning.buckets=one", 2**20, False),
+        ("tuning.buckets=default strategy.bucket_cap_mb=3", 3, False),
+        ("tuning.buckets=default strategy.bucket_cap_mb_list=[2,4]", 2, False),
+    ],
+)
+def test_buckets_have_the_size_that_is_asked_for(words: str, mib: int, cut: bool) -> None:
+    assert buckets(case_of(f"tuning.compile=true {words}", CPU)) == (mib * 2**20, cut)
 
 
 @pytest.mark.parametrize(("ranks", "sent"), [(1, False), (2, True)])
@@ -1090,7 +1106,7 @@ def test_the_plan_says_why() -> None:
         ("tuning.buckets=one", True, "buckets one", ""),
         ("tuning.buckets=large tuning.cuda_graph=false", False, "buckets large", ""),
         ("tuning.buckets=default", True, "", ""),
-        ("tuning=none", True, "", ""),
+        ("tuning=none tuning.compile=true", True, "", ""),
         ("model=cnn data=digits tuning.compile=false", True, "", ""),
     ],
 )

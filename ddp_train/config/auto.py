@@ -194,8 +194,8 @@ def _choice_of_cuda_graph(config: Config, hardware: Hardware) -> dict[str, Choic
 
 def _choice_of_buckets(config: Config, hardware: Hardware) -> dict[str, Choice]:
     """Kernel by kernel one bucket, and so one graph, is the fastest: the host launches each graph by itself. Captured,
-    an exchange beside the backward pass saves more than a few cuts cost (docs/benchmarks/buckets.md). All other keys
-    are resolved."""
+    where the exchange is a large part of a step, to hide it saves more than a few cuts cost, and elsewhere they cost
+    little (docs/benchmarks/buckets.md). All other keys are resolved."""
     tuning, sizes = config.tuning, config.strategy.sizes_of_buckets()
     fewer, why = _on_unless(
         "NVLink",

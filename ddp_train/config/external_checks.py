@@ -27,9 +27,12 @@ from ddp_train.text import did_you_mean, shown
 
 LEAST_OPEN_FILES = 64
 """With 24 a process hung as it began, with 64 it trains."""
-ROUNDING = ("precision", "tf32", "channels_last", "compile", "compile_mode", "buckets", "triton_kernels", "conv_sums",
-            "optimizer")  # fmt: skip
-"""Switches of `tuning` that change the digits of a number."""
+OF_THE_DIGITS = {
+    "strategy": ("name", "comm_hook", "powersgd_rank", "sync_bn", "bucket_cap_mb", "bucket_cap_mb_list"),
+    "tuning": ("precision", "tf32", "channels_last", "cudnn_benchmark", "compile", "compile_mode", "buckets",
+               "triton_kernels", "conv_sums", "optimizer"),
+}  # fmt: skip
+"""Keys of these sections that change the digits of a number."""
 
 
 def _model(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
@@ -207,9 +210,9 @@ def held_run(config: Config) -> Config | None:
 def changed(before: Config, config: Config) -> list[str]:
     """What a resumed run does differently, of the keys that may change: `optimizer.lr=0.05 (was 0.3)`."""
     found = []
-    for section in ("train", "task", "optimizer", "schedule", "tuning"):
+    for section in ("train", "task", "optimizer", "schedule", *OF_THE_DIGITS):
         one, other = (_values_of(getattr(c, section)) for c in (before, config))
-        for name in ROUNDING if section == "tuning" else dict.fromkeys((*one, *other)):
+        for name in OF_THE_DIGITS.get(section) or dict.fromkeys((*one, *other)):
             if one.get(name) != other.get(name) and name in other:
                 key = section if name == "name" else f"{section}.{name}"
                 was = f" (was {shown(one[name])})" if name in one else ""

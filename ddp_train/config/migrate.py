@@ -22,7 +22,12 @@ def migrated(values: dict[str, Any]) -> dict[str, Any]:
     train, data, tuning = values.get("train"), values.get("data"), values.get("tuning")
     if isinstance(tuning, dict):
         tuning.setdefault("triton_kernels", False)
-        tuning.setdefault("buckets", "one" if tuning.pop("one_graph", False) else "default")
+        one_graph, strategy, reasons = tuning.pop("one_graph", False), values.get("strategy"), values.get("reasons")
+        own_size = isinstance(strategy, dict) and (strategy.get("bucket_cap_mb") or strategy.get("bucket_cap_mb_list"))
+        uncut = one_graph and tuning.get("compile") and not own_size
+        tuning.setdefault("buckets", "one" if uncut else "default")
+        if isinstance(reasons, dict) and "one_graph" in reasons:
+            reasons["buckets"] = reasons.pop("one_graph")
     if isinstance(train, dict):
         reduction, shards = train.pop("reduction", None), train.pop("virtual_shards", None)
         loss, smoothing = train.pop("loss", "auto"), train.pop("label_smoothing", 0.0)

@@ -7,6 +7,7 @@ import sys
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_train.distributed.process_group import ranks
+from ddp_train.parallel.naming_ddp import in_one_bucket
 
 FIRST_BUCKET_BYTES = 2**20
 """DDP's first bucket is this small, so that the exchange begins early. The compiler refuses others that are smaller."""
@@ -17,11 +18,13 @@ def choose_graphs(wrapped: DistributedDataParallel, one_graph: bool = False) -> 
     where gradients are exchanged (`tuning.buckets=one`).
 
     The compiler makes a graph for each bucket of gradients, so that buckets are exchanged while the backward pass still
-    runs. No kernel reaches beyond its graph, and the host launches each by itself. Over NVLink that costs most models
-    more than the overlap saves: a step of ViT-B/16 on two H100 takes 88.4 ms with the cuts and 84.1 without
-    (docs/benchmarks/buckets.md). A process that is alone exchanges nothing.
+    runs. No kernel reaches beyond its graph, and the host launches each by itself. Kernel by kernel that costs more
+    over NVLink than the overlap saves: a step of ViT-B/16 on two H100 takes 88.4 ms with the cuts and 84.1 without
+    (docs/benchmarks/buckets.md). A process that is alone exchanges nothing, and a single bucket is exchanged behind the
+    backward pass anyway; with DDP's own size there is a small first one, too.
     """
     dynamo = sys.modules.get("torch._dynamo")  # imported by whatever compiles
-    cut_in_vain = ranks() == 1 or wrapped.bucket_bytes_cap < FIRST_BUCKET_BYTES
+    single = not wrapped.bucket_bytes_cap_default and in_one_bucket(wrapped)
+    cut_in_vain = ranks() == 1 or single or wrapped.bucket_bytes_cap < FIRST_BUCKET_BYTES
     if dynamo and (one_graph or cut_in_vain) and dynamo.config.optimize_ddp is True:  # torch's choice, not the user's
         dynamo.config.optimize_ddp = False
