@@ -44,13 +44,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from gpt2 import corpus_in
 from page import conditions, load_average, publish
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 WARM_UP_STEPS, LOG_EVERY, LIMIT_SECONDS = 30, 10, 240
-VOCABULARY, CORPUS = 50_304, "corpus.bin"
+VOCABULARY = 50_304
 PEERS = ("plain DDP, compiled", "Accelerate, compiled", "Lightning Trainer, compiled")
 OURS = {
     "launch.py, recommended": (),
@@ -117,7 +117,7 @@ def ours(model: Model, processes: int, folder: Path, run: Path, device: str, wor
     batch = model.batch * processes
     data = [f"data.samples={3 * LOG_EVERY * batch}", f"data.test_samples={batch}"]
     if model.flags[0] == "tokens":
-        data = [f"data.path={folder / CORPUS}", "data.test_part=0.02"]
+        data = [f"data.path={folder / 'corpus.bin'}", "data.test_part=0.02"]
     return [
         *(sys.executable, "launch.py", *model.words, *data, f"run_dir={run}", "strategy=ddp"),
         *(f"launch.nproc_per_node={processes}", f"device={device}", f"train.global_batch_size={batch}"),
@@ -360,13 +360,6 @@ def write_gate(folder: Path) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder / "gate"), os.environ.get("PYTHONPATH")]))
 
 
-def write_corpus(folder: Path) -> None:
-    from ddp_train.data.corpus import standard_library
-
-    content = b"\n".join(path.read_bytes() for path in standard_library())
-    np.frombuffer(content, dtype=np.uint8).astype(np.uint16).tofile(folder / CORPUS)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, default=1)
@@ -395,7 +388,7 @@ def main() -> None:
         models = [replace(model, batch=arguments.batch) for model in models]
     with tempfile.TemporaryDirectory(prefix="models_") as made:
         folder, kept = Path(made), arguments.kept or Path(made, "kept.jsonl")
-        write_corpus(folder)
+        corpus_in(folder, processes=1)
         write_gate(folder)
         results = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
         done = {(found["model"], found["contender"]) for found in results}

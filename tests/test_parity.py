@@ -214,7 +214,7 @@ class Layers(nn.Module):
 
 
 def graphs_and_gradient(
-    world: World, bucket_cap_mb: float = 1.0, buckets: str = "default", **options: Any
+    world: World, bucket_cap_mb: float | None = 1.0, buckets: str = "default", **options: Any
 ) -> tuple[int, Tensor]:
     """How many graphs torch's compiler makes of a model whose layers have gradients of 1 MiB each."""
     torch._dynamo.reset()
@@ -283,7 +283,9 @@ def test_only_processes_that_exchange_gradients_cut_a_compiled_model() -> None:
     (one_process,) = on_ranks(1, graphs_and_gradients, [{}, *in_ddp])
     assert [graphs for graphs, _ in one_process] == [1, 1, 1, 1]
     for rank in on_ranks(
-        3, graphs_and_gradients, [{}, {"bucket_cap_mb": 0.5}, {"bucket_cap_mb": 9}, {"buckets": "one"}]
+        3,
+        graphs_and_gradients,
+        [{}, *({"bucket_cap_mb": size} for size in (0.5, 9)), {"bucket_cap_mb": None, "buckets": "one"}],
     ):
         (many, _), (tiny, _), (single, _), (one, _) = rank
         assert many > 1 == tiny == single == one

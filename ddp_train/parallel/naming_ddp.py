@@ -93,11 +93,15 @@ def with_bucket_size(options: dict[str, Any], buckets: str, comm_hook: str) -> d
     return options | {"bucket_cap_mb": BUCKET_MB["one" if in_one else buckets]}
 
 
-def in_one_bucket(wrapped: nn.parallel.DistributedDataParallel) -> bool:
-    """Whether all gradients are exchanged together. DDP has a bucket for each number type, at least."""
-    gradients = [one for one in wrapped.module.parameters() if one.requires_grad]
+def exchanged_at_once(wrapped: nn.parallel.DistributedDataParallel) -> bool:
+    """Whether no bucket is full before the backward pass ends. There is one for each number type."""
     caps = getattr(wrapped, "bucket_bytes_cap_list", None) or [wrapped.bucket_bytes_cap]
-    return len({one.dtype for one in gradients}) == 1 and sum(one.nbytes for one in gradients) <= min(caps)
+    return sum(one.nbytes for one in wrapped.module.parameters() if one.requires_grad) <= min(caps)
+
+
+def in_one_bucket(wrapped: nn.parallel.DistributedDataParallel) -> bool:
+    types = {one.dtype for one in wrapped.module.parameters() if one.requires_grad}
+    return len(types) == 1 and exchanged_at_once(wrapped)
 
 
 def register_comm_hook(wrapped: nn.parallel.DistributedDataParallel, name: str, powersgd_rank: int) -> None:

@@ -128,8 +128,8 @@ class DistributedDataParallel:
         **options: Any,
     ) -> None:
         """comm_hook: none, fp16, bf16 or powersgd. fixed_buckets: DDP's final bucket layout from step 0 on, see
-        `warm_up_ddp_buckets`. buckets: see `with_bucket_size`; a compiled model is cut into a graph for each, and not
-        for "one". options: those of torch's DDP, by torch's names."""
+        `warm_up_ddp_buckets`. buckets: see `with_bucket_size`; a compiled model is cut into a graph for each.
+        options: those of torch's DDP, by torch's names."""
         self.device = device
         self.sync_bn = sync_bn
         self.comm_hook = comm_hook
@@ -153,7 +153,7 @@ class DistributedDataParallel:
             self.wrapped._remove_autograd_hooks()  # until the garbage collector takes it, they would send gradients too
             options["init_sync"] = False  # weights are alike by now, and buffers are each rank's own
         self.wrapped = NamingDdp(module, **ddp_arguments(self.device, **options))
-        choose_graphs(self.wrapped, one_graph=self.buckets == "one")
+        choose_graphs(self.wrapped)
         register_comm_hook(self.wrapped, self.comm_hook, self.powersgd_rank)
         return self.wrapped
 
