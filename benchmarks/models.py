@@ -52,13 +52,19 @@ sys.path.insert(0, str(ROOT))
 WARM_UP_STEPS, LOG_EVERY, LIMIT_SECONDS = 30, 10, 240
 VOCABULARY = 50_304
 PEERS = ("plain DDP, compiled", "Accelerate, compiled", "Lightning Trainer, compiled")
+SIZES = ("default", "large", "one", "by_flops")
 OURS = {
     "launch.py, recommended": (),
     "launch.py, captured": ("tuning.cuda_graph=true",),
     "launch.py, tuning=max": ("tuning=max",),
+    **{f"launch.py, tuning=max, buckets={size}": ("tuning=max", f"tuning.buckets={size}") for size in SIZES},
     **{
-        f"launch.py, tuning=max, buckets={size}": ("tuning=max", f"tuning.buckets={size}")
-        for size in ("default", "large", "one")
+        f"launch.py, kernel by kernel, buckets={size}": (
+            "tuning=max",
+            "tuning.cuda_graph=false",
+            f"tuning.buckets={size}",
+        )
+        for size in SIZES
     },
     "launch.py, tuning=max, conv_sums": ("tuning=max", "tuning.conv_sums=true"),
     "launch.py, fp16": ("tuning=max", "tuning.precision=fp16"),
@@ -243,7 +249,7 @@ class Contender:
         return {
             "tens": [[round(speed, 1) for speed in turn] for turn in self.tens],
             "loss": self.lines()[-1]["loss"],
-            "why": re.findall("^tuning.*|steps are not captured.*", said, re.MULTILINE),
+            "why": re.findall("^tuning.*|steps are not captured.*|tuning.buckets=by_flops: .*", said, re.MULTILINE),
         }
 
     def end(self) -> None:

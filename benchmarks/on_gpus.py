@@ -37,7 +37,10 @@ ELSEWHERE = (*ON_TWO, "test_each_network", OF_KERNELS, *OF_SUMS)
 FP16 = "launch.py tuning=max, fp16, batch 1024"
 SCALING = "PYTHON benchmarks/gpt2_scaling.py"
 TORCHRUN = "PYTHON -m torch.distributed.run --standalone --nproc_per_node=2"
-BUCKETS = " ".join(f"'launch.py, tuning=max, buckets={size}'" for size in ("large", "one", "default"))
+BUCKETS, KERNELS = (
+    " ".join(f"'launch.py, {steps}, buckets={size}'" for size in ("large", "one"))
+    for steps in ("tuning=max", "kernel by kernel")
+)
 AS_RECOMMENDED = "'plain DDP, compiled' 'Accelerate, compiled' 'Lightning Trainer, compiled' 'launch.py, recommended'"
 SUMS_IN_FP16 = "'launch.py, fp16' 'launch.py, fp16, conv_sums'"
 
@@ -55,6 +58,7 @@ class Work:
 def models(
     name: str, job: str = "models", contenders: str = AS_RECOMMENDED, flags: str = "", limit: int = 270, gpus: int = 1
 ) -> Work:
+    """flags: of benchmarks/models.py."""
     only = shlex.quote(name)
     job += "_" + re.sub(r"\W+", "_", name).strip("_")
     kept = f"--kept FOLDER/{job}.jsonl --output FOLDER/{job}.md"
@@ -74,8 +78,12 @@ def speed(name: str, only: str) -> Work:
 
 
 WORK = [
-    Work("gpt2_scaling", 2, 330, f"{SCALING} --steps 60 --output FOLDER/gpt2_scaling.md tuning.buckets=one"),
-    *(models(name, "buckets_on_two", BUCKETS, limit=330, gpus=2) for name in ("resnet50", "vit", "GPT 12", "vgg16")),
+    *(
+        models(name, f"buckets_of_{batch}", BUCKETS, f"--batch {batch}", gpus=2)
+        for name, batch in (("GPT 24", 8), ("GPT 12", 8), ("GPT 24", 16), ("vgg16", 128))
+    ),
+    models("GPT 24", "kernel_by_kernel", KERNELS, "--batch 4", gpus=2),
+    Work("gpt2_scaling", 2, 330, f"{SCALING} --steps 60 --output FOLDER/gpt2_scaling.md tuning.buckets=large"),
     *(Work(f"test_{name}", 2, 270, f"{ONE_BY_ONE} tests/test_gpu.py -k {name}") for name in ON_TWO),
     models("resnet50", "sums_fp16", SUMS_IN_FP16, flags="--batch 1024 --at-once 1", limit=420),
     models("resnet18", "sums_fp16", SUMS_IN_FP16),

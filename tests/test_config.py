@@ -363,6 +363,7 @@ BAD: dict[str, list[str]] = {
     "optimizer=adadelta tuning.optimizer=fused": ["no fused adadelta; use tuning.optimizer=foreach"],
     "strategy.bucket_cap_mb=1 strategy.bucket_cap_mb_list=[1,2]": ["contradicts strategy.bucket_cap_mb=1"],
     "tuning.buckets=large strategy.bucket_cap_mb=5": ["contradicts tuning.buckets=large; give one of them"],
+    "tuning.buckets=by_flops strategy.bucket_cap_mb=5": ["contradicts tuning.buckets=by_flops; give one of them"],
     "tuning.buckets=one strategy.bucket_cap_mb_list=[]": ["contradicts tuning.buckets=one; give one of them"],
     "strategy.powersgd_rank=2": ["only with strategy.comm_hook=powersgd"],
     "strategy.static_graph=true strategy.comm_hook=powersgd": ["use strategy.static_graph=false"],
@@ -1150,8 +1151,12 @@ def test_no_file_is_blamed_for_what_the_command_line_said() -> None:
             "tuning.buckets=large has no effect: strategy.comm_hook=powersgd over gloo needs all gradients in one",
         ),
         (
-            "tuning.buckets=large launch.nproc_per_node=1",
-            "tuning.buckets=large has no effect: one process exchanges nothing",
+            "tuning.buckets=by_flops strategy.comm_hook=powersgd launch.nproc_per_node=3",
+            "tuning.buckets=by_flops has no effect: strategy.comm_hook=powersgd over gloo needs all gradients in one",
+        ),
+        (
+            "tuning.buckets=by_flops launch.nproc_per_node=1",
+            "tuning.buckets=by_flops has no effect: one process exchanges nothing",
         ),
     ],
 )

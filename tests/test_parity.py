@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import logging
+from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
+from ddp_train.parallel.naming_ddp import BUCKET_MB
 from ddp_train.tasks.builtin import Classification
 from ddp_train.tasks.task import ModelWithTask
 from ddp_train.training.loop import evaluate, train
@@ -214,9 +218,14 @@ class Layers(nn.Module):
 
 
 def graphs_and_gradient(
-    world: World, bucket_cap_mb: float | None = 1.0, buckets: str = "default", **options: Any
+    world: World,
+    bucket_cap_mb: float | None = 1.0,
+    buckets: str = "default",
+    step_flops: Sequence[int | None] = (None, None, None),
+    **options: Any,
 ) -> tuple[int, Tensor]:
-    """How many graphs torch's compiler makes of a model whose layers have gradients of 1 MiB each."""
+    """How many graphs torch's compiler makes of a model whose layers have gradients of 1 MiB each. step_flops: what
+    each rank counts."""
     torch._dynamo.reset()
     torch._dynamo.config.optimize_ddp = True  # as a process finds it
     sections = {"strategy": {"name": "ddp", "bucket_cap_mb": bucket_cap_mb, **options}, "tuning": {"buckets": buckets}}
@@ -226,7 +235,8 @@ def graphs_and_gradient(
     module = strategy.place(ModelWithTask(Layers(), Classification(), "cpu", None))
     counted = CompileCounterWithBackend("aot_eager")
     module.compile(backend=counted)
-    wrapped = strategy.wrap(module)
+    with mock.patch.dict(BUCKET_MB, large=1):
+        wrapped = strategy.wrap(module, lambda: step_flops[world.rank])
     rows = torch.arange(world.rank, 12, world.size)
     images = torch.linspace(-1, 1, 12 * 512).view(12, 512)[rows]
     wrapped((images, rows % 10))[0].div(12 / world.size).backward()
@@ -237,6 +247,34 @@ def graphs_and_gradient(
 
 def graphs_and_gradients(world: World, cases: list[dict[str, Any]]) -> list[tuple[int, Tensor]]:
     return [graphs_and_gradient(world, **case) for case in cases]
+
+
+def said_by_flops(world: World) -> str:
+    train = {"global_batch_size": 1200, "accumulation_steps": 2}
+    config = config_of(
+        world, train=train, model={"name": "mlp", "layers": 1}, strategy={"name": "ddp"}, tuning={"buckets": "by_flops"}
+    )
+    said: list[str] = []
+    log = logging.getLogger("ddp_train.parallel.compiled")
+    log.setLevel(logging.INFO)
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    log.addHandler(handler)
+    try:
+        job_of(config, world, (table(2400), table(12)))
+    finally:
+        log.removeHandler(handler)
+    return said[0]
+
+
+@pytest.mark.slow
+def test_buckets_by_flops_count_a_whole_step_of_a_process_and_what_it_sends() -> None:
+    """400 samples, of the global batch's 1,200. Inputs want no gradient, which saves a third of the first layer."""
+    weights = 6 * 128, 128 * 3
+    flops = 1200 // 3 * (4 * weights[0] + 6 * weights[1])
+    sent = 4 / 3 * 4 * (sum(weights) + 128 + 3)
+    expected = f"tuning.buckets=by_flops: large, with {flops / sent:,.0f} operations for each byte that is sent"
+    assert on_ranks(3, said_by_flops) == [expected] * 3
 
 
 def compressed(world: World, **cap: Any) -> Tensor | str:
@@ -279,15 +317,17 @@ def test_powersgd_over_gloo_has_all_gradients_in_one_bucket() -> None:
 def test_only_processes_that_exchange_gradients_cut_a_compiled_model() -> None:
     """One graph for each bucket, which they exchange beside the backward pass; not with tuning.buckets=one, nor with
     buckets that are smaller than the compiler allows."""
+    counts = ((10**15, None, 1), (1, 10**15, 10**15), (None, 10**15, 10**15))
+    by_flops = [{"bucket_cap_mb": None, "buckets": "by_flops", "step_flops": one} for one in counts]  # rank 0's counts
     in_ddp = [{"find_unused_parameters": True}, {"static_graph": True}, {"comm_hook": "fp16"}]
     (one_process,) = on_ranks(1, graphs_and_gradients, [{}, *in_ddp])
     assert [graphs for graphs, _ in one_process] == [1, 1, 1, 1]
     for rank in on_ranks(
         3,
         graphs_and_gradients,
-        [{}, *({"bucket_cap_mb": size} for size in (0.5, 9)), {"bucket_cap_mb": None, "buckets": "one"}],
+        [{}, *({"bucket_cap_mb": size} for size in (0.5, 9)), {"bucket_cap_mb": None, "buckets": "one"}, *by_flops],
     ):
-        (many, _), (tiny, _), (single, _), (one, _) = rank
-        assert many > 1 == tiny == single == one
+        (many, _), (tiny, _), (single, _), (one, _), (long_steps, _), (short, _), (unknown, _) = rank
+        assert many == short == unknown > 1 == tiny == single == one == long_steps
         for _, gradient in rank:
             torch.testing.assert_close(gradient, one_process[0][1])

@@ -48,6 +48,8 @@ from ddp_train.launcher.started import with_page
 from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.launcher.sweep_baseline import Baseline
 from ddp_train.launcher.sweep_numbers import Numbers
+from ddp_train.parallel import compiled as compiled_ddp
+from ddp_train.parallel.compiled import HIDES_EXCHANGE, buckets_by_flops
 from ddp_train.parallel.naming_ddp import ddp_arguments
 from ddp_train.parallel.strategy import DistributedDataParallel
 from ddp_train.performance import switches
@@ -346,6 +348,30 @@ def buckets(case: Case) -> tuple[int, bool]:
 )
 def test_buckets_have_the_size_that_is_asked_for(words: str, mib: int, cut: bool) -> None:
     assert buckets(case_of(f"tuning.compile=true {words}", CPU)) == (mib * 2**20, cut)
+
+
+@pytest.mark.parametrize(
+    ("rank", "ranks", "flops", "buckets"),
+    [
+        *((0, 2, flops, "one") for flops in (HIDES_EXCHANGE * 10**6, 10**15)),
+        *((0, 2, flops, "large") for flops in (HIDES_EXCHANGE * 10**6 - 1, 1, None)),
+        (0, 4, HIDES_EXCHANGE * 10**6, "large"),  # each sends half as much again
+        (0, 4, HIDES_EXCHANGE * 15 * 10**5, "one"),
+        (0, 1, None, "one"),
+        (2, 4, 10**15, "of rank 0"),
+    ],
+)
+def test_a_model_is_cut_where_a_step_is_short_beside_its_exchange(
+    rank: int, ranks: int, flops: int | None, buckets: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def from_leader(value: int | None, device: str) -> int | None:
+        assert value == (None if rank else flops), "counted on rank 0 alone"
+        return 1 if rank else value
+
+    monkeypatch.setattr(compiled_ddp, "place_among_ranks", lambda: (rank, ranks))
+    monkeypatch.setattr(compiled_ddp, "from_leader", from_leader)
+    module = nn.Sequential(nn.Linear(500, 500, bias=False), nn.Linear(500, 500).requires_grad_(False))  # 1 MB to send
+    assert buckets_by_flops(module, lambda: flops, "cpu") == ("large" if rank else buckets)
 
 
 @pytest.mark.parametrize(("ranks", "sent"), [(1, False), (2, True)])
@@ -1085,13 +1111,13 @@ def test_the_plan_says_why() -> None:
 @pytest.mark.parametrize(
     ("words", "nvlink", "on", "off"),
     [
-        ("", True, "buckets large (NVLink)", ""),
+        ("", True, "buckets by_flops (NVLink)", ""),
         ("", False, "", "buckets (no fast NVLink between all GPUs)"),
         ("strategy.bucket_cap_mb=100", True, "", "buckets (strategy.bucket_cap_mb)"),
         ("strategy.bucket_cap_mb_list=[9]", True, "", "buckets (strategy.bucket_cap_mb_list)"),
         (TWO_HOSTS, True, "", "buckets (several hosts)"),
         ("launch.nnodes=1:2 launch.rdzv_endpoint=a:1 run_dir=here", True, "", "buckets (several hosts)"),
-        ("launch.nproc_per_node=1:4", True, "buckets large (NVLink)", ""),
+        ("launch.nproc_per_node=1:4", True, "buckets by_flops (NVLink)", ""),
         ("tuning.cuda_graph=false", True, "buckets one (NVLink)", ""),
         ("tuning.cuda_graph=false", False, "", "buckets (no fast NVLink between all GPUs)"),
         (f"tuning.cuda_graph=false {TWO_HOSTS}", True, "", "buckets (several hosts)"),

@@ -194,8 +194,8 @@ def _choice_of_cuda_graph(config: Config, hardware: Hardware) -> dict[str, Choic
 
 def _choice_of_buckets(config: Config, hardware: Hardware) -> dict[str, Choice]:
     """Kernel by kernel one bucket, and so one graph, is the fastest: the host launches each graph by itself. Captured,
-    where the exchange is a large part of a step, to hide it saves more than a few cuts cost, and elsewhere they cost
-    little (docs/benchmarks/buckets.md). All other keys are resolved."""
+    where the exchange is a large part of a step, to hide it saves more than a few cuts cost
+    (docs/benchmarks/buckets.md). All other keys are resolved."""
     tuning, sizes = config.tuning, config.strategy.sizes_of_buckets()
     fewer, why = _on_unless(
         "NVLink",
@@ -205,7 +205,7 @@ def _choice_of_buckets(config: Config, hardware: Hardware) -> dict[str, Choice]:
         (int(config.launch.nnodes) > 1 or bool(config.host_range), "several hosts"),
         (not hardware.nvlink, "no fast NVLink between all GPUs"),
     )
-    return {"buckets": ("default" if not fewer else "large" if tuning.cuda_graph else "one", why)}
+    return {"buckets": ("default" if not fewer else "by_flops" if tuning.cuda_graph else "one", why)}
 
 
 def why_no_buckets(config: Config, asked: str = "one") -> str:
@@ -214,7 +214,7 @@ def why_no_buckets(config: Config, asked: str = "one") -> str:
         return f"mode={config.mode} does not train"
     if config.strategy.name != "ddp":
         return f"strategy={config.strategy.name} has no buckets of gradients"
-    if asked == "large" and config.strategy.comm_hook == "powersgd" and config.launch.backend == "gloo":
+    if asked in ("large", "by_flops") and config.strategy.comm_hook == "powersgd" and config.launch.backend == "gloo":
         return "strategy.comm_hook=powersgd over gloo needs all gradients in one"
     most = max(config.process_counts, default=process_count(config))
     return "one process exchanges nothing" if most == 1 else ""

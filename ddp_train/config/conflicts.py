@@ -312,7 +312,7 @@ def notices(asked: Config, config: Config) -> list[str]:
             tuning.num_workers == 0 and prefetch != type(tuning)().prefetch_factor,
         f"tuning.compile_mode={tuning.compile_mode} has no effect: tuning.compile=false":
             not tuning.compile and tuning.compile_mode != "default",
-        f"tuning.buckets={buckets} has no effect: {why_not}": buckets in ("large", "one") and why_not,
+        f"tuning.buckets={buckets} has no effect: {why_not}": buckets not in ("auto", "default") and why_not,
         f"strategy={strategy.name} has no GPUs to spread over: the model runs once, on the CPU":
             strategy.spreads_over_gpus and on_cpu,
         f"strategy.sync_bn=true has no effect: model={model.name} has no batch norm here":

@@ -190,9 +190,9 @@ class TuningConfig:
     )
     buckets: str = key(
         "auto",
-        "DDP's buckets of gradients, for each of which a compiled model has a graph: default (25 MiB, or "
-        "your own size), large (125 MiB), or one; auto: large with cuda_graph, else one, on one host with NVLink",
-        choices=("auto", "default", "large", "one"),
+        "DDP's gradient buckets, a graph for each if compiled: default (25 MiB or your size), large (125 MiB), one, "
+        "by_flops (one if a step is long beside an exchange, else large); auto: by_flops on one host with NVLink",
+        choices=("auto", "default", "large", "one", "by_flops"),
     )
     triton_kernels: Union[bool, str] = key(
         "auto",

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.loader import Batch
 from ddp_train.parallel.naming_ddp import requiring_grad, without_gradient
-from ddp_train.parallel.strategy import DistributedDataParallel
+from ddp_train.parallel.strategy import DistributedDataParallel, unknown
 from ddp_train.tasks.task import ModelWithTask
 
 
@@ -26,7 +26,7 @@ class Alone(DistributedDataParallel):
     exchanges = False
     gradients: WantedGradients | None = None
 
-    def wrap(self, module: ModelWithTask) -> nn.Module:
+    def wrap(self, module: ModelWithTask, step_flops: Callable[[], int | None] = unknown) -> nn.Module:
         """Raises ModelError for parameters of lazy layers, which DDP refuses too."""
         self.find_sync_batch_norms(module)
         if self.gradients:

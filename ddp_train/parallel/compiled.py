@@ -2,15 +2,41 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+from collections.abc import Callable
 
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_train.distributed.process_group import ranks
-from ddp_train.parallel.naming_ddp import exchanged_at_once
+from ddp_train.distributed.process_group import from_leader, place_among_ranks, ranks
+from ddp_train.parallel.naming_ddp import exchanged_at_once, requiring_grad
 
+log = logging.getLogger(__name__)
+
+HIDES_EXCHANGE = 25_000
+"""Operations of a step for each byte that a GPU sends. Below, it pays to exchange gradients while the backward pass
+goes on, and above, what the cuts cost is more (docs/benchmarks/buckets.md: two H100, bf16)."""
 FIRST_BUCKET_BYTES = 2**20
 """DDP's first bucket is this small, so that the exchange begins early. The compiler refuses others that are smaller."""
+
+
+def buckets_by_flops(module: nn.Module, step_flops: Callable[[], int | None], device: str) -> str:
+    """large or one, keys of `BUCKET_MB`: by how long an exchange takes beside a step. An exchange itself: the number is
+    rank 0's. step_flops: see `Strategy.wrap`; large if it knows none, which loses less where it is wrong.
+
+    Raises ModelError for parameters of lazy layers.
+    """
+    rank, count = place_among_ranks()
+    gradients = sum(one.nbytes for one in requiring_grad(module).values())
+    if count == 1:
+        return "one"
+    flops = from_leader(step_flops() if rank == 0 else None, device)
+    per_byte = (flops or 0) / (2 * (count - 1) / count * gradients)  # what each sends in an all-reduce by a ring
+    buckets = "one" if per_byte >= HIDES_EXCHANGE else "large"
+    counted = f"{per_byte:,.0f} operations" if flops else "no known number of operations"
+    log.info("tuning.buckets=by_flops: %s, with %s for each byte that is sent", buckets, counted)
+    return buckets
 
 
 def choose_graphs(wrapped: DistributedDataParallel) -> None:

@@ -28,7 +28,7 @@ from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.rng import StepSeed
 from ddp_train.distributed.process_group import from_all_ranks, send_from_leader
 from ddp_train.distributed.training_step import TrainingStep
-from ddp_train.parallel.strategy import Single
+from ddp_train.parallel.strategy import Single, unknown
 from ddp_train.tasks.task import ModelWithTask
 
 NO_GATHER = (
@@ -72,7 +72,7 @@ class OrderedReduction(Single):
         self.seeds = [StepSeed(seed, shard, device) for shard in range(virtual_shards)]
         self.tree = Tree()
 
-    def wrap(self, module: ModelWithTask) -> nn.Module:
+    def wrap(self, module: ModelWithTask, step_flops: Callable[[], int | None] = unknown) -> nn.Module:
         self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self.buffers = list(module.buffers())
         send_from_leader([*module.parameters(), *self.buffers])

@@ -14,10 +14,14 @@ from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.loader import Batch
 from ddp_train.distributed.process_group import averaged_buffers, mean_later
 from ddp_train.distributed.training_step import TrainingStep, training_step
-from ddp_train.parallel.compiled import choose_graphs
+from ddp_train.parallel.compiled import buckets_by_flops, choose_graphs
 from ddp_train.parallel.naming_ddp import NamingDdp, ddp_arguments, register_comm_hook, with_bucket_size
 from ddp_train.parallel.sync_batch_norm import SyncBatchNorm, synchronised
 from ddp_train.tasks.task import ModelWithTask
+
+
+def unknown() -> int | None:
+    """Of a number that nobody counts."""
 
 
 class Strategy(Protocol):
@@ -32,9 +36,10 @@ class Strategy(Protocol):
         """The module on its device, converted as the strategy wants it. Before the optimizer is built."""
         ...
 
-    def wrap(self, module: ModelWithTask) -> nn.Module:
+    def wrap(self, module: ModelWithTask, step_flops: Callable[[], int | None] = unknown) -> nn.Module:
         """What the training step calls. Evaluation and checkpoints use the module itself: it has the plain names. To be
-        called again when other parameters want gradients."""
+        called again when other parameters want gradients. step_flops: counts the floating-point operations of a step on
+        this process, if it can."""
         ...
 
     def warm_up(self, first_batch: Callable[[], Batch]) -> None:
@@ -78,7 +83,7 @@ class Single:
     def place(self, module: ModelWithTask) -> ModelWithTask:
         return module.to(self.device)
 
-    def wrap(self, module: ModelWithTask) -> nn.Module:
+    def wrap(self, module: ModelWithTask, step_flops: Callable[[], int | None] = unknown) -> nn.Module:
         return module
 
     def warm_up(self, first_batch: Callable[[], Batch]) -> None:
@@ -100,7 +105,7 @@ class Single:
 class DataParallel(Single):
     """One process, all visible GPUs: inputs are scattered, the model replicated, losses gathered in every step."""
 
-    def wrap(self, module: ModelWithTask) -> nn.Module:
+    def wrap(self, module: ModelWithTask, step_flops: Callable[[], int | None] = unknown) -> nn.Module:
         module.gathered = True
         return nn.DataParallel(module)
 
@@ -128,8 +133,8 @@ class DistributedDataParallel:
         **options: Any,
     ) -> None:
         """comm_hook: none, fp16, bf16 or powersgd. fixed_buckets: DDP's final bucket layout from step 0 on, see
-        `warm_up_ddp_buckets`. buckets: see `with_bucket_size`; a compiled model is cut into a graph for each.
-        options: those of torch's DDP, by torch's names."""
+        `warm_up_ddp_buckets`. buckets: see `with_bucket_size`, or by_flops (`buckets_by_flops`); a compiled model is
+        cut into a graph for each. options: those of torch's DDP, by torch's names."""
         self.device = device
         self.sync_bn = sync_bn
         self.comm_hook = comm_hook
@@ -146,9 +151,10 @@ class DistributedDataParallel:
             module.model = (nn.SyncBatchNorm.convert_sync_batchnorm if on_gpu else synchronised)(module.model)
         return module.to(self.device)
 
-    def wrap(self, module: ModelWithTask) -> nn.Module:
+    def wrap(self, module: ModelWithTask, step_flops: Callable[[], int | None] = unknown) -> nn.Module:
         self.find_sync_batch_norms(module)
-        options = with_bucket_size(self.options, self.buckets, self.comm_hook)
+        buckets = buckets_by_flops(module, step_flops, self.device) if self.buckets == "by_flops" else self.buckets
+        options = with_bucket_size(self.options, buckets, self.comm_hook)
         if hasattr(self, "wrapped"):
             self.wrapped._remove_autograd_hooks()  # until the garbage collector takes it, they would send gradients too
             options["init_sync"] = False  # weights are alike by now, and buffers are each rank's own

@@ -15,13 +15,15 @@ import sys
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.flop_counter import FlopCounterMode
 
+from ddp_train.data.datasets import BatchSource
 from ddp_train.performance.activation_checkpointing import without_recomputation
-from ddp_train.tasks.task import Task
+from ddp_train.tasks.task import ModelWithTask, Task
 from ddp_train.tensor_tree import map_tensors
 
 PEAKS = {
@@ -69,6 +71,21 @@ def flops_of(model: nn.Module, task: Task, batch: Any) -> int | None:
         log.info("the operations of the model were not counted: %r", error)
         return None
     return counter.get_total_flops() or None
+
+
+def flops_of_samples(module: ModelWithTask, source: BatchSource, count: int = 1) -> int | None:
+    """Those of so many samples like a data set's first one, see `flops_of`."""
+    flops = flops_of(module.model, module.task, one_sample(source, module.model))
+    return flops and flops * count
+
+
+def one_sample(source: BatchSource, model: nn.Module) -> Any:
+    """A batch of one sample, its numbers and pixels in the model's precision."""
+    dtype = next(model.parameters()).dtype
+    return map_tensors(
+        lambda tensor: tensor.to(dtype) if tensor.is_floating_point() or tensor.dtype == torch.uint8 else tensor,
+        source.get_batch(np.array([0]), None),
+    )
 
 
 def empty_copy(model: nn.Module) -> nn.Module:

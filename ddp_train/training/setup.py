@@ -37,6 +37,7 @@ from ddp_train.parallel.ordered_reduction import OrderedReduction
 from ddp_train.parallel.strategy import DataParallel, DistributedDataParallel, Single, Strategy
 from ddp_train.performance import switches
 from ddp_train.performance.cuda_graph import GraphedStepper, on_stream
+from ddp_train.performance.flops import flops_of_samples
 from ddp_train.performance.worth_capturing import CaptureTrial
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.tasks.builtin import Classification, Supervised
@@ -208,8 +209,7 @@ def build_job(
     units = 1.0
     if not module.task.units_are_samples:
         units = module.task.units_per_sample(train_source.get_batch(np.array([0]), None))
-    by_tokens = config.data.batch_by == "tokens"
-    lengths = lengths_of(train_source, config.train.global_batch_size) if by_tokens else None
+    lengths = lengths_of(train_source, config.train.global_batch_size) if config.data.batch_by == "tokens" else None
     plan = replace(build_plan(config, world, len(train_source), splits.weights, lengths), units_per_sample=units)
     factor = build_schedule(
         config.schedule.name,
@@ -228,10 +228,11 @@ def build_job(
 
     def wrap() -> nn.Module:
         with on_stream(stream):
-            wrapped = strategy.wrap(module)
+            wrapped = strategy.wrap(module, lambda: flops_of_samples(module, train_source, share))
             strategy.warm_up(lambda: first_batch(config, plan, train_source, device, mix))
         return wrapped
 
+    share = plan.global_batch_size // world.size
     trained = trained_parameters(config, module)
     wrapped = wrap()
     optimizer = optimizer_of(config, module, captured=stream is not None)
@@ -252,14 +253,12 @@ def build_job(
         trial = CaptureTrial(device, roots, asked=not why, if_it_pays=why == CAPTURED_IF_IT_PAYS)
         graphed = GraphedStepper(wrapped, stream, plan.is_full, optimizer, factor, scaler, trial=trial, **options)
         stepper: Stepper = graphed
-        forward = stepper.forward
+        forward = graphed.forward
     else:
         stepper = Stepper(optimizer, factor, scaler, **options)
-    micro_batches = plan.from_step(first_step)
-    loading = replace(
-        loader_options(config, module.task), persistent_workers=False
-    )  # one iterator lives through all epochs
-    loader = Loader(train_source, micro_batches, device, loading, _resident(config.data), mix)
+    # One iterator lives through all epochs.
+    loading = replace(loader_options(config, module.task), persistent_workers=False)
+    loader = Loader(train_source, plan.from_step(first_step), device, loading, _resident(config.data), mix)
     return Job(
         plan=plan,
         module=module,

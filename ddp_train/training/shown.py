@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -16,11 +14,10 @@ from ddp_train.data.tokens import TokenSource
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
 from ddp_train.performance.bias_lint import biases_before_norm
-from ddp_train.performance.flops import flops_of, peak_flops
+from ddp_train.performance.flops import flops_of_samples, one_sample, peak_flops
 from ddp_train.tasks.sampling import write_tokens
 from ddp_train.tasks.task import ModelWithTask
 from ddp_train.telemetry.rates import Rates
-from ddp_train.tensor_tree import map_tensors
 from ddp_train.text import counted
 from ddp_train.training.loop import Job
 
@@ -33,7 +30,7 @@ def build_rates(config: Config, world: World, device: str, job: Job, source: Bat
         return Rates(unit)
     if not gpu or is_launch_bound(config) or config.data.batch_by == "tokens":  # there samples differ in cost
         return Rates(unit)  # utilisation says nothing there, and counting calls the model and delays the first step
-    flops = flops_of(job.module.model, task, _one_sample(source, job.module.model))
+    flops = flops_of_samples(job.module, source)
     peak = peak_flops(torch.cuda.get_device_name(device), config.tuning.precision, bool(config.tuning.tf32))
     gpus = torch.cuda.device_count() if config.strategy.spreads_over_gpus else world.size
     return Rates(unit, flops, peak * gpus if peak else None)
@@ -64,7 +61,7 @@ def text_writer(config: Config, source: BatchSource) -> Callable[[nn.Module], st
 
 def advice(config: Config, module: ModelWithTask, source: BatchSource) -> list[str]:
     """What the user may want to change in the model, a line each."""
-    sample = _one_sample(source, module.model)
+    sample = one_sample(source, module.model)
     if not config.tuning.bias_lint or not isinstance(sample, tuple | list):
         return []
     names = biases_before_norm(module.model, sample[0]) or []
@@ -73,12 +70,3 @@ def advice(config: Config, module: ModelWithTask, source: BatchSource) -> list[s
     some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     what = f"{counted(len(names), 'bias')} directly before a norm layer, which subtracts the mean again"
     return [f"note: {what}: {some}; build such layers with bias=False"]
-
-
-def _one_sample(source: BatchSource, model: nn.Module) -> Any:
-    """A batch of one sample, its numbers and pixels in the model's precision."""
-    dtype = next(model.parameters()).dtype
-    return map_tensors(
-        lambda tensor: tensor.to(dtype) if tensor.is_floating_point() or tensor.dtype == torch.uint8 else tensor,
-        source.get_batch(np.array([0]), None),
-    )
