@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ddp_train.data.rng import global_states
 from ddp_train.performance.bias_lint import biases_before_norm
 
 
@@ -94,6 +96,18 @@ def test_a_model_that_cannot_be_looked_through_is_told_in_the_log(caplog: pytest
     with caplog.at_level("INFO"):
         assert biases_before_norm(model, torch.ones(1, 4, 3, 3)) is None
     assert "was not looked through for biases before norm layers" in caplog.text
+
+
+def test_looking_through_a_model_leaves_the_generators_as_they_are() -> None:
+    drawn: list[float] = []
+
+    def draw(layer: nn.Module, norm: nn.Module, images: Tensor) -> Tensor:
+        drawn.append(random.random())
+        return norm(layer(images))
+
+    model, before = Uses(draw), global_states()
+    assert biases_before_norm(model, torch.ones(1, 4, 3, 3)) == ["layer.bias"]
+    assert drawn and global_states() == before
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -249,11 +250,28 @@ def graphs_and_gradients(world: World, cases: list[dict[str, Any]]) -> list[tupl
     return [graphs_and_gradient(world, **case) for case in cases]
 
 
-def said_by_flops(world: World) -> str:
-    train = {"global_batch_size": 1200, "accumulation_steps": 2}
-    config = config_of(
-        world, train=train, model={"name": "mlp", "layers": 1}, strategy={"name": "ddp"}, tuning={"buckets": "by_flops"}
-    )
+class Waits(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        if self.training and dist.is_initialized():
+            dist.all_reduce(torch.ones(1))
+        return super().forward(input)
+
+
+class LooksAtValues(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input if input.sum() > 0 else -input)
+
+
+def said_by_flops(world: World) -> list[str]:
+    """Of an MLP of ours, of models that wait for all ranks or look at values, and of batches that are cut by tokens."""
+    train = {"global_batch_size": 1204, "accumulation_steps": 2}
+    sections = {"train": train, "model": {"name": "mlp", "layers": 1}, "strategy": {"name": "ddp"}}
+    config = config_of(world, **sections, tuning={"buckets": "by_flops"})
+    by_tokens = {"_target_": "a.B", "batch_by": "tokens"}
+    cut = config_of(world, **sections, tuning={"buckets": "by_flops"}, data=by_tokens)
+    own = [ModelWithTask(model, Classification(), "cpu", None) for model in (Waits(6, 3), LooksAtValues(6, 3))]
+    source = table(2400)
+    vars(source)["lengths"] = [1] * len(source)
     said: list[str] = []
     log = logging.getLogger("ddp_train.parallel.compiled")
     log.setLevel(logging.INFO)
@@ -261,19 +279,21 @@ def said_by_flops(world: World) -> str:
     handler.emit = lambda record: said.append(record.getMessage())
     log.addHandler(handler)
     try:
-        job_of(config, world, (table(2400), table(12)))
+        for job in (config, None), *((config, module) for module in own), (cut, own[0]):
+            job_of(job[0], world, (source, table(12)), module=job[1])
     finally:
         log.removeHandler(handler)
-    return said[0]
+    return said
 
 
 @pytest.mark.slow
 def test_buckets_by_flops_count_a_whole_step_of_a_process_and_what_it_sends() -> None:
-    """400 samples, of the global batch's 1,200. Inputs want no gradient, which saves a third of the first layer."""
+    """A third of the global batch's 1,204 samples. Inputs want no gradient, which saves a third of the first layer."""
     weights = 6 * 128, 128 * 3
-    flops = 1200 // 3 * (4 * weights[0] + 6 * weights[1])
-    sent = 4 / 3 * 4 * (sum(weights) + 128 + 3)
-    expected = f"tuning.buckets=by_flops: large, with {flops / sent:,.0f} operations for each byte that is sent"
+    per_byte = (4 * weights[0] + 6 * weights[1]) * 1204 / 3 / (4 / 3 * 4 * (sum(weights) + 128 + 3))
+    of_linear = 4 * 18 * 1204 / 3 / (4 / 3 * 4 * 21)
+    numbers = [f"{per_byte:,.0f} operations", f"{of_linear:,.0f} operations", *["no known number of operations"] * 2]
+    expected = [f"tuning.buckets=by_flops: large, with {number} for each byte that is sent" for number in numbers]
     assert on_ranks(3, said_by_flops) == [expected] * 3
 
 

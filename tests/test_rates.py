@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from ddp_train.data.datasets import ArraySource
+from ddp_train.data.rng import global_states
 from ddp_train.models.zoo import build_model
 from ddp_train.performance.activation_checkpointing import checkpoint_blocks
-from ddp_train.performance.flops import flops_of, peak_flops
+from ddp_train.performance.flops import flops_of, flops_of_samples, one_sample, peak_flops
 from ddp_train.tasks.builtin import Classification
 from ddp_train.tasks.language_model import LanguageModel
+from ddp_train.tasks.task import ModelWithTask, Task, complete
 from ddp_train.telemetry.rates import Rates, in_words, shown_flops
 from tests.commands import read, run
 
@@ -61,12 +67,65 @@ def test_counted_is_what_training_does() -> None:
     assert flops_of(model, Classification(2), batch) == 3 * 2 * 4 * 2 and not model.training
 
 
+class DrawsAndKeeps(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        self.seen = random.random() + np.random.rand() + torch.rand(()).item()
+        return super().forward(input)
+
+
+class Centred:
+    """Keeps a tensor, as DINO's loss does, and has a model of its own, as a distillation."""
+
+    def __init__(self) -> None:
+        self.centre, self.teacher = torch.zeros(2), nn.Linear(4, 2)
+
+    def loss(self, model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, float]:
+        student = model(batch[0])
+        with torch.no_grad():
+            self.centre = 0.9 * self.centre + 0.1 * self.teacher(batch[0]).mean(0)
+        return (student - self.centre).square().sum(), len(student)
+
+
+class CentredTask(Centred, Task):
+    pass
+
+
+@pytest.mark.parametrize("kind", [Centred, CentredTask])
+def test_counting_changes_neither_model_nor_task_nor_generators(kind: type[Centred]) -> None:
+    model, task = DrawsAndKeeps(4, 2), kind()
+    before, centre = global_states(), task.centre
+    batch = torch.zeros(1, 4), torch.zeros(1, dtype=torch.int64)
+    assert flops_of(model, complete(task), batch) == (2 + 1) * 2 * 4 * 2, "the teacher has a forward pass alone"
+    assert global_states() == before
+    assert task.centre is centre and not hasattr(model, "seen")
+    assert task.teacher.weight.device.type == model.weight.device.type == "cpu"
+
+
+class Drawing(ArraySource):
+    def get_batch(self, *arguments: Any) -> Any:
+        random.random()
+        return super().get_batch(*arguments)
+
+
 class LooksAtValues(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return super().forward(input if input.sum() > 0 else -input)
 
 
+def test_a_sample_is_counted_as_training_sees_it() -> None:
+    """Pixels in the model's precision; nothing of the data set's draws is left."""
+    pixels = torch.zeros(3, 1, 2, 2, dtype=torch.uint8)
+    source = Drawing(pixels, torch.arange(3))
+    flat = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
+    module = ModelWithTask(flat.double(), Classification(3), "cpu", None)
+    before = global_states()
+    assert one_sample(source, flat)[0].dtype == torch.float64 and global_states() == before
+    assert [flops_of_samples(module, source, count) for count in (1, 2.5, 0)] == [48, 120, None]
+
+
 def test_what_cannot_be_counted_is_left_out() -> None:
+    module = ModelWithTask(LooksAtValues(4, 2), Classification(2), "cpu", None)
+    assert flops_of_samples(module, ArraySource(torch.zeros(1, 4), torch.zeros(1).long()), 5) is None
     assert flops_of(LooksAtValues(4, 2), Classification(2), (torch.zeros(1, 4), torch.zeros(1).long())) is None
     assert Rates().of(100, 0, 2.0) == {"samples_per_second": 50.0}
 

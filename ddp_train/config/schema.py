@@ -191,7 +191,7 @@ class TuningConfig:
     buckets: str = key(
         "auto",
         "DDP's gradient buckets, a graph for each if compiled: default (25 MiB or your size), large (125 MiB), one, "
-        "by_flops (one if a step is long beside an exchange, else large); auto: by_flops on one host with NVLink",
+        "by_flops (large if a step has few FLOPs a byte, else one); auto over NVLink: by_flops if captured, else one",
         choices=("auto", "default", "large", "one", "by_flops"),
     )
     triton_kernels: Union[bool, str] = key(

@@ -9,29 +9,31 @@ from collections.abc import Callable
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_train.distributed.process_group import from_leader, place_among_ranks, ranks
+from ddp_train.distributed.process_group import from_leader, ranks
 from ddp_train.parallel.naming_ddp import exchanged_at_once, requiring_grad
 
 log = logging.getLogger(__name__)
 
 HIDES_EXCHANGE = 25_000
-"""Operations of a step for each byte that a GPU sends. Below, it pays to exchange gradients while the backward pass
-goes on, and above, what the cuts cost is more (docs/benchmarks/buckets.md: two H100, bf16)."""
+"""Operations of a step for each byte that a GPU sends. At 11,000 and below it pays to exchange gradients while the
+backward pass goes on, at 78,000 and above the cuts cost more, between them 0.3 % at most (docs/benchmarks/buckets.md:
+two H100, bf16)."""
 FIRST_BUCKET_BYTES = 2**20
 """DDP's first bucket is this small, so that the exchange begins early. The compiler refuses others that are smaller."""
 
 
 def buckets_by_flops(module: nn.Module, step_flops: Callable[[], int | None], device: str) -> str:
-    """large or one, keys of `BUCKET_MB`: by how long an exchange takes beside a step. An exchange itself: the number is
-    rank 0's. step_flops: see `Strategy.wrap`; large if it knows none, which loses less where it is wrong.
+    """large or one, keys of `BUCKET_MB`: by how long an exchange takes beside a step. All ranks must call it: all
+    count, since a model's forward pass may wait for all, and rank 0's number decides. step_flops: see `Strategy.wrap`;
+    large if it knows none. Gradients count as they are, since a hook that compresses them takes as long as it saves.
 
     Raises ModelError for parameters of lazy layers.
     """
-    rank, count = place_among_ranks()
     gradients = sum(one.nbytes for one in requiring_grad(module).values())
+    count = ranks()
     if count == 1:
         return "one"
-    flops = from_leader(step_flops() if rank == 0 else None, device)
+    flops = from_leader(step_flops(), device)
     per_byte = (flops or 0) / (2 * (count - 1) / count * gradients)  # what each sends in an all-reduce by a ring
     buckets = "one" if per_byte >= HIDES_EXCHANGE else "large"
     counted = f"{per_byte:,.0f} operations" if flops else "no known number of operations"

@@ -21,7 +21,7 @@ from ddp_train.tasks.task import ModelWithTask
 
 
 def unknown() -> int | None:
-    """Of a number that nobody counts."""
+    """The count where nobody counts: None."""
 
 
 class Strategy(Protocol):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from ddp_train.data.rng import keyed_generators
 from ddp_train.performance.flops import empty_copy, nothing_compiled
 from ddp_train.tensor_tree import map_tensors, tensors
 
@@ -44,12 +45,13 @@ def biases_before_norm(model: nn.Module, inputs: Any) -> list[str] | None:
         return []
     watch = _Watch()
     try:
-        shapes = empty_copy(model).train()
+        shapes, _ = empty_copy(model)
+        shapes.train()
         for module in shapes.modules():
             if _subtracts_means(module):
                 module.register_forward_pre_hook(watch.norm, with_kwargs=True)
         shapes.eval()  # no exchange in batch norms over all processes
-        with torch.no_grad(), nothing_compiled(), watch:
+        with torch.no_grad(), keyed_generators(), nothing_compiled(), watch:
             results = shapes(map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"), inputs))
     except Exception as error:  # noqa: BLE001  a model of anyone's may raise anything, and this is only advice
         log.info("the model was not looked through for biases before norm layers: %r", error)

@@ -17,11 +17,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.flop_counter import FlopCounterMode
 
 from ddp_train.data.datasets import BatchSource
+from ddp_train.data.rng import keyed_generators
 from ddp_train.performance.activation_checkpointing import without_recomputation
 from ddp_train.tasks.task import ModelWithTask, Task
 from ddp_train.tensor_tree import map_tensors
@@ -54,47 +55,53 @@ def peak_flops(gpu_name: str, precision: str, tf32: bool) -> float | None:
 def flops_of(model: nn.Module, task: Task, batch: Any) -> int | None:
     """The operations of a forward and a backward pass over a batch. Only the shapes of the batch matter.
 
-    A copy of the model runs on the meta device: nothing is computed, and the model stays as it is. It trains, but for
-    its batch norms, which over all processes would wait for the others. None where that fails, as in a model that looks
-    at values: the log says why.
+    Copies of the model and of the task run on the meta device: nothing is computed, and both stay as they are, as do
+    the generators of random numbers. The model trains, but for its batch norms, which over all processes would wait for
+    the others. None where that fails, as in a model that looks at values: the log says why.
     """
     counter = FlopCounterMode(display=False)
     try:
-        shapes = empty_copy(model).train()
+        shapes, counted = empty_copy(model, task)
+        shapes.train()
         for norm in (module for module in shapes.modules() if isinstance(module, _BatchNorm)):
             norm.eval()
         without_recomputation(shapes)
         inputs = map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"), batch)
-        with nothing_compiled(), torch.enable_grad(), counter:
-            task.loss(shapes, inputs)[0].backward()
+        with keyed_generators(), nothing_compiled(), torch.enable_grad(), counter:
+            counted.loss(shapes, inputs)[0].backward()
     except Exception as error:  # noqa: BLE001  a model of anyone's may raise anything, and this is only a figure
         log.info("the operations of the model were not counted: %r", error)
         return None
     return counter.get_total_flops() or None
 
 
-def flops_of_samples(module: ModelWithTask, source: BatchSource, count: int = 1) -> int | None:
-    """Those of so many samples like a data set's first one, see `flops_of`."""
-    flops = flops_of(module.model, module.task, one_sample(source, module.model))
-    return flops and flops * count
+def flops_of_samples(module: ModelWithTask, source: BatchSource, count: float = 1) -> int | None:
+    """Those of so many samples like a data set's first one, see `flops_of`. None for none."""
+    flops = flops_of(module.model, module.task, one_sample(source, module.model)) if count else None
+    return flops and round(flops * count)
 
 
 def one_sample(source: BatchSource, model: nn.Module) -> Any:
-    """A batch of one sample, its numbers and pixels in the model's precision."""
+    """A batch of one sample, its numbers and pixels in the model's precision. Generators stay as they are."""
     dtype = next(model.parameters()).dtype
+    with keyed_generators():
+        batch = source.get_batch(np.array([0]), None)
     return map_tensors(
-        lambda tensor: tensor.to(dtype) if tensor.is_floating_point() or tensor.dtype == torch.uint8 else tensor,
-        source.get_batch(np.array([0]), None),
+        lambda tensor: tensor.to(dtype) if tensor.is_floating_point() or tensor.dtype == torch.uint8 else tensor, batch
     )
 
 
-def empty_copy(model: nn.Module) -> nn.Module:
-    """A copy whose tensors have shapes and no content."""
+def empty_copy(model: nn.Module, task: Any = None) -> tuple[nn.Module, Any]:
+    """Copies whose tensors have shapes and no content: those of modules, and those that the task has as attributes."""
+    users = [getattr(part, "__self__", None) for part in getattr(task, "__dict__", {}).values()]  # see `complete`
+    beside = [value for one in (task, *users) for value in (one, *getattr(one, "__dict__", {}).values())]
+    modules = [model, *(one for one in beside if isinstance(one, nn.Module))]
+    of_modules = itertools.chain.from_iterable((*one.parameters(), *one.buffers()) for one in modules)
     there: dict[int, Any] = {}
-    for tensor in itertools.chain(model.parameters(), model.buffers()):
+    for tensor in (*of_modules, *(one for one in beside if isinstance(one, Tensor))):
         empty = torch.empty_like(tensor, device="meta")
         there[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-    return copy.deepcopy(model, there)
+    return copy.deepcopy((model, task), there)
 
 
 def nothing_compiled() -> AbstractContextManager[Any]:

@@ -232,7 +232,7 @@ def build_job(
             strategy.warm_up(lambda: first_batch(config, plan, train_source, device, mix))
         return wrapped
 
-    share = plan.global_batch_size // world.size
+    share = 0 if lengths is not None else plan.global_batch_size / world.size  # of tokens: samples differ in cost
     trained = trained_parameters(config, module)
     wrapped = wrap()
     optimizer = optimizer_of(config, module, captured=stream is not None)

@@ -23,11 +23,10 @@ from ddp_train.training.loop import Job
 
 
 def build_rates(config: Config, world: World, device: str, job: Job, source: BatchSource) -> Rates:
-    """What the speeds of a run are derived from. Operations are counted on one process, which shows them."""
+    """What the speeds of a run are derived from. All processes must call it: all count operations, since a model's
+    forward pass may wait for all."""
     task, gpu = job.module.task, config.device == "cuda"
     unit = None if task.units_are_samples else task.unit
-    if not world.is_leader:
-        return Rates(unit)
     if not gpu or is_launch_bound(config) or config.data.batch_by == "tokens":  # there samples differ in cost
         return Rates(unit)  # utilisation says nothing there, and counting calls the model and delays the first step
     flops = flops_of_samples(job.module, source)
