@@ -49,7 +49,7 @@ from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.launcher.sweep_baseline import Baseline
 from ddp_train.launcher.sweep_numbers import Numbers
 from ddp_train.parallel import compiled as compiled_ddp
-from ddp_train.parallel.compiled import HIDES_EXCHANGE, buckets_by_flops
+from ddp_train.parallel.compiled import FLOPS_PER_BYTE_SENT, buckets_by_flops
 from ddp_train.parallel.naming_ddp import ddp_arguments
 from ddp_train.parallel.strategy import DistributedDataParallel
 from ddp_train.performance import switches
@@ -353,10 +353,10 @@ def test_buckets_have_the_size_that_is_asked_for(words: str, mib: int, cut: bool
 @pytest.mark.parametrize(
     ("ranks", "flops", "buckets"),
     [
-        *((2, flops, "one") for flops in (HIDES_EXCHANGE * 10**6, 10**15)),
-        *((2, flops, "large") for flops in (HIDES_EXCHANGE * 10**6 - 1, 1, None)),
-        (4, HIDES_EXCHANGE * 10**6, "large"),  # each sends half as much again
-        (4, HIDES_EXCHANGE * 15 * 10**5, "one"),
+        *((2, flops, "one") for flops in (FLOPS_PER_BYTE_SENT * 10**6, 10**15)),
+        *((2, flops, "large") for flops in (FLOPS_PER_BYTE_SENT * 10**6 - 1, 1, None)),
+        (4, FLOPS_PER_BYTE_SENT * 10**6, "large"),  # each sends half as much again
+        (4, FLOPS_PER_BYTE_SENT * 15 * 10**5, "one"),
         (1, None, "one"),
     ],
 )

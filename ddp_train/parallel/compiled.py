@@ -14,10 +14,10 @@ from ddp_train.parallel.naming_ddp import exchanged_at_once, requiring_grad
 
 log = logging.getLogger(__name__)
 
-HIDES_EXCHANGE = 25_000
-"""Operations of a step for each byte that a GPU sends. At 11,000 and below it pays to exchange gradients while the
-backward pass goes on, at 78,000 and above the cuts cost more, between them 0.3 % at most (docs/benchmarks/buckets.md:
-two H100, bf16)."""
+FLOPS_PER_BYTE_SENT = 25_000
+"""From so many operations of a step for each byte on, `buckets_by_flops` takes one. At 11,000 it was 3 % faster to
+exchange gradients during the backward pass, at 78,000 the cuts cost 2 % more than that saves; from 19,000 to 56,000 the
+two differ by 0.3 % (docs/benchmarks/buckets.md: two H100, bf16)."""
 FIRST_BUCKET_BYTES = 2**20
 """DDP's first bucket is this small, so that the exchange begins early. The compiler refuses others that are smaller."""
 
@@ -35,7 +35,7 @@ def buckets_by_flops(module: nn.Module, step_flops: Callable[[], int | None], de
         return "one"
     flops = from_leader(step_flops(), device)
     per_byte = (flops or 0) / (2 * (count - 1) / count * gradients)  # what each sends in an all-reduce by a ring
-    buckets = "one" if per_byte >= HIDES_EXCHANGE else "large"
+    buckets = "one" if per_byte >= FLOPS_PER_BYTE_SENT else "large"
     counted = f"{per_byte:,.0f} operations" if flops else "no known number of operations"
     log.info("tuning.buckets=by_flops: %s, with %s for each byte that is sent", buckets, counted)
     return buckets
