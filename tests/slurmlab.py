@@ -106,11 +106,11 @@ class SlurmLab:
                              f"--socket={SOCKET}", "--pid-file=/dev/shm/munge.pid",
                              "--log-file=/dev/shm/munge.log", "--seed-file=/dev/shm/munge.seed")  # fmt: skip
             for host in self.hosts:
-                wait_until(lambda host=host: Path(f"/proc/{host.init}/root{SOCKET}").exists(), "munged", 10)
+                wait_until(lambda host=host: Path(f"/proc/{host.init}/root{SOCKET}").exists(), "munged")
             self._daemon(self.hosts[0], "slurmctld-wlm", "-D")
             for host in self.hosts:
                 self.boot(host)
-            wait_until(self._is_up, f"cluster; see {self.folder}", 20)
+            wait_until(self._is_up, f"cluster; see {self.folder}")
             self.stack = self.stack.pop_all()
         return self
 

@@ -50,8 +50,8 @@ from torch import nn
 
 
 class Net(nn.Module):
-    """Takes its time until it is told to `hurry`. One rank is killed whenever it is built and `gone` is there: its
-    device does not come back."""
+    """Each step takes `delay` seconds, and half a second more while the file `hold` is there; none once `hurry` is.
+    One rank is killed whenever it is built and `gone` is there: its device does not come back."""
 
     def __init__(self, delay=0.1, rank=-1, gone="", norm=False):
         super().__init__()
@@ -64,7 +64,7 @@ class Net(nn.Module):
 
     def forward(self, images):
         if self.training and self.delay and not Path(__file__).with_name("hurry").exists():
-            time.sleep(self.delay)
+            time.sleep(self.delay + 0.5 * Path(__file__).with_name("hold").exists())
         return self.layers(images)
 '''
 
@@ -280,9 +280,9 @@ def test_a_launcher_answers_one_request_after_the_other(run_dir: Path, lock: run
     with closing(Requests(run_dir, lambda count: "too few" if count == 2 else "")) as requests:
         threads = {number: threading.Thread(target=ask, args=[number]) for number in ("3", "2")}
         threads["3"].start()
-        wait_until(lambda: requests.wait(0.1) or requests.asked is not None, "request", 5)
+        wait_until(lambda: requests.wait(0.1) or requests.asked is not None, "request")
         threads["2"].start()
-        wait_until(lambda: requests.wait(0.1) or "2" in codes, "answer", 5)
+        wait_until(lambda: requests.wait(0.1) or "2" in codes, "answer")
         assert codes == {"2": 69}, "while a change is under way"
         with socket.socket(socket.AF_UNIX) as stranger:
             stranger.connect(client._address(run_lock.owner(run_dir / run_lock.FILE)))
@@ -294,7 +294,7 @@ def test_a_launcher_answers_one_request_after_the_other(run_dir: Path, lock: run
         assert codes == {"2": 69, "3": 0}
         late = threading.Thread(target=ask, args=["3"])
         late.start()
-        wait_until(lambda: requests.wait(0.1) or requests.asked is not None, "request", 5)
+        wait_until(lambda: requests.wait(0.1) or requests.asked is not None, "request")
     late.join(5)
     assert codes["3"] == 69, "the run has ended"
 

@@ -166,7 +166,7 @@ def test_a_peer_without_an_answer_is_waited_for_no_longer_than_patience_allows(
     stop = StopController()
     with stop.listening(RankStatus(), World(0, 2, 0, 2), Board(), 0.3, left.append):
         os.kill(os.getpid(), number)
-        assert wait_until(lambda: bool(left), "end", 5) > 0.25
+        assert wait_until(lambda: bool(left), "end") > 0.25
         assert left == [code]
         assert not stop.is_agreed.is_set()
 
@@ -179,12 +179,12 @@ def test_signals_that_come_together_are_one_request_and_a_later_one_ends_it(
     with stop.listening(RankStatus(), World(0, 2, 0, 2), Board(), 1e6, left.append):
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGUSR1)
-        wait_until(stop.requested.is_set, "request", 5)
+        wait_until(stop.requested.is_set, "request")
         time.sleep(0.2)
         assert left == []
         time.sleep(preemption.SAME_REQUEST_SECONDS)
         os.kill(os.getpid(), signal.SIGTERM)
-        wait_until(lambda: left == [143], "end", 5)
+        wait_until(lambda: left == [143], "end")
     os.kill(os.getpid(), signal.SIGTERM)  # the work is done: nothing to stop
 
 
