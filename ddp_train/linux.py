@@ -1,4 +1,5 @@
-"""Linux process control through prctl and /proc: parent death, orphans, process states, memory. Torch-free."""
+"""Linux process control through prctl and /proc: parent death, orphans, process states, memory, and waiting for what
+other processes do. Torch-free."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -163,3 +164,11 @@ def _fields(pid: int) -> list[str]:
 def _prctl(option: int, value: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value)
+
+
+def wait_until(condition: Callable[[], object], seconds: float, poll_seconds: float = 0.02) -> bool:
+    """Until a condition holds, `seconds` at most. Returns whether it does; it is asked once at least."""
+    deadline = time.monotonic() + seconds
+    while not (met := bool(condition())) and time.monotonic() < deadline:
+        time.sleep(poll_seconds)
+    return met

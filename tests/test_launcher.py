@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from ddp_train.distributed.world import World
+from ddp_train.launcher import local
 from ddp_train.launcher.local import Attempt
 from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.resilience.restart_policy import RestartPolicy
@@ -159,13 +160,65 @@ def test_what_a_worker_could_only_say_is_not_said_again(tmp_path: Path, capsys: 
     """On a full disk there is no failure.json, by which the first report is known."""
     config = config_of(World(0, 3, 0, 3), strategy={"name": "ddp"}, run_dir=str(tmp_path / "gone"))
     config.launch.nproc_per_node = 3
-    for has_told in (True, False):
+    for has_told in (73, 0):
         with contextlib.closing(Attempt(config, None, 0, StopRequests(), None)) as attempt:
-            attempt.board.ranks[0].has_told = has_told
+            attempt.board.ranks[0].reported_code = has_told
             attempt.workers = [SimpleNamespace(returncode=code) for code in (73, None, -9)]  # type: ignore[misc]
             assert attempt._report_exit([0, 2], [73, None, -9]) == 73
             attempt.workers = []
-        assert ("FATAL died (rank 2" in capsys.readouterr().err) is not has_told
+        assert ("FATAL died (rank 2" in capsys.readouterr().err) is not bool(has_told)
+
+
+@pytest.mark.parametrize(("reported", "code"), [(65, 65), (0, 70)])
+def test_the_exit_code_is_that_of_the_report_though_another_rank_ends_first(
+    reported: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(World(0, 3, 0, 3), strategy={"name": "ddp"}, run_dir=str(tmp_path))
+    config.launch.nproc_per_node = 3
+    (tmp_path / "failure.json").touch()
+    monkeypatch.setattr(local, "REPORT_SECONDS", 0.1)
+    with contextlib.closing(Attempt(config, None, 0, StopRequests(), None)) as attempt:
+        attempt.board.ranks[0].reported_code = reported
+        assert attempt._report_exit([1], [None, 70, None]) == code
+
+
+SLOW_END = """
+import logging
+import os
+import time
+
+import torch.distributed as dist
+from torch import nn
+
+from ddp_train.errors import DataError
+
+
+class Handler(logging.Handler):
+    def emit(self, record):
+        pass
+
+    def close(self):
+        time.sleep(3)
+
+
+class Net(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Flatten(), nn.Linear(64, 10))
+        if os.environ["RANK"] == "1":
+            logging.getLogger().addHandler(Handler())
+            dist.destroy_process_group()  # the others learn of it now, not when this process has ended
+            raise DataError("its weights are broken", "mend them")
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_takes_long_to_end_after_its_report_is_not_restarted(tmp_path: Path) -> None:
+    """The others end before it, with 70, for which a run is restarted; what it has reported is final."""
+    (tmp_path / "slow_end.py").write_text(SLOW_END)
+    words = ("model._target_=slow_end.Net", "trusted_modules=[slow_end]", THREE, "launch.max_restarts=2")
+    done = run(*words, f"run_dir={tmp_path}/run", env={"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == read(tmp_path / "run", "failure.json")["exit_code"] == 65, done.stderr
+    assert len(fatal_lines(done.stderr)) == 1 and "restart" not in done.stderr
 
 
 def test_restarts_are_counted_between_checkpoints(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ from ddp_train.launcher.sweep_baseline import Baseline
 from ddp_train.launcher.sweep_numbers import Numbers
 from ddp_train.parallel import compiled as compiled_ddp
 from ddp_train.parallel.compiled import FLOPS_PER_BYTE_SENT, buckets_by_flops
-from ddp_train.parallel.naming_ddp import ddp_arguments
+from ddp_train.parallel.naming_ddp import BUCKET_MB, ddp_arguments
 from ddp_train.parallel.strategy import DistributedDataParallel
 from ddp_train.performance import switches
 from ddp_train.prove.configs import for_proof
@@ -360,6 +360,7 @@ def test_buckets_have_the_size_that_is_asked_for(words: str, mib: int, cut: bool
         (1, None, "one"),
     ],
 )
+@mock.patch.dict(BUCKET_MB, large=0.9)
 def test_a_model_is_cut_where_a_step_is_short_beside_its_exchange(
     ranks: int, flops: int | None, buckets: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -367,6 +368,8 @@ def test_a_model_is_cut_where_a_step_is_short_beside_its_exchange(
     monkeypatch.setattr(compiled_ddp, "from_leader", lambda value, device: value)
     module = nn.Sequential(nn.Linear(500, 500, bias=False), nn.Linear(500, 500).requires_grad_(False))  # 1 MB to send
     assert buckets_by_flops(module, lambda: flops, "cpu") == buckets
+    monkeypatch.setitem(BUCKET_MB, "large", 1)  # all fit: there is nothing to choose
+    assert buckets_by_flops(module, lambda: pytest.fail("counted in vain"), "cpu") == "one"
 
 
 @pytest.mark.parametrize(("ranks", "sent"), [(1, False), (2, True)])

@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import mmap
 import multiprocessing
-import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch.utils.data._utils import signal_handling
 
-from ddp_train.linux import end_loader_with_parent, remove_shared_memory
+from ddp_train.linux import end_loader_with_parent, remove_shared_memory, wait_until
 from ddp_train.resilience.preemption import ignore_signals
 from ddp_train.text import counted
 
@@ -65,10 +64,7 @@ class LoaderProcesses:
         return iter(loader)
 
     def _have_begun(self, begun: mmap.mmap) -> bool:
-        deadline = time.monotonic() + BEGIN_SECONDS
-        while not all(begun[:]) and time.monotonic() < deadline:
-            time.sleep(0.001)
-        return all(begun[:])
+        return wait_until(lambda: all(begun[:]), BEGIN_SECONDS, 0.001)
 
 
 def _kill(batches: Any) -> None:

@@ -230,9 +230,11 @@ def write_exit_code(code: int) -> None:
     _append_to_exit_code_file(str(code))
 
 
-def write_reported() -> None:
-    """Appends to the exit-code file that this worker has reported the failure to the user."""
+def write_reported(code: int) -> None:
+    """Appends to the exit-code file that this worker has reported a failure to the user, and that failure's exit code:
+    torchrun's agent may end the worker before it ends by itself."""
     _append_to_exit_code_file(REPORTED)
+    write_exit_code(code)
 
 
 def _append_to_exit_code_file(entry: str) -> None:

@@ -12,7 +12,6 @@ import json
 import platform
 import socket
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from torch.distributed import DistError, Store  # pyright: ignore[reportPrivateI
 from ddp_train.distributed.environment import gloo_interface, hosts_requested, hosts_started
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, PeerError
+from ddp_train.linux import wait_until
 from ddp_train.text import first_line
 
 FACTS, CLOCK, VERDICT, READ = (f"ddp_train/{name}" for name in ("facts", "clock", "verdict", "read"))
@@ -70,7 +70,7 @@ def acknowledge(store: Store, world: World, wait: bool) -> None:
     if not world.is_leader:
         store.add(READ, 1)
     elif wait:
-        _wait_until(lambda: store.add(READ, 0) >= world.size - 1, 5.0)
+        wait_until(lambda: store.add(READ, 0) >= world.size - 1, 5.0)
 
 
 def facts_here(world: World, frozen: Path, text: str) -> Facts:
@@ -105,7 +105,7 @@ def source_digest() -> str:
 
 def seen_here(frozen: Path, text: str) -> str:
     """`shared` if this host sees the file that rank 0 wrote, else a text that says it does not."""
-    visible = _wait_until(lambda: frozen.is_file() and frozen.read_text() == text, SHARED_FILE_SECONDS)
+    visible = wait_until(lambda: frozen.is_file() and frozen.read_text() == text, SHARED_FILE_SECONDS)
     return "shared" if visible else f"{frozen} is not the file that rank 0 wrote"
 
 
@@ -199,15 +199,8 @@ def _missing_ranks(store: Store, prefix: str, world: World, deadline: float) -> 
         missing[:] = [rank for rank in missing if not store.check([f"{prefix}/{rank}"])]
         return not missing
 
-    _wait_until(complete, deadline - time.monotonic())
+    wait_until(complete, deadline - time.monotonic())
     return missing
-
-
-def _wait_until(condition: Callable[[], bool], seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while not (met := condition()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return met
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -97,7 +97,7 @@ def check_all_hosts(store: Store, world: World, argv: list[str], config: Config,
         print(f"FATAL {error.kind} (rank {world.rank}): {error}\n  remedy: {error.remedy}", file=sys.stderr)
         code = error.exit_code
     if code:
-        write_reported()
+        write_reported(code)
     acknowledge(store, world, wait=True)
     return code
 

@@ -296,13 +296,13 @@ class Attempt:
             stack = failure_report.stack_of(rank, working_stack(self.run_dir, rank))
             failure, facts = self.started.worded(failure), self.started.facts(self.config)
             with self.board.locked():
-                if not self.board.has_told():  # a worker has, and could write no file: that is all there is to say
+                if not self.board.reported_code():  # a worker has, and could write no file: that is all there is to say
                     failure_report.report(self.run_dir, failure, facts, stack, goes_on=self._goes_on)
         else:
-            failure_report.wait_for_report(self.run_dir, REPORT_SECONDS, self.board.has_told)
-        return next(
-            (code for code in codes if code in SELF_REPORTED and code != LaunchError.exit_code), LaunchError.exit_code
-        )
+            self.board.wait_for_report(REPORT_SECONDS)
+        # The others end with 70, perhaps before the one that reports.
+        of_workers = (code for code in codes if code in SELF_REPORTED and code != LaunchError.exit_code)
+        return next(of_workers, self.board.reported_code() or LaunchError.exit_code)
 
     def _goes_on(self) -> bool:
         """Whether a restart costs no step. Where no survivor has saved, rank 0's own writing may still allow one."""

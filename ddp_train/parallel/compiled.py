@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_train.distributed.process_group import from_leader, ranks
-from ddp_train.parallel.naming_ddp import exchanged_at_once, requiring_grad
+from ddp_train.parallel.naming_ddp import BUCKET_MB, exchanged_at_once, requiring_grad
 
 log = logging.getLogger(__name__)
 
@@ -25,13 +25,13 @@ FIRST_BUCKET_BYTES = 2**20
 def buckets_by_flops(module: nn.Module, step_flops: Callable[[], int | None], device: str) -> str:
     """large or one, keys of `BUCKET_MB`: by how long an exchange takes beside a step. All ranks must call it: all
     count, since a model's forward pass may wait for all, and rank 0's number decides. step_flops: see `Strategy.wrap`;
-    large if it knows none. Gradients count as they are, since a hook that compresses them takes as long as it saves.
+    large if it knows none; not called if all gradients fit into a large bucket. They count as they are, since a hook
+    that compresses them takes as long as it saves.
 
     Raises ModelError for parameters of lazy layers.
     """
-    gradients = sum(one.nbytes for one in requiring_grad(module).values())
-    count = ranks()
-    if count == 1:
+    count, gradients = ranks(), sum(one.nbytes for one in requiring_grad(module).values())
+    if count == 1 or gradients <= BUCKET_MB["large"] * 2**20:
         return "one"
     flops = from_leader(step_flops(), device)
     per_byte = (flops or 0) / (2 * (count - 1) / count * gradients)  # what each sends in an all-reduce by a ring

@@ -14,8 +14,8 @@ from ddp_train.distributed.process_group import ranks
 from ddp_train.errors import ConfigError, ModelError
 from ddp_train.text import counted
 
-BUCKET_MB = {"default": None, "large": 125, "one": 2**20}
-"""Of `tuning.buckets`, the most that a bucket holds. An H100 sends 125 MiB to another in 0.5 ms."""
+BUCKET_MB = {"large": 125, "one": 2**20}
+"""The most that a bucket holds; with `default` DDP decides. An H100 sends 125 MiB to another in 0.5 ms."""
 SEVERAL_BUCKETS = (
     "strategy.comm_hook=powersgd: over gloo all gradients must be in one bucket: torch's hook would mix up several, or "
     "hang; leave out strategy.bucket_cap_mb and bucket_cap_mb_list, or use strategy.comm_hook=fp16"
@@ -85,12 +85,13 @@ def ddp_arguments(
 
 
 def with_bucket_size(options: dict[str, Any], buckets: str, comm_hook: str) -> dict[str, Any]:
-    """A copy of DDP's options, by torch's names. buckets: a key of `BUCKET_MB`, if no size is among
-    them. PowerSGD over gloo needs a single bucket."""
+    """A copy of DDP's options, by torch's names. buckets: default, or a key of `BUCKET_MB`, if no size
+    is among them. PowerSGD over gloo needs a single bucket."""
     if options.get("bucket_cap_mb") or options.get("bucket_cap_mb_list"):
         return {**options}
-    in_one = comm_hook == "powersgd" and dist.get_backend() == "gloo"
-    return options | {"bucket_cap_mb": BUCKET_MB["one" if in_one else buckets]}
+    if comm_hook == "powersgd" and dist.get_backend() == "gloo":
+        buckets = "one"
+    return options | {"bucket_cap_mb": None if buckets == "default" else BUCKET_MB[buckets]}
 
 
 def exchanged_at_once(wrapped: nn.parallel.DistributedDataParallel) -> bool:

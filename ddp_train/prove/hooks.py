@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from ddp_train.distributed.world import World
+from ddp_train.linux import wait_until
 from ddp_train.prove.fixed_draws import fixed_draws
 from ddp_train.resilience.checkpoint_files import MANIFEST, places
 from ddp_train.study.gradient_probe import GradientProbe
@@ -65,7 +65,6 @@ class KillAt:
         return self.step if job.step < self.step else job.plan.steps + 1
 
     def act(self, job: Job) -> None:
-        deadline = time.monotonic() + WRITTEN_SECONDS
-        while not any((place / MANIFEST).exists() for place in places(self.run_dir)) and time.monotonic() < deadline:
-            time.sleep(0.01)  # it is written beside training
+        # It is written beside training.
+        wait_until(lambda: any((place / MANIFEST).exists() for place in places(self.run_dir)), WRITTEN_SECONDS, 0.01)
         os.kill(os.getpid(), signal.SIGKILL)

@@ -12,7 +12,6 @@ import signal
 import socket
 import sys
 import sysconfig
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ddp_train.errors import HangError, LaunchError, NonFiniteLossError, is_out_of_memory
+from ddp_train.linux import wait_until
 from ddp_train.resilience.hang_detector import STOPPED, Hang
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.resilience.stdio import TolerantStream
@@ -285,14 +285,9 @@ def headline(failure: Failure, word: str = "FATAL") -> str:
     )
 
 
-def wait_for_report(run_dir: Path, seconds: float, told: Callable[[], bool] = bool) -> bool:
+def wait_for_report(run_dir: Path, seconds: float, told: Callable[[], int] = int) -> bool:
     """Waits up to `seconds` for failure.json, so that a worker with a peer error lets the failing rank report first.
 
-    told: whether a failure was reported that could not be written. Returns whether one was reported.
+    told: not 0 once a failure was reported that could not be written. Returns whether one was reported.
     """
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if (run_dir / FILE).exists() or told():
-            return True
-        time.sleep(0.05)
-    return False
+    return wait_until(lambda: (run_dir / FILE).exists() or told(), seconds, 0.05)

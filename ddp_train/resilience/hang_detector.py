@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ddp_train.linux import children_of, command_of, signal_main_thread, state_of
+from ddp_train.linux import children_of, command_of, signal_main_thread, state_of, wait_until
 from ddp_train.resilience import collectives
 from ddp_train.resilience.heartbeat import START_SECONDS, RankStatus, StatusBoard, StatusSnapshot, stack_file
 
@@ -179,9 +179,7 @@ class HangDetector:
         """Where the collectives of the ranks part; of those that tell within RECORD_SECONDS."""
         ranks = [rank for rank, seen in enumerate(self.observed) if seen.snapshot.beats and self._is_alive(rank)]
         files = [collectives.record_file(run_dir, rank) for rank in ranks]
-        deadline = time.monotonic() + RECORD_SECONDS
-        while time.monotonic() < deadline and not all(file.exists() for file in files):
-            time.sleep(0.05)
+        wait_until(lambda: all(file.exists() for file in files), RECORD_SECONDS)
         found = {rank: collectives.calls_of(run_dir, rank) for rank in ranks}
         return collectives.compare({rank: calls for rank, calls in found.items() if calls is not None})
 
@@ -216,9 +214,7 @@ class HangDetector:
             with contextlib.suppress(ProcessLookupError):
                 signal_main_thread(self.pids[rank], signal.SIGUSR2)
                 os.kill(self.pids[rank], signal.SIGCONT)
-        deadline = time.monotonic() + STACK_SECONDS
-        while time.monotonic() < deadline and not all(working_stack(run_dir, rank) for rank in beating):
-            time.sleep(0.05)
+        wait_until(lambda: all(working_stack(run_dir, rank) for rank in beating), STACK_SECONDS, 0.05)
         time.sleep(0.05)  # for a stack that is being written
         return [working_stack(run_dir, rank) for rank in range(len(self.pids))]
 
@@ -280,9 +276,7 @@ def note_late(run_dir: Path, pids: dict[int, int], statuses: Sequence[RankStatus
         before = _written(run_dir, rank)
         with contextlib.suppress(ProcessLookupError):
             signal_main_thread(pid, signal.SIGUSR2)
-        deadline = time.monotonic() + STACK_SECONDS
-        while (text := _written(run_dir, rank)) == before and time.monotonic() < deadline:
-            time.sleep(0.02)
+        wait_until(lambda rank=rank, before=before: _written(run_dir, rank) != before, STACK_SECONDS)
         time.sleep(0.02)  # for one that is being written
         text = _written(run_dir, rank)
         where = statuses[rank].snapshot().where

@@ -14,17 +14,15 @@ import mmap
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ddp_train.distributed.environment import status_descriptor
 from ddp_train.distributed.world import World
-from ddp_train.linux import resident_bytes
+from ddp_train.linux import resident_bytes, wait_until
 
 BEAT_SECONDS = 0.2
-SAVED_POLL_SECONDS = 0.02
 START_SECONDS = 120.0
 """The least hang timeout until a rank has done its first batch: torch is imported from a cold disk, processes connect,
 models are compiled."""
@@ -73,7 +71,7 @@ class RankStatus(ctypes.Structure):
     _fields_ = tuple(
         (name, ctypes.c_int64)
         for name in (
-            *("beats", "step", "batches", "resident_bytes", "saving", "phase_number", "_leaves_with", "has_told"),
+            *("beats", "step", "batches", "resident_bytes", "saving", "phase_number", "_leaves_with", "reported_code"),
             *("state", "order", "acted", "heeds_stop", "goes_on", "is_done", "is_examined"),
         )
     )
@@ -87,8 +85,9 @@ class RankStatus(ctypes.Structure):
     """Of `phase`, among PHASES."""
     saving: int
     """1 while a checkpoint is being written, in whatever phase the worker is."""
-    has_told: int
-    """1 once the worker has told the user of its failure, whether that could be written to a file or not."""
+    reported_code: int
+    """The exit code of the failure that the worker has reported to the user, whether that could be written to a file or
+    not; 0 before."""
     state: int
     """STARTING, TRAINING, STOPPED, SAVED or NOT_SAVED."""
     order: int
@@ -141,9 +140,7 @@ class RankStatus(ctypes.Structure):
 
         What is being written is a complete copy of an earlier state, valid whatever has failed since.
         """
-        deadline = time.monotonic() + seconds
-        while self.saving and time.monotonic() < deadline and not given_up():
-            time.sleep(SAVED_POLL_SECONDS)
+        wait_until(lambda: not self.saving or given_up(), seconds)
 
     def beat(self) -> None:
         self.resident_bytes = resident_bytes()
@@ -213,9 +210,13 @@ class StatusBoard:
         finally:
             fcntl.lockf(self.descriptor, fcntl.LOCK_UN)
 
-    def has_told(self) -> bool:
-        """Whether a worker of this host has told the user of a failure."""
-        return any(status.has_told for status in self.ranks)
+    def reported_code(self) -> int:
+        """The exit code of the failure that a worker of this host has reported to the user; 0 if none has."""
+        return next((status.reported_code for status in self.ranks if status.reported_code), 0)
+
+    def wait_for_report(self, seconds: float) -> None:
+        """Until `reported_code` is known, `seconds` at most."""
+        wait_until(self.reported_code, seconds)
 
     def sizes(self) -> str:
         """Resident memory of each rank at its last beat: `rank 0 1.20 GiB, rank 1 3.40 GiB`."""

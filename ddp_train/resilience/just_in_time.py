@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
+from ddp_train.linux import wait_until
 from ddp_train.resilience.heartbeat import SAVE, SAVED, STOP, STOPPED, TRAINING, StatusBoard
 
 POLL_SECONDS = 0.002
@@ -58,9 +59,7 @@ def save_by_survivor(
         board.ranks[rank].order = STOP
 
     def wait(until: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + seconds
-        while not until() and time.monotonic() < deadline and not given_up():
-            time.sleep(POLL_SECONDS)
+        wait_until(lambda: until() or given_up(), seconds, POLL_SECONDS)
 
     def those(state: int) -> list[int]:
         return [rank for rank in ranks if board.ranks[rank].state == state and is_alive(rank)]

@@ -59,8 +59,8 @@ class FailureReporter:
         if peer_error and store and not board and not peer_check.respond(store, self.world, status):
             patience = 0.0  # with the store, rank 0's host is gone: torchrun's agent here will end all this soon
         secondary = peer_error or getattr(error, "rank", None) not in (None, rank)
-        told = board.has_told if board else bool
-        if secondary and failure_report.wait_for_report(self.run_dir, patience, told):
+        told = board.reported_code if board else int
+        if secondary and patience and failure_report.wait_for_report(self.run_dir, patience, told):
             return LaunchError.exit_code
         sizes = board.sizes() if board else f"rank {rank} {status.resident_bytes / 2**30:.2f} GiB"
         failure = failure_report.failure_from(error, rank, status, self.log_file, sizes)
@@ -76,8 +76,8 @@ class FailureReporter:
                 return failure.exit_code
             goes_on = self.hosts_may_leave and status.state == SAVED and restarts_left()
             if failure_report.report(self.run_dir, failure, self.run_facts, trace, self.terminal, lambda: goes_on):
-                status.has_told = 1
-                write_reported()
+                status.reported_code = failure.exit_code
+                write_reported(failure.exit_code)
                 write_torchrun_error_file(failure_report.headline(failure).removeprefix("FATAL "))
                 if self.hosts_may_leave and peer_error:
                     self._note_rank(failure.rank)

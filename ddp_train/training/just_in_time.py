@@ -15,6 +15,7 @@ from typing import Any
 
 from ddp_train.distributed.connections import break_connections
 from ddp_train.errors import LaunchError
+from ddp_train.linux import wait_until
 from ddp_train.resilience.failure_report import is_peer_error
 from ddp_train.resilience.heartbeat import (
     NO_ORDER,
@@ -104,10 +105,8 @@ class JustInTime:
             break_connections()  # peers that wait for this rank learn of it
         if not self.own.is_intact(job, self.status.phase, of_peer):
             return
-        deadline = time.monotonic() + (ORDER_SECONDS if of_peer else OTHER_SECONDS)
-        while self.status.order == NO_ORDER and time.monotonic() < deadline:
-            time.sleep(0.001)
-        if self.status.order == NO_ORDER:
+        seconds = ORDER_SECONDS if of_peer else OTHER_SECONDS
+        if not wait_until(lambda: self.status.order != NO_ORDER, seconds, 0.001):
             return
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises, anywhere, if a loader process dies now
         job.stop.is_over.set()  # what a stop request would do now is the launcher's business
@@ -133,9 +132,7 @@ class JustInTime:
         self._wait(SAVE)
 
     def _wait(self, while_it_is: int) -> None:
-        deadline = time.monotonic() + END_SECONDS
-        while self.status.order == while_it_is and time.monotonic() < deadline:
-            time.sleep(0.001)
+        wait_until(lambda: self.status.order != while_it_is, END_SECONDS, 0.001)
 
 
 def _wake(stop: StopController) -> None:
