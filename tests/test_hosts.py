@@ -42,6 +42,7 @@ from tests.commands import (
 )  # fmt: skip
 from tests.netlab import Host, NetLab, why_not
 from tests.ranks import on_ranks
+from tests.test_launcher import SLOW_END
 
 pytestmark = pytest.mark.timeout(300)  # several commands each, on a machine that may be busy
 
@@ -304,6 +305,20 @@ def test_a_run_directory_that_is_not_shared_is_refused(cluster: Cluster) -> None
     assert [cluster.end(name) for name in ("node0", "node1")] == [69, 69]
     told = fatal_lines(cluster.said("node0")) + fatal_lines(cluster.said("node1"))
     assert told and all("the processes differ in run_dir" in fatal for fatal in told)
+
+
+@on_hosts
+@pytest.mark.slow
+def test_hosts_end_with_the_exit_code_of_the_failure_of_one(cluster: Cluster) -> None:
+    """SLURM takes the highest of them; by 65 it is known that a restart would not help."""
+    (cluster.folder / "slow_end.py").write_text(SLOW_END)
+    cluster.env = {"PYTHONPATH": str(cluster.folder)}
+    cluster.start_all("model._target_=slow_end.Net", "trusted_modules=[slow_end]", "launch.max_restarts=2")
+    assert [cluster.end(name) for name in ("node0", "node1")] == [65, 65], cluster.said("node0") + cluster.said("node1")
+    assert read(cluster.run_dir, "failure.json")["rank"] == 1
+    for name in ("node0", "node1"):
+        (fatal,) = fatal_lines(cluster.said(name))
+        assert "data (rank 1 on node1" in fatal, cluster.said(name)
 
 
 @on_hosts

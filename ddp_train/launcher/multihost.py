@@ -11,7 +11,6 @@ import contextlib
 import errno
 import fcntl
 import ipaddress
-import json
 import math
 import signal
 import socket
@@ -245,7 +244,7 @@ def _elsewhere(
     on beside the others: it has the lock of the run directory, or they have."""
     launch, (attempt, codes, _) = config.launch, _read_exit_codes(exit_code_file)
     may = config.host_range and seen.hosts_at_start and not stop.received and attempt < launch.max_restarts
-    if not may or location.is_head or any(code in (0, *FINAL) for code in codes):
+    if not may or location.is_head or 0 in codes or _is_final(config, codes):
         return None
     endpoint = str(launch.rdzv_endpoint)
     if meeting_point.is_reachable(endpoint):
@@ -261,7 +260,8 @@ def _watch(
     launch, run_dir = config.launch, Path(str(config.run_dir))
     began = last_seen = time.monotonic()
     hosts_at_start: list[str] = []  # when the workers started
-    stop_by = math.inf
+    stop_by = final_by = math.inf
+    attempt_that_failed = 0
     try:
         while agent.poll() is None and not stop.repeated:
             now = time.monotonic()
@@ -273,6 +273,10 @@ def _watch(
                 hosts_at_start = hosts_at_start or present_hosts(run_dir)
                 last_seen = now
             attempt, codes, _ = _read_exit_codes(exit_code_file)
+            if final_by == math.inf and _is_final(config, codes):
+                final_by, attempt_that_failed = now + launch.grace_seconds, attempt
+            if final_by < math.inf and (now > min(final_by, last_seen) or attempt > attempt_that_failed):
+                break  # torchrun's agent would restart the workers
             is_last = _is_last(config, attempt, codes, stop)
             patience = AGENT_PATIENCE_SECONDS + (0 if hosts_at_start and is_last else launch.join_timeout_seconds)
             if now > min(stop_by, last_seen + patience):
@@ -308,31 +312,42 @@ def _exit_code(config: Config, seen: _Seen, exit_code_file: Path, stop: StopRequ
             f"start the same command on all of them, within launch.join_timeout_seconds={launch.join_timeout_seconds}; "
             f"each must reach {launch.rdzv_endpoint}",
         )
-    if not reported and not _print_report_of_other_host(run_dir):
+    other_code = LaunchError.exit_code if reported else _print_report_of_other_host(run_dir)
+    if not other_code:
         ended = f"torchrun's agent exited with {seen.returncode}, and no worker reported a failure"
         gone = ", ".join(sorted(set(seen.hosts_at_start) - set(present)))
         raise (
             PeerError(f"{gone} is gone; {ended}", "look at that host") if gone else LaunchError(ended, "see its output")
         )
-    return next((code for code in codes if code not in (0, LaunchError.exit_code)), LaunchError.exit_code)
+    return next((code for code in codes if code not in (0, LaunchError.exit_code)), other_code)
+
+
+def _is_final(config: Config, codes: list[int]) -> bool:
+    """Whether a restart would only repeat the failure after which workers of this host have ended with these codes.
+    That of another host makes them end with 70."""
+    if any(code in FINAL for code in codes):
+        return True
+    with contextlib.suppress(OSError, ValueError, TypeError):  # none is reported
+        return LaunchError.exit_code in codes and failure_report.reported(Path(str(config.run_dir))).exit_code in FINAL
+    return False
 
 
 def _is_last(config: Config, attempt: int, codes: list[int], stop: StopRequests) -> bool:
     """Whether no workers follow those that have ended with these exit codes."""
-    if any(code in (0, *FINAL) for code in codes):
+    if 0 in codes:
         return True
     if config.host_range and not stop.received:
         return attempt >= config.launch.max_restarts and not {*codes} & {*STOPPED}
     return attempt >= config.launch.max_restarts or SAVED in codes
 
 
-def _print_report_of_other_host(run_dir: Path) -> bool:
-    """Prints the failure that a worker on another host reported there. Returns whether there is one."""
+def _print_report_of_other_host(run_dir: Path) -> int:
+    """Prints the failure that a worker on another host reported there. Returns its exit code, 0 if there is none."""
     if not failure_report.wait_for_report(run_dir, AGENT_PATIENCE_SECONDS):
-        return False
-    failure = failure_report.Failure(**json.loads((run_dir / failure_report.FILE).read_text()))
+        return 0
+    failure = failure_report.reported(run_dir)
     print(failure_report.headline(failure), file=sys.stderr)
-    return True
+    return failure.exit_code
 
 
 def _has_workers(agent: int, script: Path) -> bool:

@@ -285,6 +285,11 @@ def headline(failure: Failure, word: str = "FATAL") -> str:
     )
 
 
+def reported(run_dir: Path) -> Failure:
+    """Raises OSError if there is none, ValueError or TypeError if it is damaged."""
+    return Failure(**json.loads((run_dir / FILE).read_text()))
+
+
 def wait_for_report(run_dir: Path, seconds: float, told: Callable[[], int] = int) -> bool:
     """Waits up to `seconds` for failure.json, so that a worker with a peer error lets the failing rank report first.
 
