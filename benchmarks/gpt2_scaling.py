@@ -119,7 +119,10 @@ def main() -> None:
         sys.exit(f"torch.cuda.device_count() is {count}: this compares one GPU with several")
     if arguments.steps % LOG_EVERY or arguments.steps < 2 * LOG_EVERY:
         sys.exit(f"--steps {arguments.steps}: use a multiple of {LOG_EVERY}, at least {2 * LOG_EVERY}")
-    everyone = [int(gpu) for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu] or [*range(count)]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if re.search(r"[^\d,]", visible):
+        sys.exit(f"CUDA_VISIBLE_DEVICES={visible}: use indices, by which nvidia-smi's watts and clocks are found")
+    everyone = [int(gpu) for gpu in visible.split(",") if gpu] or [*range(count)]
     last = WARM_UP_STEPS + arguments.steps - 1
     profiled = f"train.profile_steps={last - TRACED_STEPS + 1}:{last}"  # in an interval of its own: the median drops it
     load, rows = f"{load_average()} at the start", []
