@@ -144,14 +144,14 @@ def under_torchrun(program: Program, world: World, argv: list[str], text: str | 
 
 
 def refuse(world: World | None, error: ConfigError) -> int:
-    """Says why. Returns exit code 2. torchrun ends the ranks of this host; those of other hosts must be told."""
+    """Says why. Returns the exit code. torchrun ends the ranks of this host; those of other hosts must be told."""
     print(error, file=sys.stderr)
     write_torchrun_error_file(str(error))
     if world and world.hosts > 1:
         from ddp_train.training.worker import receive_config
 
         receive_config(world, "")
-    return ConfigError.exit_code
+    return error.exit_code
 
 
 def run(script: Path | None = None) -> NoReturn:
@@ -165,7 +165,8 @@ def run(script: Path | None = None) -> NoReturn:
         code = main(script, sys.argv[1:])
     except SystemExit as end:
         code = end.code
-    except KeyboardInterrupt:  # before anything was started
+    except KeyboardInterrupt:
+        print("stopped by SIGINT before anything was started", file=sys.stderr)
         code = INTERRUPTED
     if "torch" in sys.modules and isinstance(code, int):  # a sweep whose trials ran at once: `fork_server.preload`
         sys.stdout.flush()

@@ -47,6 +47,13 @@ class ConfigError(LaunchError):
         return f"{heading} in the configuration:\n" + "\n".join(f"  - {problem}" for problem in self.problems)
 
 
+class DiskFullError(ConfigError):
+    """The run directory cannot be written before anything has begun: the disk is full."""
+
+    exit_code = 73
+    kind = "write"
+
+
 class DataError(LaunchError):
     """The data or a checkpoint is missing, corrupt, or does not fit."""
 

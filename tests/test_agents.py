@@ -64,5 +64,7 @@ def test_check_starts_nothing_and_says_what_is_wrong(tmp_path: Path) -> None:
     assert lines[0] == "valid: mode=train, 1 x cpu; nothing was started" and {"seed=3", "model=mlp"} <= {*lines}
     done = run("check", "-m", "optimizer.lr=0.1,0.2", *SMALL, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "valid: 2 trials over optimizer.lr; nothing was started\n")
+    done = run("check", "--multirun", *SMALL, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "valid: 1 trial without a swept key; nothing was started\n")
     done = run("check", "train.epochs=-1", "optimizer.lrr=1", cwd=tmp_path)
     assert done.returncode == 2 and "2 problems" in done.stderr and not list(tmp_path.iterdir())

@@ -19,7 +19,9 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_train.errors import DataError, WriteError
+from ddp_train.config.freeze import freeze
+from ddp_train.config.schema import Config
+from ddp_train.errors import ConfigError, DataError, WriteError
 from ddp_train.resilience.checkpoint_files import digest_of, places
 from ddp_train.resilience.restart_policy import RestartPolicy
 from ddp_train.tensor_tree import map_tensors
@@ -311,6 +313,18 @@ def small_disk(place: Path, options: str) -> Iterator[Path]:
         yield place
     finally:
         subprocess.run(["umount", "-l", place], check=True)
+
+
+def test_a_disk_that_is_full_before_a_run_begins_is_no_mistake_in_the_config(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "size=64k") as disk:
+        with contextlib.suppress(OSError):
+            (disk / "fill").write_bytes(bytes(100_000))
+        with pytest.raises(ConfigError, match=r"\(No space left on device\); free some space") as full:
+            freeze(Config(run_dir=str(disk)))
+        assert full.value.exit_code == WriteError.exit_code
+    with pytest.raises(ConfigError, match="name a folder that can") as refused:
+        freeze(Config(run_dir="/proc/nowhere"))
+    assert refused.value.exit_code == 2
 
 
 def test_a_full_disk_leaves_the_old_checkpoint_and_is_tried_again(

@@ -226,6 +226,7 @@ BAD: dict[str, list[str]] = {
     "strategy.bucket_cap=3": ["did you mean strategy.bucket_cap_mb?"],
     "model.chanels=3": ["did you mean model.channels?"],
     "lr=0.3": ["did you mean optimizer.lr?"],
+    "optimizer.betas=0.3": ["did you mean optimizer.beta2? optimizer=adam and adamw and lamb and muon have it"],
     "optimizr=adam": ["did you mean optimizer?"],
     "model.hidden=3": ["no such key in model=cnn; model=mlp and gelu_mlp have it", "channels, norm, dropout"],
     "optimizer.beta1=0.3": ["no such key in optimizer=sgd; optimizer=adam and adamw and lamb and muon have it"],
@@ -268,7 +269,12 @@ BAD: dict[str, list[str]] = {
     "run_dir=/a;b": ["the value needs quotes; use \"run_dir='/a;b'\""],
     "seed=${oc.decode:${oc.env:X}}": ["the value needs quotes; use 'seed=\"${oc.decode:${oc.env:X}}\"'"],
     "=3": ["not of the form key=value"],
-    "train.epochs=[": ["not of the form key=value"],
+    "train.epochs=[": ["not of the form key=value, ']' is missing at its end"],
+    "optimizer.betas=[0.9,0.99": ["not of the form key=value, ']' is missing at its end"],
+    "optimizer.betas=[0.9,": ["']' is missing at its end; put quotes around a word with spaces, for the shell"],
+    "hooks=[{_target_:a.b]": ["'}' is missing before ']'"],
+    "hooks=[a]]": ["']' closes nothing"],
+    "name='abc": ["a quote is missing at its end"],
     "optimizer.lr=0.1,0.2": ["several values; add -m"],
     "optimizer=sgd,adam": ["several values; add -m"],
     "train.epochs=range(1,4)": ["several values; add -m"],
@@ -295,6 +301,14 @@ BAD: dict[str, list[str]] = {
     "seed=abc": ["must be a whole number"],
     "name=null": ["must be text"],
     "trusted_modules=foo": ["must be a list like [a,b]"],
+    "trusted_modules={a:1}": ["trusted_modules={a:1}: must be a list like [a,b]"],
+    "hooks={a:1}": ["hooks={a:1}: must be a list like [package.Name] or [{_target_: package.Name, argument: 1}]"],
+    "hooks.a=1": ["hooks.a=1: hooks must be a list like [package.Name]"],
+    "hooks=[ddp_train.study.step_times.StepTimes] hooks.a=1": ["hooks.a=1: hooks must be a list like [package.Name]"],
+    "hooks.0=a.b": ["the list has no such item; give it whole"],
+    "metrics={a:1}": ["metrics={a:1}: must be a list like [{_target_: package.Name"],
+    "optimizer.groups={a:1}": ["must be a list like [{match: head.*, lr: 0.01}]"],
+    "data._target_=torch.a data.fields.a=1": ["data.fields.a=1: data.fields must be a list like [a,b]"],
     "strategy.bucket_cap_mb_list=3": ["must be a list like [a,b] or null"],
     "train=3": ["is a section; set one of its keys, train.global_batch_size=..."],
     "train=5 train.max_steps=3": ["train=5: is a section; set one of its keys, train.max_steps=..."],
@@ -1043,10 +1057,11 @@ def test_a_file_that_gives_a_wrong_value_is_named() -> None:
         program.check()
     assert refused.value.problems == [
         "conf/config.yaml: ddp_train has a config.yaml of its own; put what it sets into conf/experiment/NAME.yaml, "
-        "and choose that: experiment=NAME",
-        "conf/schedule/cosine.yaml: ddp_train has schedule=cosine of its own; rename it; if conf belongs to another "
-        "program, name yours with --config-dir=FOLDER",
+        "and choose that: experiment=NAME"
     ]
+    _, problems = read_config(program, read_overrides(program, []))
+    assert problems == ["conf/schedule/cosine.yaml: ddp_train has schedule=cosine of its own; rename it"]
+    assert read_config(program, read_overrides(program, ["schedule=step"]))[1] == []
     own_presets(
         experiment__late="# late\n# @package _global_\nseed: 5\n", modle__big="hidden: 3\n", nginx__a="port: 80\n"
     )
@@ -1054,13 +1069,19 @@ def test_a_file_that_gives_a_wrong_value_is_named() -> None:
     Path("conf/experiment/late.yaml").with_name("other.yml").write_text("# @package _global_\n")
     for ours in ("conf/config.yaml", "conf/schedule/cosine.yaml"):
         Path(ours).unlink()
-    with pytest.raises(ConfigError) as refused:
-        program.check()
-    assert [problem.partition("; if conf")[0] for problem in refused.value.problems] == [
-        "conf/experiment/late.yaml: its first line must be `# @package _global_`, to set keys of a run",
-        "conf/experiment/other.yml: only *.yaml is read; rename it to other.yaml",
-        "conf/modle/big.yaml: there is no group modle; did you mean model?",
-    ]
+    program.check()
+    late = "conf/experiment/late.yaml: its first line must be `# @package _global_`, to set keys of a run"
+    unusable = {
+        "experiment=late": late,
+        "experiment=other": "conf/experiment/other.yml: only *.yaml is read; rename it to other.yaml",
+        "model=big": "conf/modle/big.yaml: there is no group modle; did you mean model?",
+    }
+    for word, problem in unusable.items():
+        assert read_overrides(program, [word]).problems == [problem]
+    assert read_config(program, read_overrides(program, ["experiment=early"]))[1] == [], "the others do not stop it"
+    (note,) = started(None, [])[0].notes
+    assert note.startswith(f"{late}; not used until then, nor are 2 others; if conf belongs to")
+    assert "late" not in program.options("experiment")
     (problem,) = read_overrides(program, ["nginx=a"]).problems
     assert problem.startswith("nginx=a: conf/nginx is no group; a folder of your own is a group only if it")
     _, problems = read_config(program, read_overrides(program, ["model=no_name"]))
@@ -1068,6 +1089,80 @@ def test_a_file_that_gives_a_wrong_value_is_named() -> None:
         "conf/model/no_name.yaml: names none of cnn, mlp, linear_regression, gelu_mlp, gpt, torchvision, custom; add "
         "`name: cnn`, or `_target_: package.Name`"
     ]
+
+
+TWICE = "conf/optimizer/twice.yaml: line 3: lr stands there twice; keep one of them"
+USE = "defaults: {}: every run has an option of optimizer; use `- override /optimizer: adamw`"
+
+
+@pytest.mark.parametrize(
+    ("preset", "expected"),
+    [
+        (
+            "optimizer:\n  lr: 0.1\n  lr: 0.2",
+            "conf/experiment/mine.yaml: line 4: lr stands there twice; keep one of them",
+        ),
+        ("defaults: [override /optimizer: twice]", TWICE),
+        ("defaults: [optimizer: adamw]", "conf/experiment/mine.yaml: " + USE.format("optimizer: adamw")),
+        ("defaults: [/optimizer: adamw]", "conf/experiment/mine.yaml: " + USE.format("/optimizer: adamw")),
+        (
+            "defaults: [override /optimizer: adamww]",
+            "adamww: must be one of adadelta, adam, adamw, custom, .*sgd, twice; ",
+        ),
+        ("defaults: [override /optimizer: adamww]", "conf/experiment/mine.yaml: .*; did you mean adamw?"),
+        ("defaults: [override /optimizr: sgd]", "there is no group optimizr; did you mean optimizer?"),
+        (
+            "defaults: [bass]",
+            "conf/experiment/mine.yaml: defaults: bass: no such file in experiment/; did you mean base?",
+        ),
+        ("defaults: {optimizer: adamw}", "conf/experiment/mine.yaml: defaults: must be a list, of lines `- override"),
+        (
+            "defaults: [5]",
+            "conf/experiment/mine.yaml: defaults: 5: must be `override /GROUP: OPTION`, or the name of a",
+        ),
+        ("hooks: {a: 1}", "hooks={a:1}: must be a list like [package.Name] or .* (in conf/experiment/mine.yaml)"),
+        (
+            "optimizer: {groups: {a: 1}}",
+            "optimizer.groups={a:1}: must be a list like .* (in conf/experiment/mine.yaml)",
+        ),
+        ("train: [3]", "train=[3]: is a section; it holds keys and values, .* (in conf/experiment/mine.yaml)"),
+        (
+            "optimizer: adamw",
+            "optimizer=adamw: an option is chosen in `defaults`, by `- override /optimizer: adamw` (in",
+        ),
+        (
+            "optimizer: {lr: '${oc.env'}",
+            "optimizer.lr=${oc.env: must be a reference like .* (in conf/experiment/mine.y",
+        ),
+        ("- a", "conf/experiment/mine.yaml: must hold keys and values, KEY: VALUE"),
+        ("defaults: [base, /experiment/base, _self_, override /tracker: [tensorboard]]\nname: 2024-01-01", ""),
+        ("defaults: [/optimizer/sgd@optimizer, override /model: mlp, override /hydra/sweeper: basic]", ""),
+    ],
+)
+def test_a_wrong_preset_is_one_problem_that_names_it(preset: str, expected: str) -> None:
+    program = own_presets(
+        experiment__mine=f"# @package _global_\n{preset}\n",
+        experiment__base="# @package _global_\nseed: 5\n",
+        optimizer__twice="name: sgd\nlr: 1\nlr: 2\n",
+    )
+    try:
+        _, problems = read_config(program, read_overrides(program, ["experiment=mine"]))
+    except ConfigError as error:
+        problems = error.problems
+    assert len(problems) == bool(expected), problems
+    assert re.search(re.escape(expected).replace(r"\.\*", ".*"), "".join(problems))
+    assert read_config(program, read_overrides(program, ["experiment=base"]))[1] == [], "it does not stop others"
+
+
+def test_a_preset_is_no_config_of_a_run() -> None:
+    preset = (
+        "# @package _global_\ndefaults: [override /optimizer: adam]\nmodel: {}\ndata: {}\noptimizer: {}\ntrain: {}\n"
+    )
+    program = own_presets(experiment__mine=preset)
+    Path("mine.yaml").write_text(preset)
+    for file, where in (("conf/experiment/mine.yaml", ""), ("mine.yaml", ", from conf/experiment/")):
+        _, problems = read_config(program, read_overrides(program, [f"config={file}"]))
+        assert problems == [f"config={file}: is a preset; choose it by experiment=mine{where}"]
 
 
 @pytest.mark.parametrize(
@@ -1127,6 +1222,11 @@ def test_a_module_in_the_folder_hides_nothing_and_is_told_if_it_is_hidden(tmp_pa
     (problem,) = problems_of("model._target_=yaml.Net")
     assert problem.startswith("model._target_=yaml.Net: yaml.py in this folder is hidden by ")
     assert problem.endswith("/yaml/__init__.py; rename it, or set PYTHONPATH=.")
+
+
+def test_only_what_is_alike_is_suggested() -> None:
+    assert problems_of("data.crop=32") == ["data.crop=32: no such key"]
+    assert not any("did you mean" in problem for problem in problems_of("optimizer=null"))
 
 
 def test_no_file_is_blamed_for_what_the_command_line_said() -> None:

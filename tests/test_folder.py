@@ -89,6 +89,17 @@ def test_crops_are_those_of_torchvision(shape: tuple[int, int], draws: tuple[flo
     assert difference.mean() < 0.1 and difference.max() <= 3  # of 255
 
 
+def test_hidden_folders_are_no_classes_and_empty_ones_are_named(tmp_path: Path) -> None:
+    """Jupyter leaves .ipynb_checkpoints behind, with copies of what was open."""
+    for name in ("a", "b", ".ipynb_checkpoints"):
+        (tmp_path / name).mkdir()
+        Image.fromarray(picture(0)).save(tmp_path / name / "one.jpg")
+    assert FolderSource(tmp_path, 32, augmented=False, seed=0, decode="pil").classes == ["a", "b"]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=f"{tmp_path}/empty holds no image"):
+        FolderSource(tmp_path, 32, augmented=False, seed=0, decode="pil")
+
+
 def test_a_crop_does_not_depend_on_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not in one bit, though sums run over other lengths."""
     images = [torch.from_numpy(picture(n, 30 + 37 * n, 210 - 23 * n)).permute(2, 0, 1) for n in range(8)]

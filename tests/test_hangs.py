@@ -616,6 +616,7 @@ def test_a_loader_process_is_told_with_what_it_died_of(cause: str, remedy: str) 
         (RuntimeError("unable to write to file </torch_5_1_0>: No space left on device (28)"), "", "--shm-size=8g"),
         (OSError(28, "No space left on device"), "mine.py", "see the traceback"),
         (RuntimeError("out of resource: shared memory, Required: 9"), "triton.py", "see the traceback"),
+        (ValueError("Expected more than 1 value per channel when training, got"), "f.py", "cannot train on one sample"),
     ],
 )
 def test_limits_of_the_host_are_told_with_what_raises_them(error: Exception, file: str, remedy: str) -> None:

@@ -23,11 +23,12 @@ from ddp_train.data.raw import ImageInput
 from ddp_train.errors import ConfigError, DataError, TaskError, WriteError
 from ddp_train.tasks.builtin import Multilabel, Regression, Segmentation
 from ddp_train.tasks.language_model import LanguageModel
+from ddp_train.tasks.task import Task
 from ddp_train.training.export import export_model
 from ddp_train.training.inference import _refuse_other_data
 from ddp_train.training.load import _predictions
 from ddp_train.training.open_data import open_datasets
-from ddp_train.training.predictions import PredictionFile, labels_of, write_predictions
+from ddp_train.training.predictions import PredictionFile, checked_columns, labels_of, write_predictions
 from tests.commands import ONE, THREE, environment, fatal_lines, read, run
 from tests.jobs import datasets_of
 from tests.test_checkpoint import small_disk
@@ -261,6 +262,14 @@ class Returns(nn.Module):
         return self.outputs
 
 
+def test_columns_that_are_no_rows_of_samples_are_told_by_the_method_that_gave_them() -> None:
+    with pytest.raises(TaskError, match=r"predictions\(\) of the task Multilabel returned a tensor \[5\]"):
+        checked_columns({"prediction": torch.zeros(5)}, 4, Multilabel())
+    with pytest.raises(TaskError, match="the task Nodes has no predictions") as caught:
+        checked_columns({"output": torch.zeros(5, 2)}, 4, type("Nodes", (Task,), {})())
+    assert caught.value.remedy.startswith("add predictions(model, batch)")
+
+
 def test_the_columns_of_each_task() -> None:
     numbers = torch.tensor([[0.5, -1.0], [2.0, 3.0]])
     many = Multilabel().predictions(Returns(numbers), torch.zeros(2, 4))
@@ -303,6 +312,15 @@ def test_raw_images_become_what_the_data_set_gives(tmp_path: Path) -> None:
             prepare(wrong)
     with pytest.raises(DataError, match="an image of 3 channels, and the model takes 1"):
         prepare(np.zeros((8, 8, 3), dtype=np.uint8))
+    colours = ImageInput((3, 8, 8), (0.0,) * 3, (1.0,) * 3)
+    for height, width in ((1, 1), (1, 9), (3, 9), (4, 9), (9, 3), (40, 40)):  # as small as the number of channels
+        red = Image.new("RGB", (width, height), (255, 0, 0))
+        assert colours(red).mean((1, 2)).tolist() == [1, 0, 0]
+        if height == 3:
+            with pytest.raises(DataError, match=r"pixels of shape \[3, 9, 3\] may be"):
+                colours(np.array(red))
+        else:
+            assert colours(np.array(red)).mean((1, 2)).tolist() == [1, 0, 0]
     (tmp_path / "no.jpg").write_text("text")
     with pytest.raises(DataError, match="cannot be read as an image"):
         prepare(tmp_path / "no.jpg")

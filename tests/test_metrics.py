@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from ddp_train.resilience.whole_files import write_json, write_text
 from ddp_train.tasks.score import Scorer
+from ddp_train.telemetry.console import Display
 from ddp_train.telemetry.metrics_log import MetricsFile
+
+NUMBERS = "epoch 10/3000  loss 0.1234  57,000 samples/s  1.9 cores 0.6 GiB"
 
 
 @pytest.mark.parametrize("loss", [math.inf, math.nan])
@@ -55,3 +60,22 @@ def test_files_hold_no_number_that_json_has_not(tmp_path: Path) -> None:
 
     written = json.loads((tmp_path / "a.json").read_text(), parse_constant=refuse)
     assert written == {"test": {"loss": None, "of": [1.5, None]}, "steps": 3}
+
+
+@pytest.mark.parametrize(
+    ("width", "shown", "label"),
+    [(60, NUMBERS[:26], ""), (80, NUMBERS[:44], ""), (100, NUMBERS, ""), (120, NUMBERS, "training")],
+)
+def test_no_number_beside_the_progress_bar_is_cut(width: int, shown: str, label: str) -> None:
+    console, seen = (Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None) for _ in range(2))
+    display = Display(active=True)
+    display.console = console
+    display.start(45_000, lambda: 158)
+    display.numbers = NUMBERS
+    try:
+        assert display.bar
+        seen.print(*display.bar.get_renderables())
+    finally:
+        display.stop()
+    line = seen.file.getvalue()  # type: ignore
+    assert line.split("158/")[0].strip() == label and f" 158/45000 {shown} -:--:-- left\n" in line, line

@@ -315,6 +315,7 @@ def test_a_device_keeps_a_bad_loss_out_of_the_weights_until_the_host_looks(optim
         ) as caught:
             look()
         assert caught.value.step == step, "and not the one that was done last"
+        assert caught.value.remedy.startswith("look for NaN in the inputs") == (step == 0), "nothing was learned yet"
 
 
 def test_a_first_step_that_is_left_out_leaves_no_garbage_in_the_momentum() -> None:

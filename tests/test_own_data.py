@@ -40,7 +40,7 @@ from ddp_train.data.splits import Splits
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, DataError, PeerError
 from ddp_train.tensor_tree import tensors
-from ddp_train.training.open_data import arguments_of_splits, common_digests, open_datasets
+from ddp_train.training.open_data import arguments_of_splits, common_digests, open_datasets, scored_digests
 from tests.commands import PROGRAM, ROOT
 from tests.jobs import config_of, loader_of, table
 from tests.ranks import on_ranks
@@ -245,6 +245,19 @@ class Drawn(Rows):
 
     def __getitem__(self, number: int) -> tuple[Tensor, int]:
         return torch.full((2,), self.draws.random()), 0
+
+
+def test_a_set_that_is_scored_and_has_changed_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """Not one that draws its samples anew, nor one of a checkpoint that knows no digests."""
+    then = scored_digests(Splits(table(9), table(7), table(4)), {})
+    assert list(then) == ["validation", "test"] and caplog.text == ""
+    assert scored_digests(Splits(table(8), table(7), table(4)), then) == then and caplog.text == ""
+    drawn = Splits(table(9), UserDataset(Drawn("train"), 0))
+    scored_digests(drawn, scored_digests(drawn, {}))
+    assert caplog.text == ""
+    scored_digests(Splits(table(9), table(6), UserDataset(Rows("train", 100), 0)), then)
+    assert "the test set has changed since the checkpoint: 6 samples, not 7; scores before and after" in caplog.text
+    assert "the validation set has changed since the checkpoint: " in caplog.text
 
 
 def read_by(world: World) -> list[str]:

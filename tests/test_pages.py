@@ -7,6 +7,7 @@ import hashlib
 import io
 import itertools
 import json
+import math
 import re
 import shlex
 import signal
@@ -35,12 +36,12 @@ from ddp_train.telemetry.pages.charts import Axis, Bar, Curve, bars, curves, thi
 from ddp_train.telemetry.pages.compare_page import compare_page
 from ddp_train.telemetry.pages.findings import findings
 from ddp_train.telemetry.pages.live import LivePage
-from ddp_train.telemetry.pages.noise import pooled_deviation, welch
+from ddp_train.telemetry.pages.noise import welch
 from ddp_train.telemetry.pages.page import HERE, as_page
 from ddp_train.telemetry.pages.report import Plot, Report
 from ddp_train.telemetry.pages.run_files import RunFiles, flat, glance, is_locked, read_run
 from ddp_train.telemetry.pages.run_page import run_page, uses
-from ddp_train.telemetry.pages.sweep_page import goes_on, sweep_page, trials_table
+from ddp_train.telemetry.pages.sweep_page import goes_on, noise, sweep_page, trials_table
 from ddp_train.telemetry.pages.tables import Table, show
 from ddp_train.telemetry.pages.timeline import Timeline
 from tests.browser import Page, browser, installed
@@ -89,6 +90,14 @@ def test_a_long_curve_keeps_its_ends_and_its_spikes() -> None:
     kept = thinned(range(100_000), values)
     assert len(kept) <= 602 and {0, 5, 77_777, 99_999} <= {*kept} and kept == sorted(kept)
     assert curves([Curve("a", [1, 2], [None, float("nan")])], Axis("x"), Axis("y")) is None, "nothing to draw"
+
+
+def test_a_curve_that_is_nearly_flat_has_no_steps_of_rounding() -> None:
+    rates = [0.05 - 1e-8 * step for step in range(300)]
+    (curve,) = curves([Curve("lr", range(300), rates)], Axis("step"), Axis("lr"))["curves"]  # type: ignore
+    assert len({y for _, y in curve["points"]}) == 300
+    (curve,) = curves([Curve("loss", range(2), [2.0, 1 / 3])], Axis("step"), Axis("loss"))["curves"]  # type: ignore
+    assert curve["points"] == [[0, 2.0], [1, 0.333333]]
 
 
 def timed(*ranks: dict[str, float], **summary: Any) -> list[str]:
@@ -169,9 +178,11 @@ def test_a_living_page_comes_seldom_and_a_full_disk_is_one_warning(
     page.look(["data"])
     assert not (folder / "report.html").exists() and page.due > time.monotonic() + 9
     monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-    page.write()
-    page.write()
+    page.write(is_running=True)
+    page.write(is_running=True)
     assert capsys.readouterr().err.count("No space left on device; the run goes on") == 1
+    LivePage(folder, {}).write()
+    assert capsys.readouterr().err.endswith("No space left on device\n"), "nothing goes on after the last page"
 
 
 # --- sweeps -----------------------------------------------------------------------------------------------------------
@@ -254,6 +265,35 @@ def test_settings_that_ran_once_are_not_said_to_be_worse(tmp_path: Path) -> None
     found = page_of_sweep(tmp_path, [row for row in rows if row["trial"] not in (1, 2)]).findings[1]
     assert "is better than 1 other by more than noise" in found, found
     assert found.endswith(" 1 other ran once and cannot be compared.") and "all others" not in found
+
+
+def seeded(**losses: list[float]) -> list[dict[str, Any]]:
+    """Rows of a sweep over settings and seeds."""
+    runs = [(name, seed, loss) for name, values in losses.items() for seed, loss in enumerate(values)]
+    return [
+        {"trial": trial, "overrides": [f"optimizer.name={name}", f"seed={seed}"], "objective": loss}
+        for trial, (name, seed, loss) in enumerate(runs)
+    ]
+
+
+def test_a_setting_that_diverges_is_no_noise_of_the_others() -> None:
+    rows = seeded(sgd=[0.51, 0.57], adam=[0.5, 0.6], lars=[2.4, 4.6])
+    spread, close, apart = noise(rows, "test.loss", "min")
+    assert "differ by 0.0424 to 1.5556 (" in spread and "3 settings, 6 runs" in spread
+    assert close.endswith("cannot be told from noise against 1 other: optimizer.name=adam.")
+    assert apart.startswith("Each run of optimizer.name=sgd is better than all of 1 other: optimizer.name=lars.")
+    spread, apart = noise(seeded(sgd=[0.9, 0.91], adam=[0.1, 0.5]), "test.accuracy", "max")
+    assert "1 other: optimizer.name=adam" in apart and "noise" not in apart, "higher is better"
+
+
+def test_a_sweep_of_one_trial_without_parameters_compares_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {"trial": 0, "overrides": [], "status": "completed", "exit_code": 0, "objective": 1.1235}
+    print_results([row], "test.loss", "min", 1)
+    assert "\ntrial 0: test.loss 1.1235\n" in capsys.readouterr().out
+    report = sweep_page(tmp_path, [row], "test.loss", "min", "python launch.py -m", {})
+    assert report.findings == [] and "with" not in report.numbers
 
 
 def test_the_results_of_a_sweep_in_80_columns_say_how_each_trial_ended_and_what_is_noise(
@@ -362,7 +402,7 @@ def test_welch_is_that_of_scipy(samples: tuple[list[float], list[float]]) -> Non
     found = welch(*samples)
     assert found and found.p == pytest.approx(expected.pvalue, rel=1e-9)
     assert [found.low, found.high] == pytest.approx([*expected.confidence_interval(0.95)], rel=1e-6)
-    assert welch([1.0], [2.0, 3.0]) is None and pooled_deviation([[1.0], [2.0]]) is None
+    assert welch([1.0], [2.0, 3.0]) is None
 
 
 @pytest.mark.parametrize("width", [30, 80, 10_000])
@@ -558,6 +598,39 @@ def test_a_browser_shows_the_page_of_a_run(tab: Page, tmp_path: Path) -> None:
     tab.move_to(x, y)
     assert "training:" in tab.ask("document.querySelector('.frame').textContent"), "hovering names the values"
     assert tab.problems == []
+
+
+@pytest.mark.slow
+def test_a_browser_tells_ticks_and_events_apart(tab: Page, tmp_path: Path) -> None:
+    """A schedule at its begin, a stop and a start at one step: no two words of a plot or a table lie on each other."""
+    folder = leave_run(tmp_path / "r")
+    lines = [
+        {"kind": "train", "step": step, "epoch": 1, "time": 1.7e9 + step, "loss": 2 - step / 400,
+         "samples_per_second": 9.0, "lr": 0.025 * (1 + math.cos(math.pi * step / 45_000))}
+        for step in range(1, 230)
+    ]  # fmt: skip
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    starts = [{"command": "python launch.py", "started": f"2023-11-14T22:{at}+00:00"} for at in ("13:20", "16:07")]
+    (folder / "commands.jsonl").write_text("".join(json.dumps(line) + "\n" for line in starts))
+    stop = {"kind": "stop", "time": 1.7e9 + 166, "step": None, "text": "stopped and saved"}
+    write_json(folder / "timeline.json", {"seconds": [], "events": [stop]})
+    path = folder / "report.html"
+    path.write_text(as_page(run_page(read_run(folder), {})))
+    looked_at(tab, path)
+    for width in (390, 1280):
+        tab.open(path, width)
+        texts = (
+            "[...document.querySelectorAll('.frame')].map(f => [...f.querySelectorAll('text')].map(t => t.textContent))"
+        )
+        plots = tab.ask(texts)
+        assert len(plots) == 3 and all(plot.count("stopped and saved, resumed") == 1 for plot in plots), plots
+        (ticks,) = ([text for text in plot if text.startswith("0.0")] for plot in plots if "learning rate" in plot)
+        assert len(ticks) > 3 and len({*ticks}) == len(ticks), ticks
+        cut = """[...document.querySelectorAll('.frame')].map(f => Math.min(...[...f.querySelectorAll('text')].map(
+            t => t.getBoundingClientRect().left)) - f.getBoundingClientRect().left)"""
+        assert min(tab.ask(cut)) >= 0, "labels are as wide as they were measured"
+        wider = "[...document.querySelectorAll('td, .wide')].filter(e => e.scrollWidth > e.clientWidth).length"
+        assert tab.ask(wider) == 0, "nothing is wider than its cell, or scrolls"
 
 
 @pytest.mark.slow

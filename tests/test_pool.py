@@ -495,6 +495,9 @@ def test_a_sweep_started_again_with_other_values_mixes_nothing(tmp_path: Path) -
     assert "trial 2 (1 of 2): optimizer.lr=0.02" in again.stdout and "trial 0 was completed before" in again.stdout
     shown = json.loads((sweep / "report.json").read_text())["tables"][0]["rows"]
     assert sorted((line[0], line[2]) for line in shown) == [(0, "0.1"), (2, "0.02")], "those of this start"
+    refused = run(*words, f"run_dir={sweep}")
+    assert refused.returncode == 2 and f"run_dir={sweep}: is the folder of a sweep" in refused.stderr, refused.stderr
+    assert not (sweep / "config.yaml").exists()
 
 
 def test_a_row_after_a_torn_one_is_found(tmp_path: Path) -> None:

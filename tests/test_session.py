@@ -414,6 +414,7 @@ def test_the_mean_over_tokens_is_that_of_all(tmp_path: Path) -> None:
         assert (
             run.sum(3) == 3 and run.sum(torch.tensor([0.5])).tolist() == [0.5] and (run.rank, run.processes) == (0, 1)
         )
+        assert run.sum(0.1) == 0.1 and run.sum(16777217.0) == 16777217, "not rounded to float32"
 
 
 def test_the_example_is_at_most_ten_lines_away_from_the_script_for_one_process() -> None:

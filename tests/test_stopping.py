@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -198,6 +199,12 @@ def test_one_process_needs_nobody_and_an_ignored_signal_stays_ignored(handlers: 
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.is_agreed.wait(5)
         assert (stop.allows(7), stop.allows(8)) == (True, False)
+
+
+def test_a_stop_before_anything_was_started_is_told() -> None:
+    stopped = "import ddp_train.__main__ as it; it.main = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt); it.run()"
+    done = subprocess.run([sys.executable, "-c", stopped], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "stopped by SIGINT before anything was started\n")
 
 
 def test_a_signal_after_the_end_does_not_hide_the_exit_code(handlers: None) -> None:

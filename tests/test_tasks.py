@@ -28,11 +28,13 @@ from ddp_train.errors import ConfigError, DataError, TaskError
 from ddp_train.tasks.builtin import BuiltIn, Classification, Multilabel, Regression, Segmentation
 from ddp_train.tasks.choose import choose
 from ddp_train.tasks.language_model import LanguageModel
+from ddp_train.tasks.own import complete
 from ddp_train.tasks.score import Score, Scorer
-from ddp_train.tasks.task import ModelWithTask, Task, complete
+from ddp_train.tasks.task import ModelWithTask, Task
 from ddp_train.tasks.try_out import check_loss, check_scores
 from ddp_train.tensor_tree import map_tensors
 from ddp_train.training.loop import evaluate, fit
+from ddp_train.training.metrics import metric_names
 from ddp_train.training.plan_report import _task as plan_of_task
 from ddp_train.training.setup import build_plan, build_task, loader_options
 from tests.jobs import config_of, job_of, largest_difference
@@ -636,6 +638,37 @@ def test_data_without_a_unit_are_told(caplog: pytest.LogCaptureFixture) -> None:
     scorer.result()
     assert "the perplexity of an evaluation is" in caplog.text
     assert "there is no unit in all of the data: each target is left out" in caplog.text
+
+
+def test_scores_that_depend_on_the_division_into_batches_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """They are scored once before the first step, which leaves no trace."""
+
+    def names(score: Callable[[nn.Module, Tensor], Any]) -> list[str]:
+        caplog.clear()
+        task = Scores(None)
+        task.score = score  # type: ignore[method-assign]
+        module = ModelWithTask(nn.BatchNorm1d(3), complete(task), "cpu", None)
+        before = torch.get_rng_state()
+        batch = SimpleNamespace(data=torch.arange(12.0).view(4, 3))
+        assert metric_names(module, [batch]) == ["loss"]  # type: ignore[list-item]
+        assert torch.equal(before, torch.get_rng_state()) and module.training
+        assert not module.model.running_mean.any() and module.model.num_batches_tracked == 0
+        return [record.getMessage() for record in caplog.records if "scoring a batch" in record.getMessage()]
+
+    assert names(lambda model, batch: {"loss": (model(batch).sum(), len(batch))}) == []
+    (drawn,) = names(lambda model, batch: {"loss": ((model(batch) * torch.rand(())).sum(), len(batch))})
+    assert "scoring a batch draws random numbers: metrics and predictions depend on the number of processes" in drawn
+    (written,) = names(lambda model, batch: {"loss": (model.train()(batch).sum(), len(batch))})
+    assert "scoring a batch changes the buffer running_mean and changes the buffer running_var: metrics" in written
+
+
+def test_a_teacher_in_a_task_learns_nothing() -> None:
+    task = Returns((torch.zeros(()), 1))
+    task.teacher = nn.Linear(2, 2)  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"the parameters of Returns\.teacher want gradients, and nobody would train"):
+        complete(task)
+    task.teacher.requires_grad_(False).eval()  # type: ignore[attr-defined]
+    complete(task)
 
 
 def test_what_is_no_task_is_refused() -> None:

@@ -15,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from ddp_train.config.key import broken_rule
 from ddp_train.config.options.custom import CustomConfig
+from ddp_train.config.program import CLOSE
 from ddp_train.config.schema import OPTIONS, SCALARS, SECTIONS, Config, schema_of
 from ddp_train.config.values import from_environment, is_secret
 from ddp_train.text import did_you_mean, shown
@@ -46,7 +47,7 @@ def bind(values: dict[str, Any]) -> tuple[Config, list[str]]:
         schema = schema_of(section, str(content.get("name")))
         if schema is None:
             options = list(OPTIONS[section])
-            guess = did_you_mean(str(content.get("name")), options)
+            guess = did_you_mean(shown(content.get("name")), options)
             problems.append(f"{section}={shown(content.get('name'))}: must be one of {', '.join(options)}{guess}")
             continue
         setattr(config, section, bind_fields(schema, section + ".", content, problems))
@@ -156,6 +157,24 @@ def _takes_anything(hint: Any, value: Any) -> bool:
     )
 
 
+def no_list(dotted: str, value: Any, of_any: bool = False) -> str:
+    """What is wrong with a mapping, or with keys, in place of a list; "" if nothing. of_any: the key need be a list in
+    one option of its section only: elsewhere your own class may have another argument of that name."""
+    parts = dotted.split(".")
+    for count in range(1, len(parts) + isinstance(value, dict)):
+        key, inner = ".".join(parts[:count]), parts[count:]
+        section, _, name = key.rpartition(".")
+        schemas = [SECTIONS[section]] if section in SECTIONS else [*OPTIONS.get(section, {}).values()]
+        schemas = schemas if section else [Config]
+        hints = [(schema, types[name]) for schema in schemas if name in (types := field_types(schema))]
+        if not hints or (len(hints) < len(schemas) and not of_any) or (inner and inner[0].isdigit()):
+            continue
+        if all(list in {typing.get_origin(one) for one in (hint, *typing.get_args(hint))} for _, hint in hints):
+            what = f"{key} must be" if inner else "must be"
+            return f"{dotted}={shown(value)}: {what} {_expected(hints[0][0], name, hints[0][1])}"
+    return ""
+
+
 def _expected(schema: type, name: str, hint: Any) -> str:
     """The type of a key, for a message."""
     rules = next(f.metadata for f in dataclasses.fields(schema) if f.name == name)
@@ -208,18 +227,21 @@ def _unknown_key(prefix: str, name: str, value: Any, schema: type) -> str:
     nearby |= (
         {} if prefix else {name: name for name in ("experiment", "config")}
     )  # not keys of a run, but typed as such
-    if guess := _closest(name, nearby) or key_named_like(name):
-        return f"{found}; did you mean {guess}?"
-    return found
+    elsewhere = {key: key.rpartition(".")[2] for key in all_keys() if prefix and key.rpartition(".")[0] == section}
+    guess = _closest(name, nearby) or _closest(name, elsewhere) or key_named_like(name)
+    known = elsewhere.get(guess, "") if guess not in nearby else ""
+    having = [option for option, other in OPTIONS.get(section, {}).items() if known in field_types(other)]
+    of = f" {section}={' and '.join(having)} {'has' if len(having) == 1 else 'have'} it" if having else ""
+    return f"{found}; did you mean {guess}?{of}" if guess else found
 
 
 def key_named_like(name: str) -> str:
     """The key, group or section whose last part resembles a name; "" if there is none."""
-    return _closest(name, {path: path.rpartition(".")[2] for path in [*OPTIONS, *SECTIONS, *all_keys()]})
+    return _closest(name, {path: path.rpartition(".")[2] for path in [*OPTIONS, *SECTIONS, *all_keys()]}, CLOSE)
 
 
-def _closest(name: str, candidates: dict[str, str]) -> str:
-    close = difflib.get_close_matches(name, list(candidates.values()), n=1, cutoff=0.6)
+def _closest(name: str, candidates: dict[str, str], cutoff: float = 0.6) -> str:
+    close = difflib.get_close_matches(name, list(candidates.values()), n=1, cutoff=cutoff)
     return next((path for path, last in candidates.items() if close and last == close[0]), "")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import importlib.util
 import json
 import os
@@ -22,6 +23,7 @@ from ddp_train.config.options.model import GptConfig, TorchvisionConfig
 from ddp_train.config.options.strategy import OrderedConfig
 from ddp_train.config.schema import OPTIONS, SECTIONS, TRACKERS, Config
 from ddp_train.distributed.world import World
+from ddp_train.errors import ConfigError, DiskFullError
 from ddp_train.resilience.checkpoint_files import MANIFEST, places, read_manifest
 from ddp_train.text import did_you_mean, shown
 
@@ -309,6 +311,15 @@ def _open_files(asked: Config, config: Config, hardware: Hardware, world: World 
 def unwritable(run_dir: str | None, reason: str) -> str:
     """The message of a run directory that cannot be written."""
     return f"run_dir={run_dir}: cannot be written ({reason}); name a folder that can"
+
+
+def unwritten(run_dir: str | Path | None, error: OSError) -> ConfigError:
+    """To be raised where a run directory could not be written."""
+    reason = error.strerror or str(error)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        remedy = "free some space, and start the same command again"
+        return DiskFullError([f"run_dir={run_dir}: cannot be written ({reason}); {remedy}"])
+    return ConfigError([unwritable(str(run_dir), reason)])
 
 
 CHECKS = (_model, _data, _checkpoint, _same_run, *code_checks.CHECKS, _mirror, _tracker, _run_dir, _open_files)

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from ddp_train.config.external_checks import unwritable
+from ddp_train.config.external_checks import unwritten
 from ddp_train.config.hardware import Hardware, hardware_description, versions
 from ddp_train.config.migrate import bind_frozen
 from ddp_train.config.schema import Config, schema_of
@@ -45,7 +45,7 @@ def freeze(config: Config) -> str:
             for left in run_dir.glob(f"{name}.part*"):
                 left.unlink(missing_ok=True)
     except OSError as error:
-        raise ConfigError([unwritable(config.run_dir, error.strerror or str(error))]) from None
+        raise unwritten(config.run_dir, error) from None
     return text
 
 

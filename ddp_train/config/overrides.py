@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,21 +19,20 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ddp_train.config import metrics, reuse
-from ddp_train.config.bind import all_keys, bind, own_keys
+from ddp_train.config.bind import all_keys, bind, no_list, own_keys
 from ddp_train.config.code_checks import package_of
 from ddp_train.config.options.custom import CustomConfig, hooks_of
+from ddp_train.config.presets import chosen_presets, content_of, nameless, schema_name
 from ddp_train.config.program import PRESETS, Program
 from ddp_train.config.schema import OPTIONS, SCALARS, SECTIONS, Config
 from ddp_train.config.user_code import torch_optimizers
-from ddp_train.config.values import as_typed, in_quotes, leaves, plain, quoted
+from ddp_train.config.values import as_typed, in_quotes, leaves, plain, quoted, unclosed
 from ddp_train.errors import ConfigError
 from ddp_train.text import did_you_mean, shown
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
-UNNAMED = 'in "<unicode string>", '
-"""What PyYAML says of a text that it did not open itself."""
 COMMANDS = ["init", "resize"]
 """First words that are no overrides."""
 MULTIPLE_CHOICE = ("tracker",)
@@ -79,7 +79,7 @@ def read_overrides(program: Program, arguments: list[str], sweep: bool = False) 
                 continue
             problem = f"{shortened(argument)}: not of the form key=value"
             guess = did_you_mean(argument, COMMANDS) if argument == arguments[0] else ""
-            read.problems.append(problem + ("" if "=" in argument else f", '=' is missing{guess}"))
+            read.problems.append(problem + (unclosed(argument) if "=" in argument else f", '=' is missing{guess}"))
             continue
         if len(override.key_or_group) > LONGEST:  # Hydra would look for a file of that name
             read.problems.append(f"{shortened(argument)}: no such key")
@@ -98,11 +98,16 @@ def read_overrides(program: Program, arguments: list[str], sweep: bool = False) 
 
 
 def _drop_sections(read: Overrides) -> None:
-    """Takes out values of sections, with a problem for each: another word would make a section of it again, unseen."""
+    """Takes out values of sections, with a problem for each: another word would make a section of it again, unseen. And
+    keys of what is a list, which Hydra cannot merge with it."""
     for name, value in read.given.items():
+        if problem := no_list(name, value):
+            read.problems.append(problem)
+            read.arguments = [word for word in read.arguments if not word.startswith(f"++{name}=")]
+            continue
         others = (*read.given, *read.swept, *(all_keys() if isinstance(value, list) else ()))  # Hydra merges no list
         below = next((key for key in others if key.startswith(f"{name}.")), None)
-        if below and not isinstance(value, dict):
+        if below and not isinstance(value, dict) and not no_list(below, None):
             read.problems.append(f"{name}={shown(value)}: is a section; set one of its keys, {below}=...")
             read.arguments = [word for word in read.arguments if not word.startswith(f"++{name}=")]
 
@@ -114,42 +119,21 @@ def shortened(text: str) -> str:
 
 def _own_classes(program: Program, read: Overrides) -> Iterator[tuple[str, Any, str]]:
     """The sections for which the command line or a preset names a class: the section, the class, and the preset."""
-    of_presets = {}
-    for path, content in _presets(program, [(group, read.choices.get(group)) for group in PRESETS]):
+    of_presets, problems = {}, list[str]()
+    chosen_options = [*((group, read.choices.get(group)) for group in PRESETS), *read.choices.items()]
+    for group, path, content in chosen_presets(program, chosen_options, problems):
+        if group not in PRESETS:
+            continue
         chosen = {key for line in content.get("defaults") or [] if isinstance(line, dict) for key in line}
         for section, values in content.items():
             if isinstance(values, dict) and values.get("_target_") and f"override /{section}" not in chosen:
                 of_presets[section] = values["_target_"], f" (in {program.shown(path)})"
+    if problems:  # Hydra would stop at the first of them
+        raise ConfigError([*read.problems, *problems])
     for section, options in OPTIONS.items():
         target = read.given.get(f"{section}._target_")
         if "custom" in options and (target is not None or section in of_presets):
             yield (section, target, "") if target is not None else (section, *of_presets[section])
-
-
-def _presets(program: Program, chosen: list[tuple[str, str | None]]) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """The files of presets and what is in each; those that a file takes up by its `defaults` before it."""
-    seen: set[Path] = set()
-
-    def read(group: str, name: str | None) -> Iterator[tuple[Path, dict[str, Any]]]:
-        path = program.file(group, name)
-        if not path or path in seen:
-            return
-        seen.add(path)
-        try:
-            read_in = yaml.safe_load(path.read_text())
-        except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-            raise ConfigError(
-                [f"{program.shown(path)}: cannot be read: {' '.join(str(error).replace(UNNAMED, '').split())}"]
-            ) from error
-        content = read_in if isinstance(read_in, dict) else {}
-        for line in content.get("defaults") or []:
-            if isinstance(line, str):  # `shared` of the same group, or `/experiment/shared`
-                place, _, other = line.rpartition("/")
-                yield from read(place.lstrip("/") or group, other)
-        yield path, content
-
-    for group, name in chosen:
-        yield from read(group, name)
 
 
 def _read_override(program: Program, override: Override, sweep: bool, read: Overrides) -> None:
@@ -210,8 +194,11 @@ def _read_choice(program: Program, group: str, option: Any, argument: str, read:
     options = program.options(group)
     chosen = option if isinstance(option, list) and group in MULTIPLE_CHOICE else [option]
     wrong = [str(one) for one in chosen if str(one) not in options]
-    if not wrong and (nameless := _nameless(program, group, str(option))):
-        read.problems.append(nameless)
+    if wrong and (problem := program.unusable().get((group, wrong[0]))):
+        read.problems.append(problem)
+        return
+    if not wrong and (problem := nameless(program, group, str(option))):
+        read.problems.append(problem)
         return
     if not wrong or (option is None and group in PRESETS):
         read.arguments.append(argument)
@@ -230,26 +217,8 @@ def _read_choice(program: Program, group: str, option: Any, argument: str, read:
         own = option.get("_target_", wrong[0]) if isinstance(option, dict) else wrong[0]
         guess = f"; for your own class use {group}._target_={own}"
     else:
-        guess = f"; did you mean {same[0]}?" if same else did_you_mean(wrong[0], options)
+        guess = f"; did you mean {same[0]}?" if same else did_you_mean(shown(option), options)
     read.problems.append(f"{group}={shown(option)}: must be one of {', '.join(options)}{guess}")
-
-
-def _nameless(program: Program, group: str, option: str) -> str:
-    """What is wrong with an option of your own that does not say whose defaults it changes; "" if nothing."""
-    path = program.file(group, option) if group in OPTIONS else None
-    if path is None or _schema_name(group, path) in OPTIONS[group]:
-        return ""
-    known = list(OPTIONS[group])
-    code = ", or `_target_: package.Name`" if "custom" in known else ""
-    return f"{program.shown(path)}: names none of {', '.join(known)}; add `name: {known[0]}`{code}"
-
-
-def _schema_name(group: str, path: Path) -> str:
-    """Whose defaults a file changes: of the option that it is called by, or that its `name` or `_target_` says."""
-    content = yaml.safe_load(path.read_text()) or {}
-    if path.stem in OPTIONS[group]:
-        return path.stem
-    return str(content.get("name", "custom" if "_target_" in content else ""))
 
 
 def _names_code(dotted: str) -> bool:
@@ -276,7 +245,7 @@ def register_schema(program: Program) -> None:
     store.store(name=SCHEMA, node=keys | sections)
     for group, schemas in OPTIONS.items():
         for path in program.files(group):
-            if schema := schemas.get(_schema_name(group, path)):
+            if schema := schemas.get(schema_name(program, group, path) or ""):
                 node = dataclasses.asdict(schema())
                 if issubclass(schema, CustomConfig):
                     node = {"name": "custom", "_target_": None} | {name: node[name] for name in own_keys(schema)}
@@ -320,11 +289,17 @@ def read_config(
         values, choices = compose(program, overrides)
     except ConfigError as error:
         return Config(), [*overrides.problems, *error.problems]
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
+        no_lists = [
+            problem for name, value in overrides.given.items() if (problem := no_list(name, value, of_any=True))
+        ]
         message = f"{error}: {error.__cause__}" if error.__cause__ else str(error)
+        message = re.sub(r"^Error merging override \++|\s+full_key: .*$", "", message, flags=re.DOTALL)  # both untyped
+        message = message.replace("list index out of range", "the list has no such item; give it whole")
         where = f"{key}: " if (key := getattr(error, "full_key", None)) else ""
-        return Config(), [*overrides.problems, where + " ".join(message.split())]
+        return Config(), [*overrides.problems, *(no_lists or [where + " ".join(message.split())])]
     values.pop(reuse.KEY, None)
+    unused = [problem for choice, problem in program.unusable().items() if choice in choices.items()]
     ground, unread = reuse.named_config(overrides.config) if overrides.config else ({}, [])
     unread += [
         f"{group}={overrides.choices[group]}: contradicts {reuse.KEY}={overrides.config}, which is a whole run; give "
@@ -352,7 +327,7 @@ def read_config(
         for problem in problems
         if problem.split(":")[0] not in told
     ]
-    return config, overrides.problems + unread + located
+    return config, overrides.problems + unread + unused + located
 
 
 def _set(section: str, content: dict[str, Any], name: str, value: Any) -> None:
@@ -386,7 +361,7 @@ def _origin(program: Program, overrides: Overrides, choices: dict[str, str], dot
         (program.presets / "config.yaml", section),
         (program.file(section, choices.get(section)), ""),
     ]:
-        content = (yaml.safe_load(path.read_text()) or {}) if path else {}
+        content = content_of(program, path) if path else {}
         content = content.get(inside, {}) if inside else content
         if path and isinstance(content, dict) and name in content:
             return f" (in {program.shown(path)})"

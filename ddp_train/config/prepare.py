@@ -11,7 +11,7 @@ from typing import Any
 
 from ddp_train.config.auto import at_another_number, resolve
 from ddp_train.config.conflicts import notices
-from ddp_train.config.external_checks import changed, held_run, manifest_config, unwritable
+from ddp_train.config.external_checks import changed, held_run, manifest_config, unwritten
 from ddp_train.config.freeze import COMMANDS, freeze, record_command, to_text
 from ddp_train.config.hardware import Hardware, detect_hardware
 from ddp_train.config.overrides import Overrides, read_config, read_overrides
@@ -121,12 +121,15 @@ def _locked_and_frozen(
     try:
         record_command(Path(str(resolved.run_dir)), command, hardware)
     except OSError as error:
-        raise ConfigError([unwritable(resolved.run_dir, error.strerror or str(error))]) from None
+        raise unwritten(resolved.run_dir, error) from None
     return Prepared(resolved, text, notes, held, partial(at_another_number, config, resolved, hardware))
 
 
 def lock_run_dir(config: Config, world: World | None) -> run_lock.Lock:
-    """Raises ConfigError, naming the holder, if another run works in the run directory."""
+    """Raises ConfigError, naming the holder, if another run works in the run directory, or if it is a sweep's."""
+    if (Path(str(config.run_dir)) / SWEEP_RESULTS).exists():
+        remedy = f"to resume a trial use run_dir={config.run_dir}/NUMBER, else name another one"
+        raise ConfigError([f"run_dir={config.run_dir}: is the folder of a sweep, whose page would be lost; {remedy}"])
     # A new rank 0 may start while torchrun still ends the old one, on another host: SIGKILL comes 30 s after SIGTERM.
     # A file server frees the lock of a host that is gone when its lease ends (NFSv4: 90 s).
     patience_seconds = 35.0 if world and (world.attempt or world.hosts > 1) else 0.0
@@ -137,9 +140,11 @@ def lock_run_dir(config: Config, world: World | None) -> run_lock.Lock:
         remedy = "wait for it, stop it, or name another run_dir"
         raise ConfigError([f"run_dir={config.run_dir}: another run is in it, {error}; {remedy}"]) from None
     except OSError as error:
-        raise ConfigError([unwritable(config.run_dir, error.strerror or str(error))]) from None
+        raise unwritten(config.run_dir, error) from None
 
 
+SWEEP_RESULTS = "results.jsonl"
+"""In the folder of a sweep. Its trials have folders of their own in it."""
 LEFT_BY_RUNS = ("checkpoints", "metrics.jsonl", COMMANDS, "trackers.json", "tensorboard", "timeline.json", LOST_HOSTS)
 
 

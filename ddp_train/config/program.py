@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ddp_train.errors import ConfigError
@@ -71,7 +71,8 @@ class Program:
 
     def _files(self, group: str) -> Iterator[Path]:
         for folder in self.folders():
-            yield from (folder / group).glob("*.yaml")
+            found = (folder / group).glob("*.yaml")
+            yield from (path for path in found if folder == self.presets or not self._problem(group, path))
 
     def options(self, group: str) -> list[str]:
         return [path.stem for path in self.files(group)]
@@ -85,31 +86,39 @@ class Program:
         return str(path if self.own and path.is_relative_to(self.own) else path.relative_to(self.presets.parent.parent))
 
     def check(self) -> None:
-        """Raises ConfigError for files of your own that would be ignored, or do less than they say: they have the name
-        of one of ours, no group reads them, or what they set would stand under the name of their group."""
+        """Raises ConfigError for a folder of your own that there is not, or a file in it that would act on all commands
+        and is ignored. A file that one chooses stops those commands alone that do: `unusable`."""
         if not self.own:
             return
         if not self.own.is_dir():
             raise ConfigError([f"{CONFIG_DIR[1]}={self.own}: no such folder; name one with experiment/NAME.yaml in it"])
-        inside = (path.relative_to(self.own) for path in sorted(self.own.rglob("*.y*ml")))
-        groups, problems = self.groups(), []
-        for path in inside:
-            group = path.parent.as_posix()
+        if (self.own / "config.yaml").exists():
+            remedy = f"put what it sets into {self.own}/experiment/NAME.yaml, and choose that: experiment=NAME"
+            raise ConfigError([f"{self.own}/config.yaml: ddp_train has a config.yaml of its own; {remedy}"])
+
+    def unusable(self) -> dict[tuple[str, str], str]:
+        """Files of your own that would be ignored, or do less than they say: the group and option by which one would
+        choose it, and why. They have the name of one of ours, no group reads them, or what they set would stand under
+        the name of their group."""
+        found: dict[tuple[str, str], str] = {}
+        groups = self.groups() if self.own else []
+        for path in sorted(self.own.rglob("*.y*ml")) if self.own else ():
+            group = path.relative_to(self.own or "").parent.as_posix()
             meant = difflib.get_close_matches(group, groups, n=1, cutoff=CLOSE)
             if group not in groups and meant:
-                problems.append(f"{self.own / path}: there is no group {group}; did you mean {meant[0]}?")
+                found[meant[0], path.stem] = f"{path}: there is no group {group}; did you mean {meant[0]}?"
             elif path.suffix == ".yml" and group in groups:
-                problems.append(f"{self.own / path}: only *.yaml is read; rename it to {path.stem}.yaml")
-            elif group in PRESETS and not sets_a_run((self.own / path).read_text(errors="replace")):
-                problems.append(f"{self.own / path}: its first line must be `{PACKAGE_LINE}`, to set keys of a run")
-            elif str(path) == "config.yaml":
-                remedy = f"put what it sets into {self.own}/experiment/NAME.yaml, and choose that: experiment=NAME"
-                problems.append(f"{self.own / path}: ddp_train has a {path} of its own; {remedy}")
-            elif (self.presets / path).exists():
-                problems.append(f"{self.own / path}: ddp_train has {path.parent}={path.stem} of its own; rename it")
-        if problems:
-            problems[-1] += f"; if {self.own} belongs to another program, name yours with {CONFIG_DIR[1]}=FOLDER"
-            raise ConfigError(problems)
+                found[group, path.stem] = f"{path}: only *.yaml is read; rename it to {path.stem}.yaml"
+            elif group in groups and (problem := self._problem(group, path)):
+                found[group, path.stem] = problem
+        return found
+
+    def _problem(self, group: str, path: Path) -> str:
+        """What is wrong with a file of your own in a group that there is; "" if nothing."""
+        if group in PRESETS and not sets_a_run(path.read_text(errors="replace")):
+            return f"{path}: its first line must be `{PACKAGE_LINE}`, to set keys of a run"
+        is_ours = (self.presets / group / path.name).exists()
+        return f"{path}: ddp_train has {group}={path.stem} of its own; rename it" if is_ours else ""
 
 
 def sets_a_run(text: str) -> bool:
@@ -139,6 +148,10 @@ def started(script: Path | None, argv: list[str]) -> tuple[Program, list[str]]:
         notes=tuple(f"{other} is another program's, for it has a config.yaml: not used; {remedy}" for other in others),
     )
     program.check()
+    if unusable := [*program.unusable().values()]:
+        others = f", nor are {len(unusable) - 1} others" if len(unusable) > 1 else ""
+        whose = f"if {own} belongs to another program, {remedy}"
+        program = replace(program, notes=(*program.notes, f"{unusable[0]}; not used until then{others}; {whose}"))
     import_from_working_folder()
     return program, words
 

@@ -12,6 +12,8 @@ import yaml
 from ddp_train.config.bind import custom_fields
 from ddp_train.config.external_checks import manifest_config
 from ddp_train.config.migrate import migrated
+from ddp_train.config.program import FOLDER, PRESETS, sets_a_run
+from ddp_train.config.schema import OPTIONS
 
 KEY = "config"
 OF_A_RUN = "the config of an earlier run, its folder or its config.yaml, which further words change"
@@ -28,11 +30,16 @@ def named_config(path: Path) -> tuple[dict[str, Any], list[str]]:
     file = path / FILE if path.is_dir() else path
     found = f"{KEY}={path}"
     try:
-        values = yaml.safe_load(file.read_text())
+        values = yaml.safe_load(text := file.read_text())
     except OSError as error:
         return {}, [f"{found}: {file} cannot be read ({error.strerror}); name the {FILE} of a run"]
     except (yaml.YAMLError, UnicodeDecodeError):
         return {}, [f"{found}: is not plain YAML; name the {FILE} of a run"]
+    group = file.parent.name if file.parent.name in {*OPTIONS, *PRESETS} else ""
+    if sets_a_run(text) or (isinstance(values, dict) and "defaults" in values) or (group and file.name != FILE):
+        remedy = f"choose it by {group or PRESETS[0]}={file.stem}"
+        where = "" if group else f", from {FOLDER}/{PRESETS[0]}/"
+        return {}, [f"{found}: is a preset; {remedy}{where}"]
     if not isinstance(values, dict) or not {"model", "data", "optimizer", "train"} <= values.keys():
         return {}, [f"{found}: is no whole config; name the {FILE} of a run, or for a preset use experiment=NAME"]
     return _ground(values, file.parent), []

@@ -267,6 +267,7 @@ class Config:
         [],
         "your classes, called with (job, run_dir, world): package.Name, or {_target_: package.Name, ARGUMENT: ...}; "
         "they act between steps, or are entered around training",
+        example="[package.Name] or [{_target_: package.Name, argument: 1}]",
     )
     trusted_modules: list[str] = key([], "packages whose code a checkpoint's _target_ may name")
     reasons: dict[str, str] = field(default_factory=dict)

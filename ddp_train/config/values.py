@@ -86,6 +86,21 @@ def in_quotes(argument: str) -> str:
     return "the value needs quotes; use " + (f"\"{key}='{value}'\"" if plain else shlex.quote(f'{key}="{escaped}"'))
 
 
+def unclosed(argument: str) -> str:
+    """Which bracket or quote of a word, that Hydra cannot read, lacks its other half, for a message; "" if none."""
+    closing, quote = [""], ""
+    for letter in re.sub(r"\\.", "", argument):
+        if quote or letter in "'\"":
+            quote = "" if letter == quote else quote or letter
+        elif letter in "[{(":
+            closing.append("]})"["[{(".index(letter)])
+        elif letter in "]})" and letter != (due := closing.pop()):
+            return f", '{due}' is missing before '{letter}'" if due else f", '{letter}' closes nothing"
+    missing = "a quote" if quote else f"'{closing[-1]}'" if closing[-1] else ""
+    spaces = "; put quotes around a word with spaces, for the shell" if argument.endswith(",") else ""
+    return f", {missing} is missing at its end{spaces}" if missing else ""
+
+
 _SECRET = re.compile(
     r"((^|_)(password|passwd|passphrase|secret|secret_key|api_?key|access_key|private_key|credentials?))$"
     r"|^((auth|access|api|hf|hub|bearer|refresh|session|github|wandb)_)?token$"

@@ -32,12 +32,18 @@ class FolderSource:
     """
 
     def __init__(self, folder: Path, image_size: int, augmented: bool, seed: int, decode: str) -> None:
-        from torchvision.datasets import ImageFolder
+        from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
-        images = ImageFolder(str(folder))
-        self.classes = images.classes
-        self.paths = [path for path, _ in images.samples]
-        self.targets = torch.tensor(images.targets)
+        # As torchvision's ImageFolder, but for hidden folders: Jupyter leaves .ipynb_checkpoints wherever it opens one.
+        self.classes = sorted(one.name for one in folder.iterdir() if one.is_dir() and not one.name.startswith("."))
+        numbers = {name: number for number, name in enumerate(self.classes)}
+        samples = make_dataset(str(folder), numbers, IMG_EXTENSIONS, allow_empty=True)
+        empty = sorted({*self.classes} - {self.classes[number] for _, number in samples})
+        if empty or not samples:
+            where = folder / empty[0] if empty else folder
+            raise DataError(f"{where} holds no image", "put some in, or remove the folder of the class")
+        self.paths = [path for path, _ in samples]
+        self.targets = torch.tensor([number for _, number in samples])
         self.image_size = image_size
         self.augmented = augmented
         self.seed = seed

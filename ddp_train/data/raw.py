@@ -59,8 +59,9 @@ class ImageInput:
         """uint8 or float32 [c, h, w]."""
         if isinstance(image, str | PathLike):
             image = opened(Path(image))
-        if hasattr(image, "convert"):  # PIL's
+        if is_pil := hasattr(image, "convert"):
             image = np.array(image.convert({1: "L", 3: "RGB"}.get(self.shape[0], image.mode)))
+            image = image if image.ndim == 2 else image.transpose(2, 0, 1)
         pixels = torch.as_tensor(image)
         if pixels.dtype != torch.uint8:
             low, high = float(pixels.min()), float(pixels.max())
@@ -71,11 +72,16 @@ class ImageInput:
             pixels = pixels.float()
         if pixels.ndim == 2:
             return pixels[None]
-        if pixels.ndim == 3 and pixels.shape[0] not in (1, 3, 4) and pixels.shape[2] in (1, 3, 4):
-            return pixels.permute(2, 0, 1)
-        if pixels.ndim == 3:
+        if pixels.ndim != 3:
+            raise DataError(f"pixels of shape {list(pixels.shape)}", "pass one image: [h, w], [h, w, c] or [c, h, w]")
+        if is_pil:
             return pixels
-        raise DataError(f"pixels of shape {list(pixels.shape)}", "pass one image: [h, w], [h, w, c] or [c, h, w]")
+        first, last = (pixels.shape[end] == self.shape[0] for end in (0, 2))
+        if first and last:
+            problem = f"pixels of shape {list(pixels.shape)} may be [c, h, w] or [h, w, c]"
+            raise DataError(problem, "pass an image of PIL, or a path")
+        is_last = last or (pixels.shape[0] not in (1, 3, 4) and pixels.shape[2] in (1, 3, 4))
+        return pixels.permute(2, 0, 1) if is_last and not first else pixels
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from ddp_train.config.program import Program
 from ddp_train.errors import ConfigError
 from ddp_train.launcher.cli import SWEEP
 from ddp_train.launcher.sweep import Trials
-from ddp_train.text import shown
+from ddp_train.text import counted, shown
 
 CHECK = "check"
 
@@ -20,14 +20,17 @@ CHECK = "check"
 def check(program: Program, words: list[str]) -> int:
     """Prints what the command would run. words: of that command, those of a sweep too. Returns the exit code. Raises
     ConfigError with all problems, as the command itself would."""
+    for note in program.notes:
+        print(f"note: {note}", file=sys.stderr)
     sweep = any(word in SWEEP for word in words)
     if flags := [word for word in words if word.startswith("-") and word not in SWEEP]:
         raise ConfigError([f"{CHECK} {flags[0]}: checks a run or a sweep (-m); leave the flag out"])
     if sweep:
         trials = Trials(program, None)
         trials.check(words, True)
-        count = f"{trials.total} trials" if trials.total else "a sweep"
-        print(f"valid: {count} over {', '.join(sorted(trials.swept))}; nothing was started")
+        count = counted(trials.total, "trial") if trials.total else "a sweep"
+        over = f" over {', '.join(sorted(trials.swept))}" if trials.swept else " without a swept key"
+        print(f"valid: {count}{over}; nothing was started")
         return 0
     config, problems = read_run(program, read_overrides(program, words))
     resolved, more = resolve_and_check(config, None)

@@ -130,7 +130,10 @@ def help_text(program: Program) -> str:
         default = f" (default: {getattr(Config(), name).name})" if name in OPTIONS else ""
         lines.append(f"  {name:<15} {', '.join(path.stem for path in files)}{default}")
         if "# @package" in files[0].read_text():  # a whole experiment: its first comment describes it
-            lines += [f"    {path.stem:<19} {path.read_text().splitlines()[1].lstrip('# ')}" for path in files]
+            lines += [
+                f"    {path.stem:<19} {[*path.read_text(errors='replace').splitlines(), '', ''][1].lstrip('# ')}"
+                for path in files
+            ]
     lines += ["", "Keys (key=value):", f"  {KEY + '=RUN':<44} {OF_A_RUN}", *_keys("", Config)]
     for section, schema in SECTIONS.items():
         lines += ["", f"{section}:", *_keys(section + ".", schema)]

@@ -230,7 +230,7 @@ class Trials:
             return f"{number}: {' '.join(self._swept_among(overrides))}"
         self.begun.add(number)
         count = f" ({len(self.begun)} of {self.total})" if self.total and not self._draws() else ""
-        return f"{number}{count}: {' '.join(self._swept_among(overrides))}"
+        return f"{number}{count}: {' '.join(self._swept_among(overrides))}".removesuffix(": ")
 
     def _draws(self) -> bool:
         """Whether a sweeper other than the grid chooses the trials."""

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from ddp_train.config.external_checks import unwritable
+from ddp_train.config.external_checks import unwritten
 from ddp_train.errors import ConfigError
 from ddp_train.linux import state_of
 from ddp_train.resilience import run_lock
@@ -26,7 +26,7 @@ def alone(sweep_dir: Path) -> Iterator[None]:
         remedy = "wait for it, stop it, or name another run_dir"
         raise ConfigError([f"run_dir={sweep_dir}: another sweep is in it, {error}; {remedy}"]) from None
     except OSError as error:
-        raise ConfigError([unwritable(str(sweep_dir), error.strerror or str(error))]) from None
+        raise unwritten(sweep_dir, error) from None
     try:
         yield
     finally:

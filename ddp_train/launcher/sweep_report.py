@@ -30,7 +30,8 @@ def print_results(rows: list[dict[str, Any]], objective: str, better: str | None
     if best.get("objective") is None:
         return
     value = shown_metric(objective.rpartition(".")[2], best["objective"])
-    tell([f"best trial {best['trial']}: {' '.join(best['overrides'])}  {objective} {value}"])
+    which, words = "best trial" if len(rows) > 1 else "trial", f"{' '.join(best['overrides'])}  ".lstrip()
+    tell([f"{which} {best['trial']}: {words}{objective} {value}"])
     for command in uses(read_run(Path(best["run_dir"])))[:1] if "run_dir" in best else ():
         print(f"  {command}")
     tell([text for text in noise(rows, objective, better) if text != ONE_OF_EACH])

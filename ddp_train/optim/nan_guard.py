@@ -139,6 +139,8 @@ class NonFiniteCheck:
 
     def _error(self, detail: str, step: int, rank: int | None) -> NonFiniteLossError:
         remedy = f"lower optimizer.lr={self.base_lr:g}, clip with train.max_grad_norm=1, or look at those samples"
+        if step == 0:  # nothing has been learned yet
+            remedy = f"look for NaN in the inputs and targets of those samples; else {remedy}"
         return NonFiniteLossError(detail, remedy, rank, step)
 
 

@@ -170,7 +170,8 @@ class Run:
         up in float64. Every process must call it."""
         self._check("run.sum")
         self._steps.warn_of_sum()
-        tensor = torch.as_tensor(value, device=self._steps.device).detach()
+        exact = torch.float64 if isinstance(value, float) else None  # as_tensor would make a float float32
+        tensor = torch.as_tensor(value, dtype=exact, device=self._steps.device).detach()
         wide = torch.float64 if tensor.is_floating_point() else torch.int64
         added = total(tensor.to(wide, copy=True))
         return added if isinstance(value, Tensor) else added.item()

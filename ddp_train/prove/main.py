@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from ddp_train.config.external_checks import unwritable
+from ddp_train.config.external_checks import unwritten
 from ddp_train.config.overrides import read_overrides
 from ddp_train.config.prepare import lock_run_dir, read_run, resolve_and_check
 from ddp_train.config.program import Program
@@ -62,7 +62,7 @@ def prove(program: Program, argv: list[str], world: World | None) -> int:
             return stop.exit_code(UNSAVED)
         return report(proof.findings, run_dir, began, program.command(argv))
     except OSError as error:
-        raise ConfigError([unwritable(str(run_dir), error.strerror or str(error))]) from None
+        raise unwritten(run_dir, error) from None
     finally:
         lock.release()
 

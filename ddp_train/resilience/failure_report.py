@@ -145,8 +145,10 @@ _LIMITS = {
     "Too many open files": "raise the limit of open files before the start: ulimit -n 65536",
     r"memory\(shm\)|/torch_\d+_\d+.*No space| in /dev/shm|signal: Bus": "enlarge /dev/shm, through which loader "
     "processes pass their batches: docker run --shm-size=8g; or use tuning.num_workers=0",
+    "Expected more than 1 value per channel": "batch norm cannot train on one sample, which a process has here, as in"
+    " an epoch's last batch: change train.global_batch_size, or the norm; list frozen layers in model.freeze",
 }
-"""Limits of the host, by what the system says of them, and what to do."""
+"""Limits of the host and of torch, by what is said of them, and what to do."""
 _LESS_MEMORY = (
     "lower train.global_batch_size or raise train.accumulation_steps; to save host memory, also lower "
     "tuning.num_workers or tuning.prefetch_factor"

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from rich.console import Console
 
-from ddp_train.config.external_checks import unwritable
+from ddp_train.config.external_checks import unwritten
 from ddp_train.config.program import Program
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, LaunchError
@@ -51,7 +51,7 @@ def study(program: Program, overrides: list[str], world: World | None) -> int:
         try:
             page = write(report, request.run_dir)
         except OSError as error:
-            raise ConfigError([unwritable(str(request.run_dir), error.strerror or str(error))]) from None
+            raise unwritten(request.run_dir, error) from None
     show(report, Console(highlight=False))
     print(f"report {page}")
     return code

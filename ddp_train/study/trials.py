@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddp_train.config.external_checks import unwritable
+from ddp_train.config.external_checks import unwritten
 from ddp_train.config.program import Program
 from ddp_train.distributed.environment import environment
 from ddp_train.errors import ConfigError
@@ -105,7 +105,7 @@ def lock_run_dir(request: Request) -> None:
             [f"run_dir={request.run_dir}: in use by another study, {error}; wait for it, or use another run_dir"]
         ) from None
     except OSError as error:
-        raise ConfigError([unwritable(str(request.run_dir), error.strerror or str(error))]) from None
+        raise unwritten(request.run_dir, error) from None
 
 
 def run(trial: Trial, program: Program, stop: StopRequests) -> Outcome | None:

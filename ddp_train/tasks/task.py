@@ -8,7 +8,6 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from ddp_train.errors import ConfigError
 from ddp_train.models.freezing import Frozen
 from ddp_train.tasks.further_metrics import PREDICTIONS, FurtherMetrics
 from ddp_train.tasks.returned import checked_loss, checked_predictions, checked_scores
@@ -73,12 +72,6 @@ class Task:
         return 1.0
 
 
-_PARTS = (
-    *("unit", "units_are_samples", "loss_name", "better", "loss", "score", "predict", "score_and_predict", "derive"),
-    *("units_per_sample", "predictions"),
-)
-
-
 def can_predict(task: Task) -> bool:
     """Whether it has a method `predict`, or another that does its work."""
     return any(
@@ -97,26 +90,6 @@ def has_own_columns(task: Task) -> bool:
     """Whether its predictions need no targets: those of `Task` do."""
     found = task.predictions
     return getattr(found, "__func__", found) is not Task.predictions
-
-
-def complete(task: Any) -> Task:
-    """A task of a class of the user's own, with what it lacks. Raises ConfigError if it is none."""
-    name = type(task).__name__
-    if not callable(getattr(task, "loss", None)):
-        raise ConfigError([f"task._target_: {name} has no method loss(model, batch); docs/tasks.md shows one"])
-    if isinstance(task, nn.Module) and next(task.parameters(), None) is not None:
-        raise ConfigError([f"task._target_: {name} has parameters, which nobody would train; put them into the model"])
-    wrong = {metric: way for metric, way in getattr(task, "better", {}).items() if way not in ("min", "max")}
-    if wrong:
-        metric, way = next(iter(wrong.items()))
-        raise ConfigError([f"task._target_: {name}.better[{metric!r}]={way!r}: must be 'min' or 'max'"])
-    if isinstance(task, Task):
-        return task
-    completed = type(name, (Task,), {})()  # of the name that its author knows
-    for part in _PARTS:
-        if hasattr(task, part):
-            setattr(completed, part, getattr(task, part))
-    return completed
 
 
 class ModelWithTask(nn.Module):

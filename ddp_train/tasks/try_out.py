@@ -39,7 +39,7 @@ def check_loss(module: ModelWithTask, batch_of: Callable[[np.ndarray], Any], sam
     """
     numbers = np.arange(min(samples, DIFFERENT))
     try:
-        with _undisturbed(module):
+        with undisturbed(module):
             found = [_numbers(module, batch_of(np.zeros(copies, dtype=np.int64))) for copies in COPIES]
             _, of_different = _numbers(module, batch_of(numbers))
             one_by_one = math.fsum(_numbers(module, batch_of(number))[1] for number in np.split(numbers, len(numbers)))
@@ -83,7 +83,7 @@ def check_scores(module: ModelWithTask, batch_of: Callable[[np.ndarray], Any], s
     numbers = np.arange(min(samples, DIFFERENT))
     batches = [numbers, *np.split(numbers, len(numbers))]
     try:
-        with _undisturbed(module):
+        with undisturbed(module):
             whole, *each = (_totals(module.score(batch_of(batch))) for batch in batches)
     except LaunchError:
         raise
@@ -123,19 +123,31 @@ def _numbers(module: ModelWithTask, batch: Any) -> tuple[float, float]:
 
 
 @contextlib.contextmanager
-def _undisturbed(module: ModelWithTask) -> Iterator[None]:
+def undisturbed(module: ModelWithTask) -> Iterator[list[str]]:
     """Inside, a loss may draw torch's random numbers, write into buffers (a queue of keys) and put others in their
-    place: all is as before at the end."""
+    place: all is as before at the end, and the list says what of that it has done."""
     before = [(holder, name, holder[name]) for holder, name in buffer_places(module)]
     values = [None if buffer is None else buffer.clone() for _, _, buffer in before]
     gpus = sorted({one.device.index or 0 for one in module.parameters() if one.is_cuda})
+    done: list[str] = []
     module.eval()
     try:
         with torch.random.fork_rng(gpus):
-            yield
+            states = _generators(gpus)
+            yield done
+            done += ["draws random numbers"] * (states != _generators(gpus))
     finally:
         module.train()
         for (holder, name, buffer), value in zip(before, values, strict=True):
-            holder[name] = buffer
             if buffer is not None and value is not None:
+                now = holder[name]
+                same = now is None or now.shape != value.shape or torch.equal(now.nan_to_num(), value.nan_to_num())
+                done += [] if same else [f"changes the buffer {name}"]
                 buffer.copy_(value)
+            holder[name] = buffer
+
+
+def _generators(gpus: list[int]) -> list[bytes]:
+    """The states of torch's generators of random numbers."""
+    states = [torch.get_rng_state(), *(torch.cuda.get_rng_state(gpu) for gpu in gpus)]
+    return [state.numpy().tobytes() for state in states]

@@ -14,6 +14,7 @@ from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Column
 from rich.text import Text
 
 from ddp_train.telemetry.hardware_monitor import summary_line
@@ -23,6 +24,8 @@ from ddp_train.text import counted
 
 REFRESHES_PER_SECOND = 4
 """Drawing the bar takes some milliseconds of Python, in a thread of its own: rich's ten times a second are too many."""
+LABEL, OTHERS = "training", len(" ----   100:00:00 left")
+"""What stands before the bar, and how wide all else is but the numbers, with a bar as short as it may be."""
 LINE_SECONDS = 30.0
 """The least time between two lines of progress where there is no terminal."""
 log = logging.getLogger(__name__)
@@ -97,13 +100,13 @@ class Display:
             columns = (
                 TextColumn("[bold]{task.description}"),
                 BarColumn(None),
-                MofNCompleteColumn(),
+                MofNCompleteColumn(table_column=Column(no_wrap=True)),
                 TextColumn("{task.fields[numbers]}"),
-                TimeRemainingColumn(),
+                TimeRemainingColumn(table_column=Column(no_wrap=True)),
                 TextColumn("left"),
             )
             self.bar = _Bar(self, steps_done, *columns, console=self.console, transient=True, expand=True)
-            self.bar.add_task("training", total=steps, completed=steps_done(), numbers="")
+            self.bar.add_task(LABEL, total=steps, completed=steps_done(), numbers="")
             self.bar.start()
 
     def interval(self, step: int, numbers: str) -> None:
@@ -180,9 +183,18 @@ class _Bar(Progress):
         super().__init__(*columns, refresh_per_second=REFRESHES_PER_SECOND, **options)
 
     def get_renderables(self) -> Iterable[RenderableType]:
+        room = self.display.console.width - OTHERS - len(f"{self.display.steps}/{self.display.steps}")
+        label, numbers = fitting(self.display.numbers, room)
         for task in self.task_ids:
-            self.update(task, completed=self.steps_done(), numbers=self.display.numbers)
+            self.update(task, completed=self.steps_done(), description=label, numbers=numbers)
         return super().get_renderables()
+
+
+def fitting(numbers: str, room: int) -> tuple[str, str]:
+    """What stands before the bar, and the numbers beside it: of those that do not fit, the last are left out whole."""
+    while len(numbers) > room and numbers:
+        numbers = numbers.rpartition("  ")[0].rstrip()
+    return LABEL * (len(LABEL + numbers) <= room), numbers
 
 
 def epoch_line(

@@ -19,12 +19,17 @@ from ddp_train.data.splits import Splits
 from ddp_train.errors import ConfigError
 from ddp_train.tasks.further_metrics import PREDICTIONS, FurtherMetrics, NamedMetric, Predictions
 from ddp_train.tasks.task import ModelWithTask, ScoreSums, Task, can_predict
+from ddp_train.tasks.try_out import undisturbed
 from ddp_train.text import OF_AVERAGE, did_you_mean, first_line
 from ddp_train.training.averaging import with_average
 from ddp_train.training.early_stopping import SelectionHook
 from ddp_train.training.hooks import MetricsHook
 from ddp_train.training.selection import AUTO, Best, Selection
 
+DEPENDS = (
+    "scoring a batch {}: metrics and predictions depend on the number of processes and on train.evaluate_batch_size; "
+    "let the model draw nothing and write nothing in eval mode, and leave it in that"
+)
 log = logging.getLogger(__name__)
 
 
@@ -54,11 +59,12 @@ def _made(key: str, item: FurtherMetric) -> Any:
 @torch.no_grad()
 def metric_names(module: ModelWithTask, batches: Iterable[Batch]) -> list[str]:
     """The names of all metrics, found by scoring a batch: with further metrics the first that has a unit. Raises
-    ConfigError if one of those does not fit."""
+    ConfigError if one of those does not fit. Warns of scores that depend on the division into batches."""
     for batch in batches:
-        module.eval()
-        scores = dict(module.score(batch.data))
-        module.train()
+        with undisturbed(module) as done:
+            scores = dict(module.score(batch.data))
+        if done:
+            log.warning("%s", DEPENDS.format(" and ".join(done[:2])))
         predictions = cast(Predictions, scores.pop(PREDICTIONS, None))
         names = [*scores, *_derived(module.task, scores)]
         if not module.further:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +25,8 @@ from ddp_train.data.splits import Splits, parted
 from ddp_train.distributed.process_group import from_all_ranks, same_everywhere
 from ddp_train.errors import ConfigError, DataError, PeerError
 from ddp_train.text import first_line, shown
+
+log = logging.getLogger(__name__)
 
 LAUNCHERS_OWN = ("name", "placement", "limit", "validation", "weights", "mixup", "cutmix", "random_erasing")
 """Keys of a data set that are no arguments of its builder."""
@@ -215,6 +218,20 @@ def common_digests(sources: Splits, read: BatchSource, device: str) -> dict[str,
         shown = [f"{number:x}"[:8] if what == last else f"{number:,}" for number in theirs]
         table = ", ".join(f"rank {rank}: {number}" for rank, number in enumerate(shown))
         raise PeerError(f"{what} is not the same for all processes ({table})", SAME_FILES)
+    return found
+
+
+def scored_digests(sources: Splits, then: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
+    """Those of the sets that are scored, by their names. Warns of one that has changed. then: of a checkpoint; none of
+    an older one, or at the beginning."""
+    sets = {name: source for name in ("validation", "test") if (source := sources.named(name)) is not None}
+    found = {name: digests(source) for name, source in sets.items()}
+    for name, now in found.items():
+        before = then.get(name, now)
+        if before != now and digests(sets[name]) == now:  # else it draws other samples each time
+            what = f"{now['count']} samples, not {before.get('count')}"
+            what = what if now["count"] != before.get("count") else "other samples"
+            log.warning("the %s set has changed since the checkpoint: %s; scores before and after differ", name, what)
     return found
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from ddp_train.distributed.exchange import tensors_from_all_ranks
 from ddp_train.distributed.process_group import ranks
 from ddp_train.errors import TaskError, WriteError
-from ddp_train.tasks.task import Task
+from ddp_train.tasks.task import Task, has_own_columns
 from ddp_train.training.loop import Evaluation
 
 Columns = Mapping[str, np.ndarray]
@@ -50,6 +50,9 @@ def checked_columns(found: Any, rows: int, of: Task) -> dict[str, Tensor]:
     """What `Task.predictions` returned for a batch, a row per sample. Raises TaskError if it is something else."""
     task = f"predictions() of the task {type(of).__name__}"
     remedy = "return tensors with a row per sample: {'prediction': outputs.argmax(1)}"
+    if not has_own_columns(of):
+        task = f"the task {type(of).__name__} has no predictions(), and what its predict() gives"
+        remedy = f"add predictions(model, batch), which may pad or sum up what differs in number, and {remedy}"
     if not isinstance(found, Mapping) or not found:
         raise TaskError(f"{task} returned a {type(found).__name__}", remedy)
     for name, value in found.items():

@@ -44,7 +44,7 @@ from ddp_train.training.just_in_time import RecoveryHook
 from ddp_train.training.loop import Evaluation, Job, fit
 from ddp_train.training.lost_host import saver_of
 from ddp_train.training.mirror import Mirror, Mirroring
-from ddp_train.training.open_data import common_digests, open_datasets, plan_digests
+from ddp_train.training.open_data import common_digests, open_datasets, plan_digests, scored_digests
 from ddp_train.training.own_hooks import OwnHooks
 from ddp_train.training.phases import ReportedHook
 from ddp_train.training.plan_report import plan_rows, selects_by_test
@@ -146,6 +146,7 @@ class Run(RunContext):
         job.stepper.continue_from(first_step)
         trained = list(fine_tuning.trained_parameters(config, module))
         facts = {"data_digests": data_digests, "trained": trained, **facts_of_model(config, sources.train, module.task)}
+        facts["scored_digests"] = scored_digests(sources, origin.get("scored_digests", {}))
         facts["begun_with"] = dataclasses.asdict(begun) if begun else origin.get("begun_with")
         save = self.checkpoint_hook(record, select, own, facts)
         self.start_trackers(tracking, log, first_step)

@@ -42,8 +42,9 @@ from ddp_train.performance.worth_capturing import CaptureTrial
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.tasks.builtin import Classification, Supervised
 from ddp_train.tasks.choose import MANY, TASKS, check_numbers, choose
+from ddp_train.tasks.own import complete
 from ddp_train.tasks.score import Scorer
-from ddp_train.tasks.task import ModelWithTask, Task, complete
+from ddp_train.tasks.task import ModelWithTask, Task
 from ddp_train.tasks.try_out import check_loss, check_scores
 from ddp_train.training.fine_tuning import UnfreezeHook, optimizer_of, trained_parameters
 from ddp_train.training.loop import Evaluation, Job

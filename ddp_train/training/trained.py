@@ -19,7 +19,8 @@ from ddp_train.errors import ConfigError, DataError, TaskError
 from ddp_train.models.zoo import build_model
 from ddp_train.parallel.strategy import Strategy
 from ddp_train.tasks.choose import TASKS
-from ddp_train.tasks.task import ModelWithTask, Task, complete, has_columns
+from ddp_train.tasks.own import complete
+from ddp_train.tasks.task import ModelWithTask, Task, has_columns
 from ddp_train.training import saved, setup
 
 

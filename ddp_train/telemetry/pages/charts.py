@@ -11,8 +11,8 @@ Chart = dict[str, Any]
 """What `page.js` draws: `kind`, and the fields that its functions read."""
 MOST_POINTS = 600
 """Of a curve, which is at most 600 pixels wide. A page with 100 curves stays below 2 MB."""
-DIGITS = 6
-"""Of a number in a page; report.json has them all."""
+DIGITS, X_DIGITS = 6, 13
+"""Of a number in a page, and of a step or a time; report.json has them all."""
 
 
 @dataclass(frozen=True)
@@ -83,10 +83,10 @@ def curves(
         kept = thinned(curve.x, curve.y)
         pick = [[short(values[at]) for at in kept] if values else [] for values in (curve.low, curve.high)]
         if kept:
-            points = [[short(curve.x[at], y=False), short(curve.y[at])] for at in kept]
-            points = (
-                points if pick[0] else sorted([*points, *([gap, None] for gap in gaps)], key=lambda point: point[0])
-            )
+            fine = digits([curve.y[at] for at in kept])
+            points = [[short(curve.x[at], X_DIGITS), short(curve.y[at], fine)] for at in kept]
+            breaks = [[gap, None] for gap in gaps]
+            points = points if pick[0] else sorted([*points, *breaks], key=lambda point: point[0])
             drawn.append({"name": curve.name, "points": points, "low": pick[0], "high": pick[1],
                           "dashed": curve.dashed, "level": curve.level, "colour": curve.colour})  # fmt: skip
     if not drawn:
@@ -126,8 +126,15 @@ def parallel(points: Sequence[Point], axes: Sequence[Axis]) -> Chart | None:
     return {"kind": "parallel", "points": drawn, "axes": [vars(axis) for axis in axes]} if drawn else None
 
 
-def short(value: Any, y: bool = True) -> Any:
-    """A number with as many digits as a pixel can show; None for one that is not finite. y: not a step or a time."""
+def digits(values: Sequence[float | None]) -> int:
+    """How many digits a pixel can show of a curve: more where its values differ little. values: all are finite."""
+    known = [float(value) for value in values if value is not None]
+    largest, span = max(map(abs, known), default=0.0), max(known, default=0.0) - min(known, default=0.0)
+    return min(DIGITS - 2 + math.ceil(math.log10(largest / span)), X_DIGITS) if 0 < 100 * span < largest else DIGITS
+
+
+def short(value: Any, digits: int = DIGITS) -> Any:
+    """A number with so many digits; None for one that is not finite."""
     if not isinstance(value, float):
         return value
-    return (float(f"{value:.{DIGITS if y else 13}g}")) if math.isfinite(value) else None
+    return float(f"{value:.{digits}g}") if math.isfinite(value) else None

@@ -81,7 +81,8 @@ class LivePage(NoPage):
             if not self.warned:
                 self.warned = True
                 why = f"{type(error).__name__}: {first_line(error)}"
-                print(f"note: {self.run_dir / REPORT} cannot be written: {why}; the run goes on", file=sys.stderr)
+                after = "; the run goes on" * is_running
+                print(f"note: {self.run_dir / REPORT} cannot be written: {why}{after}", file=sys.stderr)
         now = time.monotonic()
         self.due = now + max(EVERY_SECONDS, (now - began) / SHARE)
 

@@ -35,9 +35,7 @@ def welch(one: Sequence[float], other: Sequence[float]) -> Welch | None:
     difference, error = statistics.fmean(other) - statistics.fmean(one), math.sqrt(sum(parts))
     if not error:  # the same value in every run of each
         return Welch(difference, difference, difference, 1.0 if not difference else 0.0)
-    freedom = sum(parts) ** 2 / sum(
-        part**2 / (len(values) - 1) for part, values in zip(parts, (one, other), strict=True)
-    )
+    freedom = sum(parts) ** 2 / sum(part**2 / (len(of) - 1) for part, of in zip(parts, (one, other), strict=True))
     reach = _quantile(1 - ALPHA / 2, freedom) * error
     return Welch(difference, difference - reach, difference + reach, two_sided(difference / error, freedom))
 
@@ -45,16 +43,6 @@ def welch(one: Sequence[float], other: Sequence[float]) -> Welch | None:
 def two_sided(t: float, freedom: float) -> float:
     """The probability that Student's t is as far from 0, on either side."""
     return _incomplete_beta(freedom / (freedom + t * t), freedom / 2, 0.5)
-
-
-def pooled_deviation(groups: Sequence[Sequence[float]]) -> tuple[float, int] | None:
-    """The standard deviation within groups of repeated runs, and its degrees of freedom; None if none is repeated."""
-    repeated = [group for group in groups if len(group) > 1]
-    freedom = sum(len(group) - 1 for group in repeated)
-    if not freedom:
-        return None
-    squares = sum(statistics.variance(group) * (len(group) - 1) for group in repeated)
-    return math.sqrt(squares / freedom), freedom
 
 
 def _quantile(probability: float, freedom: float) -> float:

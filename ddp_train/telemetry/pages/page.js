@@ -2,24 +2,34 @@
 "use strict";
 (() => {
   const COLOURS = ["#3b8ede", "#e08214", "#2fa36b", "#cf4f9b", "#8f7be0", "#b0713a", "#20a5b5", "#a3a026", "#d9534f", "#8a8f98"];
+  const FONT = "system-ui, sans-serif";
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const plain = (text) => String(text).replace(/[&<>"']/g, (c) => `&#${c.charCodeAt(0)};`);
 
-  const number = (value) => {
+  // Significant digits that tell apart the ticks of an axis over these values: a tenth of their span at least.
+  const digits = (values) => {
+    const known = values.filter((value) => typeof value === "number"), span = Math.max(...known) - Math.min(...known);
+    const power = (size) => Math.floor(Math.log10(size));
+    return span > 0 ? Math.min(15, Math.max(4, power(Math.max(...known.map(Math.abs))) - power(span / 10) + 1)) : 4;
+  };
+  const finer = (of, values) => ({ ...of, digits: digits(of.whole ? [0, ...values] : values) });
+  const number = (value, least = 0) => {
     if (value === null || value === undefined) return "-";
     if (typeof value !== "number") return String(value);
     const size = Math.abs(value);
-    if (size && (size < 1e-3 || size >= 1e7)) return value.toExponential(3).replace(/\.?0+e/, "e");
-    return value.toLocaleString("en", { maximumSignificantDigits: size >= 1e4 ? 7 : 5 });
+    if (size && (size < 1e-3 || size >= 1e7)) return value.toExponential(Math.max(3, least - 1)).replace(/\.?0+e/, "e");
+    return value.toLocaleString("en", { maximumSignificantDigits: Math.max(least, size >= 1e4 ? 7 : 5) });
   };
   const shown = (axis, value) => {
-    if (axis.percent && typeof value === "number") return `${number(+(100 * value).toFixed(4))} %`;
-    return number(value);
+    const least = (axis.digits || 0) + 1;
+    if (axis.percent && typeof value === "number") return `${number(+(100 * value).toPrecision(Math.max(6, least)), least)} %`;
+    return number(value, least);
   };
   const tick = (axis) => (value) => {
-    if (axis.percent) return `${+(100 * value).toPrecision(4)} %`;
+    const most = axis.digits || 4;
+    if (axis.percent) return `${+(100 * value).toPrecision(most)} %`;
     if (value && Math.abs(value) < 1e-3) return value.toExponential().replace("e+", "e");
-    return value.toLocaleString("en", { maximumSignificantDigits: 4 });
+    return value.toLocaleString("en", { maximumSignificantDigits: Number.isInteger(value) ? 21 : most });
   };
   const isNarrow = () => window.innerWidth < 600;
 
@@ -27,7 +37,7 @@
     const quiet = css("--quiet"), line = css("--line");
     const found = {
       type: of.log ? "log" : "value", scale: !of.whole, name: of.label, nameTextStyle: { color: quiet },
-      axisLabel: { color: quiet, formatter: tick(of), hideOverlap: true },
+      axisLabel: { color: quiet, fontFamily: FONT, formatter: tick(of), hideOverlap: true },
       axisLine: { lineStyle: { color: line } }, splitLine: { lineStyle: { color: line } }, ...extra,
     };
     if (of.percent) found.max = (range) => (range.max > 0.9 ? 1 : null); // no tick beyond 100 %
@@ -41,12 +51,25 @@
   const up = (of) => axis(of, { nameLocation: "end", nameTextStyle: { color: css("--quiet"), align: "left" } });
   const grid = (more) => ({ left: 6, right: 14, top: 34, bottom: 30, outerBoundsMode: "same", containLabel: true, ...more });
   const base = () => ({
-    animation: false, textStyle: { color: css("--text"), fontFamily: "system-ui, sans-serif" }, color: COLOURS,
+    animation: false, textStyle: { color: css("--text"), fontFamily: FONT }, color: COLOURS,
     tooltip: { confine: true, backgroundColor: css("--page"), borderColor: css("--line"), textStyle: { color: css("--text"), fontSize: 12 } },
   });
 
+  // Marks whose words would lie on each other, which are as wide as a line is high, share a place; the table names all.
+  function apart(marks, span, width) {
+    const places = [];
+    for (const mark of [...marks].sort((a, b) => a.x - b.x)) {
+      const last = places[places.length - 1];
+      if (last && (mark.x - last.x) * width <= 16 * span) last.texts.push(mark.text);
+      else places.push({ x: mark.x, texts: [mark.text] });
+    }
+    return places;
+  }
+  const few = (texts) => (texts.length > 2 ? `${texts[0]}, ${texts.length - 1} more` : texts.join(", "));
+
   const kinds = {
-    curves(chart) {
+    curves(chart, width) {
+      const [x, y] = [chart.x, chart.y].map((of, at) => finer(of, chart.curves.flatMap((curve) => curve.points.map((point) => point[at]))));
       const series = [], named = [];
       let colour = 0;
       const order = [...chart.curves].sort((a, b) => a.level - b.level);
@@ -66,36 +89,38 @@
           triggerLineEvent: many,
         });
       }
+      const times = [...order.flatMap((curve) => curve.points.map((point) => point[0])), ...chart.marks.map((mark) => mark.x)];
       if (chart.marks.length) {
+        const marks = apart(chart.marks, Math.max(...times) - Math.min(...times), width - 60); // 60: of the labels beside the plot
         series[series.length - 1].markLine = {
           symbol: "none", silent: false, lineStyle: { color: css("--bad"), type: "dotted" },
-          label: { color: css("--quiet"), fontSize: 11, formatter: (given) => given.name, position: "insideEndTop" },
-          data: chart.marks.map((mark) => ({ xAxis: mark.x, name: mark.text })),
+          label: { color: css("--quiet"), textBorderColor: css("--page"), textBorderWidth: 3, fontSize: 10, width: 150, overflow: "truncate", formatter: (given) => given.name, position: "insideEndTop" },
+          data: marks.map((mark) => ({ xAxis: mark.x, name: few(mark.texts) })),
         };
       }
       const ys = order.flatMap((curve) => curve.points.map((point) => point[1])).filter((value) => value !== null);
       const isLog = chart.y.log && Math.max(...ys) > 8 * Math.min(...ys); // a logarithmic axis shows whole decades
-      const option = { ...base(), grid: grid({ bottom: named.length > 1 ? 56 : 30 }), xAxis: along(chart.x), yAxis: up({ ...chart.y, log: isLog }), series };
-      const times = order.flatMap((curve) => curve.points.map((point) => point[0]));
-      option.xAxis.min = chart.x.whole ? 0 : Math.min(...times, ...chart.marks.map((mark) => mark.x));
-      option.xAxis.max = Math.max(...times, ...chart.marks.map((mark) => mark.x));
+      const option = { ...base(), grid: grid({ bottom: named.length > 1 ? 56 : 30 }), xAxis: along(x), yAxis: up({ ...y, log: isLog }), series };
+      option.xAxis.min = chart.x.whole ? 0 : Math.min(...times);
+      option.xAxis.max = Math.max(...times);
       Object.assign(option.xAxis.axisLabel, { alignMaxLabel: "right", showMaxLabel: Number.isInteger(option.xAxis.max) });
       if (named.length > 1) option.legend = { type: "scroll", bottom: 0, data: named, textStyle: { color: css("--quiet") }, pageTextStyle: { color: css("--quiet") } };
       option.tooltip.trigger = many ? "item" : "axis";
       option.tooltip.formatter = (given) => {
         const points = (Array.isArray(given) ? given : [given]).filter((p) => !String(p.seriesId).startsWith("band ") && Array.isArray(p.value));
         if (!points.length) return plain(given.name || "");
-        const head = `${plain(chart.x.label)} ${plain(shown(chart.x, points[0].value[0]))}`;
-        return [head, ...points.map((p) => `${plain(p.seriesName)}: <b>${plain(shown(chart.y, p.value[1]))}</b>`)].join("<br>");
+        const head = `${plain(x.label)} ${plain(shown(x, points[0].value[0]))}`;
+        return [head, ...points.map((p) => `${plain(p.seriesName)}: <b>${plain(shown(y, p.value[1]))}</b>`)].join("<br>");
       };
       return option;
     },
 
     bars(chart) {
       const names = chart.bars.map((bar) => bar.name), own = COLOURS[0];
-      const label = (bar) => bar.text || (bar.value === null ? "" : shown(chart.x, bar.value));
+      const of = finer(chart.x, chart.bars.flatMap((bar) => [bar.value, bar.low, bar.high]));
+      const label = (bar) => bar.text || (bar.value === null ? "" : shown(of, bar.value));
       const ruler = document.createElement("canvas").getContext("2d");
-      ruler.font = "12px system-ui, sans-serif";
+      ruler.font = `12px ${FONT}`;
       const width = Math.min(isNarrow() ? 120 : 280, 2 + Math.ceil(Math.max(...names.map((name) => ruler.measureText(name).width))));
       const line = css("--text");
       const low = Math.min(...chart.bars.flatMap((bar) => [bar.value, bar.low]).filter((value) => value !== null));
@@ -115,14 +140,14 @@
         },
       }];
       if (chart.baseline !== null) series[0].markLine = { symbol: "none", silent: true, label: { show: false }, lineStyle: { color: css("--text"), type: "dotted" }, data: [{ xAxis: chart.baseline }] };
-      const option = { ...base(), grid: grid({ top: 8, left: width + 12, right: isNarrow() ? 70 : 90, bottom: 42, containLabel: false, outerBoundsMode: "none" }), xAxis: along(chart.x), series };
+      const option = { ...base(), grid: grid({ top: 8, left: width + 12, right: isNarrow() ? 70 : 90, bottom: 42, containLabel: false, outerBoundsMode: "none" }), xAxis: along(of), series };
       option.yAxis = {
         type: "category", inverse: true, data: names, axisTick: { show: false }, axisLine: { lineStyle: { color: css("--line") } },
         axisLabel: { color: css("--text"), width, overflow: "truncate", interval: 0 }, splitLine: { show: !chart.x.whole, lineStyle: { color: css("--line") } },
       };
       option.tooltip.formatter = (given) => {
         const bar = chart.bars[given.dataIndex];
-        const spread = bar.low !== null && bar.high !== null ? `<br>${plain(shown(chart.x, bar.low))} to ${plain(shown(chart.x, bar.high))}` : "";
+        const spread = bar.low !== null && bar.high !== null ? `<br>${plain(shown(of, bar.low))} to ${plain(shown(of, bar.high))}` : "";
         return `${plain(bar.name)}<br><b>${plain(label(bar))}</b>${spread}`;
       };
       option.height = 50 + 28 * names.length;
@@ -131,7 +156,8 @@
 
     scatter(chart) {
       const isNumber = chart.points.every((point) => typeof point.values[0] === "number");
-      const x = isNumber ? along(chart.x) : {
+      const [of, goal] = [chart.x, chart.y].map((one, at) => finer(one, chart.points.map((point) => point.values[at])));
+      const x = isNumber ? along(of) : {
         ...along(chart.x), type: "category", data: [...new Set(chart.points.map((point) => String(point.values[0])))],
       };
       if (!isNumber) x.axisLabel = { color: css("--quiet"), interval: 0, hideOverlap: false };
@@ -139,8 +165,8 @@
         value: [isNumber ? point.values[0] : String(point.values[0]), point.values[1]], name: point.name,
         symbolSize: point.strong ? 14 : 9, itemStyle: { color: point.strong ? COLOURS[1] : COLOURS[0], opacity: 0.85 },
       }));
-      const option = { ...base(), grid: grid({ right: 20 }), xAxis: x, yAxis: up(chart.y), series: [{ type: "scatter", data }] };
-      option.tooltip.formatter = (given) => `${plain(given.name)}<br><b>${plain(shown(chart.y, given.value[1]))}</b>`;
+      const option = { ...base(), grid: grid({ right: 20 }), xAxis: x, yAxis: up(goal), series: [{ type: "scatter", data }] };
+      option.tooltip.formatter = (given) => `${plain(given.name)}<br><b>${plain(shown(goal, given.value[1]))}</b>`;
       return option;
     },
 
@@ -158,7 +184,7 @@
           return { dim, name: of.label, type: "category", data: distinct.sort((a, b) => a - b).map(String), ...style, axisLabel: label };
         }
         if (isNumber) {
-          return { dim, name: of.label, type: of.log ? "log" : "value", scale: true, min: Math.min(...column), max: Math.max(...column), ...style, axisLabel: { ...label, formatter: tick(of), showMinLabel: true, showMaxLabel: true, hideOverlap: true } };
+          return { dim, name: of.label, type: of.log ? "log" : "value", scale: true, min: Math.min(...column), max: Math.max(...column), ...style, axisLabel: { ...label, formatter: tick(finer(of, column)), showMinLabel: true, showMaxLabel: true, hideOverlap: true } };
         }
         return { dim, name: of.label, type: "category", data: distinct.map(String), ...style, axisLabel: label };
       });
@@ -185,7 +211,7 @@
     while (drawn.length) drawn.pop().dispose();
     for (const holder of document.querySelectorAll(".chart")) {
       const chart = JSON.parse(holder.querySelector("script").textContent);
-      const option = kinds[chart.kind](chart), frame = holder.querySelector(".frame");
+      const frame = holder.querySelector(".frame"), option = kinds[chart.kind](chart, frame.clientWidth);
       frame.style.height = `${option.height || (isNarrow() ? 260 : 300)}px`;
       frame.style.minWidth = option.width ? `${option.width}px` : "";
       delete option.height;

@@ -48,13 +48,8 @@ def write(report: Report, directory: Path) -> Path:
     Raises OSError if the directory cannot be written.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    for name, text in (
-        (MARKDOWN, as_markdown(report)),
-        (CSV, as_csv(report)),
-        (JSON, as_json(report)),
-        (HTML, as_page(report)),
-    ):
-        write_text(directory / name, text)
+    for name, text_of in ((MARKDOWN, as_markdown), (CSV, as_csv), (JSON, as_json), (HTML, as_page)):
+        write_text(directory / name, text_of(report))
     return directory / HTML
 
 
@@ -66,17 +61,14 @@ def as_page(report: Report) -> str:
         often = f' data-written="{time.time():.0f}" data-every="{report.refresh_seconds}"'
         written = often if report.refresh_seconds else ""
         parts += [f'<p class="state {html.escape(kind)}"{written}>{html.escape(report.state)}</p>']
-    parts += [
-        f"<p>{html.escape(paragraph)}</p>" for paragraph in re.split(r"\n\s*\n", report.intro.strip()) if paragraph
-    ]
+    parts += [f"<p>{html.escape(text)}</p>" for text in re.split(r"\n\s*\n", report.intro.strip()) if text]
     tiles = [
         f"<div><b{' class=long' * (len(value) > LONG)}>{_broken(value)}</b><span>{html.escape(name)}</span></div>"
         for name, value in report.numbers.items()
     ]
     parts += [f'<div class="numbers">{"".join(tiles)}</div>'] if tiles else []
-    parts += [f"<ul>{''.join(f'<li>{html.escape(text)}</li>' for text in report.findings)}</ul>"] * bool(
-        report.findings
-    )
+    items = "".join(f"<li>{html.escape(text)}</li>" for text in report.findings)
+    parts += [f"<ul>{items}</ul>"] * bool(items)
     for is_plot, group in groupby(report.sections, lambda section: isinstance(section, Plot)):
         sections = [*group]
         parts += _figures(sections) if is_plot else map(_section, sections)

@@ -12,7 +12,7 @@ from typing import Any
 
 from ddp_train.telemetry.metrics_log import METRICS
 from ddp_train.telemetry.pages.charts import Axis, Chart, Curve, Point, curves, parallel, scatter
-from ddp_train.telemetry.pages.noise import pooled_deviation, welch
+from ddp_train.telemetry.pages.noise import welch
 from ddp_train.telemetry.pages.report import Lines, Plot, Report
 from ddp_train.telemetry.pages.run_files import COMPLETED, FAILED, RUNNING, STOPPED, TRAIN, read_lines, read_run
 from ddp_train.telemetry.pages.run_page import clock, near, uses
@@ -94,9 +94,8 @@ def trials_table(rows: Sequence[Row], objective: str, at_once: int = 1, note: st
 
 def _rounded(text: str, digits: int) -> str:
     value = _number(text)
-    return (
-        f"{value:.{digits}g}" if isinstance(value, float) and len(text.strip("-0.").replace(".", "")) > digits else text
-    )
+    is_long = isinstance(value, float) and len(text.strip("-0.").replace(".", "")) > digits
+    return f"{value:.{digits}g}" if is_long else text
 
 
 def _status(row: Row) -> str:
@@ -178,7 +177,7 @@ def _numbers(rows: Sequence[Row], scored: Sequence[Row], objective: str) -> dict
     if scored:
         metric = objective.rpartition(".")[2]
         found[f"{objective}, the best"] = shown_metric(metric, scored[0]["objective"])
-        found["with"] = " ".join(scored[0]["overrides"]) or "-"
+        found |= {"with": " ".join(scored[0]["overrides"])} if scored[0]["overrides"] else {}
     counts = {"trials": len(rows), "running": sum(row["status"] == RUNNING for row in rows)}
     counts["stopped"] = sum(map(_is_stopped, rows))
     counts["failed"] = sum(row["status"] == FAILED for row in rows) - counts["stopped"]
@@ -275,21 +274,20 @@ def _group_table(groups: dict[str, list[float]], objective: str, better: str | N
 def noise(rows: Sequence[Row], objective: str, better: str | None) -> list[str]:
     """What is noise and what is not; that it cannot be told where no setting was repeated, in one sentence."""
     groups = _groups([row for row in ranked(rows, better) if row.get("objective") is not None])
-    known = pooled_deviation([*groups.values()])
-    metric = objective.rpartition(".")[2]
-    if not groups:
-        return []
-    if known is None:
-        return [ONE_OF_EACH]
-    deviation, freedom = known
+    repeated, metric = [group for group in groups.values() if len(group) > 1], objective.rpartition(".")[2]
+    if not repeated:
+        return [ONE_OF_EACH] * (len(groups) > 1)
+    # No mean of them: a setting that diverges scatters more than all others, and says nothing of theirs.
+    deviations = sorted(map(statistics.stdev, repeated))
+    ends = dict.fromkeys(shown_metric(metric, deviation) for deviation in (deviations[0], deviations[-1]))
     sign = -1 if better == "max" else 1
     order = sorted(groups, key=lambda words: sign * statistics.fmean(groups[words]))
     best, rest = order[0], [words for words in order[1:] if len(groups[words]) > 1]
     once = len(groups) - 1 - len(rest)
     others = f" {counted(once, 'other')} ran once and cannot be compared." if once else ""
     found = [
-        f"Runs that differ in their seed alone differ by {shown_metric(metric, deviation)} (standard deviation of one "
-        f"run, from {freedom + sum(len(group) > 1 for group in groups.values())} runs of the same settings)."
+        f"Runs that differ in their seed alone differ by {' to '.join(ends)} (standard deviation of one run; "
+        f"{counted(len(repeated), 'setting')}, {sum(map(len, repeated))} runs)."
     ]
     tests = {words: welch(groups[best], groups[words]) for words in rest}
     if len(groups) == 1:
@@ -301,5 +299,14 @@ def noise(rows: Sequence[Row], objective: str, better: str | None) -> list[str]:
         than = counted(len(rest), "other") if once else "all others"
         test = "(Welch's t-test, p < 0.05 for each)"
         return [*found, f"{best} is better than {than} by more than noise {test}.{others}"]
-    names = f"{counted(len(alike), 'other')}: {'; '.join(alike[:5])}{'; ...' * (len(alike) > 5)}"
-    return [*found, f"{best} has the best mean, but cannot be told from noise against {names}.{others}"]
+    worst = max(sign * value for value in groups[best])
+    apart = [words for words in alike if min(sign * value for value in groups[words]) > worst]
+    close = [words for words in alike if words not in apart]
+    told = [f"{best} has the best mean, but cannot be told from noise against {_named(close)}."] * bool(close)
+    more = "So few runs may be so by chance; more values of seed would tell."
+    told += [f"Each run of {best} is better than all of {_named(apart)}. {more}"] * bool(apart)
+    return [*found, *told[:-1], told[-1] + others]
+
+
+def _named(settings: Sequence[str]) -> str:
+    return f"{counted(len(settings), 'other')}: {'; '.join(settings[:5])}{'; ...' * (len(settings) > 5)}"

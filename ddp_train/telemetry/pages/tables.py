@@ -171,9 +171,8 @@ def _cell(value: Any, spec: str) -> str:
         rounded = format(value, spec)
         if value == 0:
             return "0"
-        return (
-            rounded if rounded.strip("-0.,") else f"{value:.1e}"
-        )  # too small for the decimals of its column, but not 0
+        # It may be too small for the decimals of its column, but not 0.
+        return rounded if rounded.strip("-0.,") else f"{value:.1e}"
     return str(value)
 
 
