@@ -492,7 +492,7 @@ def test_a_trial_leaves_no_trace() -> None:
 def test_a_loss_that_cannot_be_tried_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
     """A gradient penalty, for one: the trial has no gradients."""
     tried(OfOutputs(lambda outputs: (torch.autograd.grad(outputs.sum(), outputs)[0].sum(), len(outputs))))
-    assert "task._target_=mine.Task: its loss could not be tried: RuntimeError: " in caplog.text
+    assert "task._target_=mine.Task: its loss could not be tried in eval mode: RuntimeError: " in caplog.text
 
 
 class Scores(Returns):
@@ -660,6 +660,27 @@ def test_scores_that_depend_on_the_division_into_batches_are_warned_of(caplog: p
     assert "scoring a batch draws random numbers: metrics and predictions depend on the number of processes" in drawn
     (written,) = names(lambda model, batch: {"loss": (model.train()(batch).sum(), len(batch))})
     assert "scoring a batch changes the buffer running_mean and changes the buffer running_var: metrics" in written
+
+
+def test_a_loss_that_evaluations_lack_is_told_with_what_score_may_return() -> None:
+    """Detectors of torchvision return losses in train mode, and boxes in eval mode."""
+
+    class Detector(nn.Module):
+        def forward(self, images: Tensor) -> Any:
+            return {"loss": images.sum()} if self.training else [images]
+
+    class Detection:
+        def loss(self, model: nn.Module, batch: Any) -> Any:
+            return sum(model(batch).values()), len(batch)
+
+        def score(self, model: nn.Module, batch: Any) -> Any:
+            return {"iou": (1.0, len(batch))}
+
+    module = ModelWithTask(Detector(), complete(Detection()), "cpu", None)
+    assert module.loss_of(torch.ones(2, 1))[0] == 2
+    with pytest.raises(TaskError, match="Detection has no loss in eval mode: AttributeError: 'list' object") as caught:
+        module.eval().score(torch.ones(2, 1))
+    assert "return 'loss': (sum, units) from score()" in caught.value.remedy
 
 
 def test_a_teacher_in_a_task_learns_nothing() -> None:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from ddp_train.errors import TaskError
 from ddp_train.models.freezing import Frozen
 from ddp_train.tasks.further_metrics import PREDICTIONS, FurtherMetrics
 from ddp_train.tasks.returned import checked_loss, checked_predictions, checked_scores
@@ -149,8 +150,18 @@ class ModelWithTask(nn.Module):
                 scores = self.task.score(self.model, batch)
             scores = checked_scores(scores, self.task)
             if "loss" not in scores:
-                scores = {"loss": checked_loss(self.task.loss(self.model, batch), self.task), **scores}
+                scores = {"loss": checked_loss(self._loss_of_scored(batch), self.task), **scores}
         return scores if predictions is None else {**scores, PREDICTIONS: checked_predictions(predictions, self.task)}
+
+    def _loss_of_scored(self, batch: Any) -> Any:
+        try:
+            return self.task.loss(self.model, batch)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            if self.training or self.is_ours:
+                raise
+            what = f"the task {type(self.task).__name__} has no loss in eval mode: {type(error).__name__}: {error}"
+            remedy = "if the model gives losses in train mode alone, return 'loss': (sum, units) from score() as well"
+            raise TaskError(what, f"{remedy} (docs/tasks.md); else see the traceback in the log") from error
 
     def predictions(self, batch: Any) -> Mapping[str, Tensor]:
         """The columns of a batch for mode=predict; see `Task.predictions`."""

@@ -46,7 +46,8 @@ def check_loss(module: ModelWithTask, batch_of: Callable[[np.ndarray], Any], sam
     except LaunchError:
         raise
     except Exception as error:  # noqa: BLE001  a sound loss may need gradients, or train mode, or other samples
-        log.warning("%s: its loss could not be tried: %s: %s", key, type(error).__name__, first_line(error))
+        what = f"{type(error).__name__}: {first_line(error)}"
+        log.warning("%s: its loss could not be tried in eval mode: %s", key, what)
         return
     losses, units = zip(*found, strict=True)
     remedy = "return the sum of the losses of all units, and their number"
@@ -88,7 +89,8 @@ def check_scores(module: ModelWithTask, batch_of: Callable[[np.ndarray], Any], s
     except LaunchError:
         raise
     except Exception as error:  # noqa: BLE001  the first evaluation tells it, with its place
-        log.warning("%s: its score could not be tried: %s: %s", key, type(error).__name__, first_line(error))
+        what = f"{type(error).__name__}: {first_line(error)}"
+        log.warning("%s: its score could not be tried in eval mode: %s", key, what)
         return
     for name, (value, weight) in whole.items():
         values, weights = zip(*(one.get(name, (math.nan, 0.0)) for one in each), strict=True)

@@ -8,10 +8,15 @@
 
   // Significant digits that tell apart the ticks of an axis over these values: a tenth of their span at least.
   const digits = (values) => {
-    const known = values.filter((value) => typeof value === "number"), span = Math.max(...known) - Math.min(...known);
-    const power = (size) => Math.floor(Math.log10(size));
-    return span > 0 ? Math.min(15, Math.max(4, power(Math.max(...known.map(Math.abs))) - power(span / 10) + 1)) : 4;
+    const [low, high] = range(values), power = (size) => Math.floor(Math.log10(size));
+    return high > low ? Math.min(15, Math.max(4, power(Math.max(Math.abs(low), Math.abs(high))) - power((high - low) / 10) + 1)) : 4;
   };
+  // Math.max(...values) fails for some 100,000 of them.
+  function range(values) {
+    let [low, high] = [Infinity, -Infinity];
+    for (const value of values) if (typeof value === "number") [low, high] = [Math.min(low, value), Math.max(high, value)];
+    return [low, high];
+  }
   const finer = (of, values) => ({ ...of, digits: digits(of.whole ? [0, ...values] : values) });
   const number = (value, least = 0) => {
     if (value === null || value === undefined) return "-";
@@ -89,9 +94,9 @@
           triggerLineEvent: many,
         });
       }
-      const times = [...order.flatMap((curve) => curve.points.map((point) => point[0])), ...chart.marks.map((mark) => mark.x)];
+      const [begin, end] = range([...order.flatMap((curve) => curve.points.map((point) => point[0])), ...chart.marks.map((mark) => mark.x)]);
       if (chart.marks.length) {
-        const marks = apart(chart.marks, Math.max(...times) - Math.min(...times), width - 60); // 60: of the labels beside the plot
+        const marks = apart(chart.marks, end - begin, width - 60); // 60: of the labels beside the plot
         series[series.length - 1].markLine = {
           symbol: "none", silent: false, lineStyle: { color: css("--bad"), type: "dotted" },
           label: { color: css("--quiet"), textBorderColor: css("--page"), textBorderWidth: 3, fontSize: 10, width: 150, overflow: "truncate", formatter: (given) => given.name, position: "insideEndTop" },
@@ -101,8 +106,8 @@
       const ys = order.flatMap((curve) => curve.points.map((point) => point[1])).filter((value) => value !== null);
       const isLog = chart.y.log && Math.max(...ys) > 8 * Math.min(...ys); // a logarithmic axis shows whole decades
       const option = { ...base(), grid: grid({ bottom: named.length > 1 ? 56 : 30 }), xAxis: along(x), yAxis: up({ ...y, log: isLog }), series };
-      option.xAxis.min = chart.x.whole ? 0 : Math.min(...times);
-      option.xAxis.max = Math.max(...times);
+      option.xAxis.min = chart.x.whole ? 0 : begin;
+      option.xAxis.max = end;
       Object.assign(option.xAxis.axisLabel, { alignMaxLabel: "right", showMaxLabel: Number.isInteger(option.xAxis.max) });
       if (named.length > 1) option.legend = { type: "scroll", bottom: 0, data: named, textStyle: { color: css("--quiet") }, pageTextStyle: { color: css("--quiet") } };
       option.tooltip.trigger = many ? "item" : "axis";
