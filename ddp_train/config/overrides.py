@@ -217,7 +217,7 @@ def _read_choice(program: Program, group: str, option: Any, argument: str, read:
         own = option.get("_target_", wrong[0]) if isinstance(option, dict) else wrong[0]
         guess = f"; for your own class use {group}._target_={own}"
     else:
-        guess = f"; did you mean {same[0]}?" if same else did_you_mean(shown(option), options)
+        guess = f"; did you mean {same[0]}?" if same else did_you_mean("" if option is None else wrong[0], options)
     read.problems.append(f"{group}={shown(option)}: must be one of {', '.join(options)}{guess}")
 
 

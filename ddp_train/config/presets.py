@@ -37,7 +37,7 @@ class _OnceEach(yaml.SafeLoader):
 def content_of(program: Program, path: Path) -> dict[str, Any]:
     """What a file says. Raises ConfigError if it cannot be read."""
     try:
-        content = yaml.load(path.read_text(), _OnceEach)
+        content = _OnceEach(path.read_text()).get_single_data()
     except KeyError as error:
         raise ConfigError([f"{program.shown(path)}: {error.args[0]}"]) from None
     except (yaml.YAMLError, ValueError, OSError) as error:
