@@ -24,8 +24,8 @@ ROOMS = """
 
 LINES = {
     "errors": 75, "text": 40, "linux": 105, "tensor_tree": 25,
-    "distributed": 810, "resilience": 1200, "config": 3835, "launcher": 2682, "data": 2237, "models": 525,
-    "telemetry": 2230, "tasks": 1110, "optim": 985, "parallel": 431, "performance": 1028, "training": 4025,
+    "distributed": 810, "resilience": 1200, "config": 3855, "launcher": 2685, "data": 2240, "models": 525,
+    "telemetry": 2230, "tasks": 1115, "optim": 985, "parallel": 432, "performance": 1028, "training": 4030,
     "own_loop": 1005, "study": 2125, "doctor": 1600, "prove": 1470, "testing": 25, "__main__": 155,
 }  # fmt: skip
 """The most lines of code that each room may hold: not blank, no comment, no docstring. No file is left out."""

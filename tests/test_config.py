@@ -274,7 +274,7 @@ BAD: dict[str, list[str]] = {
     "optimizer.betas=[0.9,": ["']' is missing at its end; put quotes around a word with spaces, for the shell"],
     "hooks=[{_target_:a.b]": ["'}' is missing before ']'"],
     "hooks=[a]]": ["']' closes nothing"],
-    "name='abc": ["a quote is missing at its end"],
+    "name='abc": ["a quote is never closed"],
     "optimizer.lr=0.1,0.2": ["several values; add -m"],
     "optimizer=sgd,adam": ["several values; add -m"],
     "train.epochs=range(1,4)": ["several values; add -m"],
@@ -1041,6 +1041,38 @@ def own_presets(**contents: str) -> Program:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content)
     return dataclasses.replace(PROGRAM, own=Path("conf"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "defaults: [override /tracker: null, _self_]\n",
+        "defaults: [override /optimizer: adamw.yaml, _self_]\n",
+        "defaults: [model: a, _self_]\n",
+    ],
+)
+def test_what_hydra_takes_in_a_preset_is_taken(text: str) -> None:
+    program = own_presets(experiment__mine=f"# @package _global_\n{text}")
+    Path("conf/experiment/model").mkdir()
+    Path("conf/experiment/model/a.yaml").write_text("# @package _global_\nseed: 5\n")
+    assert read_config(program, read_overrides(program, ["experiment=mine"]))[1] == []
+
+
+def test_what_is_no_key_is_no_traceback() -> None:
+    program = own_presets(experiment__mine="# @package _global_\ntrain: {1: a, '1': b}\n")
+    with pytest.raises(ConfigError, match=r"train: 1: a key must be a word \(in conf/experiment/mine.yaml\)"):
+        read_config(program, read_overrides(program, ["experiment=mine"]))
+    program = own_presets(experiment__mine="# @package _global_\ntrain:\n  epochs: {{epochs}}\n")
+    with pytest.raises(ConfigError, match=r"conf/experiment/mine.yaml: cannot be read: .*unhashable key"):
+        read_config(program, read_overrides(program, ["experiment=mine"]))
+
+
+def test_files_of_others_stop_no_command() -> None:
+    program = own_presets(experiment__mine="# @package _global_\nseed: 4\n", models__gpt="port: 1\n")
+    Path("conf/experiment/mine.yml").write_text("old: 1\n")
+    Path("conf/experiment/.#mine.yaml").symlink_to("nowhere")  # as Emacs does
+    assert program.unusable() == {}
+    assert read_config(program, read_overrides(program, ["experiment=mine", "model=gpt", "data=text"]))[0].seed == 4
 
 
 def test_a_file_that_gives_a_wrong_value_is_named() -> None:

@@ -91,10 +91,14 @@ def test_crops_are_those_of_torchvision(shape: tuple[int, int], draws: tuple[flo
 
 def test_hidden_folders_are_no_classes_and_empty_ones_are_named(tmp_path: Path) -> None:
     """Jupyter leaves .ipynb_checkpoints behind, with copies of what was open."""
+    with pytest.raises(DataError, match=f"{tmp_path} holds no image"):
+        FolderSource(tmp_path, 32, augmented=False, seed=0, decode="pil")
     for name in ("a", "b", ".ipynb_checkpoints"):
         (tmp_path / name).mkdir()
         Image.fromarray(picture(0)).save(tmp_path / name / "one.jpg")
-    assert FolderSource(tmp_path, 32, augmented=False, seed=0, decode="pil").classes == ["a", "b"]
+    shutil.copytree(tmp_path / "b", tmp_path / "a/.ipynb_checkpoints")
+    found = FolderSource(tmp_path, 32, augmented=False, seed=0, decode="pil")
+    assert found.classes == ["a", "b"] and len(found) == 2
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=f"{tmp_path}/empty holds no image"):
         FolderSource(tmp_path, 32, augmented=False, seed=0, decode="pil")

@@ -25,6 +25,7 @@ import pytest
 from hydra.core.utils import JobReturn, JobStatus
 
 from ddp_train.config.hardware import Hardware
+from ddp_train.config.prepare import is_of_sweep
 from ddp_train.config.schema import Config, LaunchConfig, SweepConfig
 from ddp_train.errors import ConfigError
 from ddp_train.launcher import sweep, sweep_rows, trial_pool
@@ -498,6 +499,8 @@ def test_a_sweep_started_again_with_other_values_mixes_nothing(tmp_path: Path) -
     refused = run(*words, f"run_dir={sweep}")
     assert refused.returncode == 2 and f"run_dir={sweep}: is the folder of a sweep" in refused.stderr, refused.stderr
     assert not (sweep / "config.yaml").exists()
+    (tmp_path / sweep_rows.RESULTS).write_text('{"mine": 1}\n')
+    assert is_of_sweep(sweep) and not is_of_sweep(tmp_path) and not is_of_sweep(tmp_path / "none")
 
 
 def test_a_row_after_a_torn_one_is_found(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from ddp_train.tasks.language_model import LanguageModel
 from ddp_train.tasks.own import complete
 from ddp_train.tasks.score import Score, Scorer
 from ddp_train.tasks.task import ModelWithTask, Task
-from ddp_train.tasks.try_out import check_loss, check_scores
+from ddp_train.tasks.try_out import check_loss, check_scores, undisturbed
 from ddp_train.tensor_tree import map_tensors
 from ddp_train.training.loop import evaluate, fit
 from ddp_train.training.metrics import metric_names
@@ -662,6 +662,40 @@ def test_scores_that_depend_on_the_division_into_batches_are_warned_of(caplog: p
     assert "scoring a batch changes the buffer running_mean and changes the buffer running_var: metrics" in written
 
 
+def test_a_loss_that_fails_for_one_sample_alone_is_tried_no_further(caplog: pytest.LogCaptureFixture) -> None:
+    class Pairs:
+        def loss(self, model: nn.Module, batch: Any) -> Any:
+            if len(batch) < 2:
+                raise ValueError("needs pairs")
+            return batch.sum(), len(batch)
+
+        def score(self, model: nn.Module, batch: Any) -> Any:
+            return {"iou": (1.0, len(batch))}
+
+    samples = torch.ones(7, 2)
+    module = ModelWithTask(nn.Identity(), complete(Pairs()), "cpu", None)
+    check_scores(module, lambda numbers: samples[torch.from_numpy(numbers)], 7, "task._target_=mine.Pairs")
+    assert "its score could not be tried in eval mode: TaskError: loss() of the task Pairs failed" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bool, torch.complex64, torch.float32])
+def test_buffers_of_any_type_are_put_back(dtype: torch.dtype) -> None:
+    class Forgets(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("gone", torch.zeros(2, dtype=dtype))
+            self.register_buffer("kept", torch.full((2,), math.nan).to(dtype))
+            self.register_buffer("counted", torch.zeros(2))
+
+    module = ModelWithTask(Forgets(), complete(Returns((torch.zeros(()), 1))), "cpu", None)
+    with undisturbed(module) as done:
+        del module.model.gone
+        module.model.counted += 1
+    assert done == ["changes the buffer counted"]
+    assert [name for name, _ in module.model.named_buffers()] == ["kept", "counted", "gone"]
+    assert not module.model.counted.any()
+
+
 def test_a_loss_that_evaluations_lack_is_told_with_what_score_may_return() -> None:
     """Detectors of torchvision return losses in train mode, and boxes in eval mode."""
 
@@ -678,7 +712,9 @@ def test_a_loss_that_evaluations_lack_is_told_with_what_score_may_return() -> No
 
     module = ModelWithTask(Detector(), complete(Detection()), "cpu", None)
     assert module.loss_of(torch.ones(2, 1))[0] == 2
-    with pytest.raises(TaskError, match="Detection has no loss in eval mode: AttributeError: 'list' object") as caught:
+    with pytest.raises(
+        TaskError, match=r"loss\(\) of the task Detection failed in eval mode: AttributeError: 'list' object"
+    ) as caught:
         module.eval().score(torch.ones(2, 1))
     assert "return 'loss': (sum, units) from score()" in caught.value.remedy
 

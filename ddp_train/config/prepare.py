@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -127,7 +128,7 @@ def _locked_and_frozen(
 
 def lock_run_dir(config: Config, world: World | None) -> run_lock.Lock:
     """Raises ConfigError, naming the holder, if another run works in the run directory, or if it is a sweep's."""
-    if (Path(str(config.run_dir)) / SWEEP_RESULTS).exists():
+    if is_of_sweep(Path(str(config.run_dir))):
         remedy = f"to resume a trial use run_dir={config.run_dir}/NUMBER, else name another one"
         raise ConfigError([f"run_dir={config.run_dir}: is the folder of a sweep, whose page would be lost; {remedy}"])
     # A new rank 0 may start while torchrun still ends the old one, on another host: SIGKILL comes 30 s after SIGTERM.
@@ -145,6 +146,15 @@ def lock_run_dir(config: Config, world: World | None) -> run_lock.Lock:
 
 SWEEP_RESULTS = "results.jsonl"
 """In the folder of a sweep. Its trials have folders of their own in it."""
+
+
+def is_of_sweep(folder: Path) -> bool:
+    """Whether the first row of a file of that name, which may be the user's own, is one of a trial."""
+    with contextlib.suppress(OSError, ValueError), (folder / SWEEP_RESULTS).open() as file:
+        return '"trial":' in file.readline()
+    return False
+
+
 LEFT_BY_RUNS = ("checkpoints", "metrics.jsonl", COMMANDS, "trackers.json", "tensorboard", "timeline.json", LOST_HOSTS)
 
 

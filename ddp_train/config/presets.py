@@ -26,11 +26,11 @@ class _OnceEach(yaml.SafeLoader):
     """Takes no key twice, as OmegaConf."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if key.value in seen and key.tag != "tag:yaml.org,2002:merge":
+        seen: set[tuple[str, str]] = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if (key.tag, key.value) in seen and key.tag != "tag:yaml.org,2002:merge":
                 raise KeyError(f"line {key.start_mark.line + 1}: {key.value} stands there twice; keep one of them")
-            seen.update([key.value] if isinstance(key.value, str) else [])
+            seen.add((key.tag, key.value))
         return super().construct_mapping(node, deep)
 
 
@@ -89,6 +89,7 @@ def _wrong_kinds(program: Program, sections: dict[str, Any]) -> Iterator[str]:
             yield no_list(section, content)
         elif isinstance(content, dict):
             yield from (no_list(f"{section}.{name}", value) for name, value in content.items())
+            yield from (f"{section}: {name}: a key must be a word" for name in content if not isinstance(name, str))
         elif isinstance(content, str) and section in OPTIONS and content in program.options(section):
             yield f"{section}={content}: an option is chosen in `defaults`, by `- override /{section}: {content}`"
         elif isinstance(content, list):
@@ -109,6 +110,8 @@ def _taken_up(program: Program, path: Path, group: str, line: Any) -> tuple[list
     if isinstance(line, str):  # `shared` of the same group, or `/experiment/shared`
         place = line.removesuffix(".yaml") if line.startswith("/") else f"/{group}/{line.removesuffix('.yaml')}"
         place, _, name = place[1:].rpartition("/")
+        if problem := program.unusable().get((place, name)):
+            return [], f"defaults: {line}: {problem}"
         known = line.startswith("_") or place.startswith("hydra") or {"@", "$", " "} & {*line}
         if known or any((folder / place / f"{name}.yaml").is_file() for folder in program.folders()):
             return [(place, name)], ""
@@ -121,12 +124,16 @@ def _taken_up(program: Program, path: Path, group: str, line: Any) -> tuple[list
     own = (folder / name for folder in (path.parent, *program.folders()[1:]))
     if {"@", "$", " "} & {*f"{name}{option}".replace(", ", ",")} or name.startswith("hydra/") or name in PRESETS:
         return [], ""
+    if not str(key).removeprefix("override ").startswith("/") and (path.parent / name).is_dir():
+        return [], ""  # a group beside the file
     if not program.is_group(name):
         there_is = any(folder.is_dir() for folder in own)
         return [], "" if there_is else f"{found}: there is no group {name}{did_you_mean(name, program.groups())}"
     if key != f"override /{name}":
         return [], f"{found}: every run has an option of {name}; use `- override /{name}: {shown(option)}`"
-    chosen = [str(one) for one in (option if isinstance(option, list) else [option])]
+    if option is None and name not in OPTIONS:
+        return [], ""
+    chosen = [str(one).removesuffix(".yaml") for one in (option if isinstance(option, list) else [option])]
     options = program.options(name)
     if wrong := [one for one in chosen if one not in options]:
         rule = f"must be one of {', '.join(options)}{did_you_mean(wrong[0] if option else '', options)}"

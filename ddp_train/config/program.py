@@ -71,7 +71,7 @@ class Program:
 
     def _files(self, group: str) -> Iterator[Path]:
         for folder in self.folders():
-            found = (folder / group).glob("*.yaml")
+            found = (folder / group).glob("[!.]*.yaml")
             yield from (path for path in found if folder == self.presets or not self._problem(group, path))
 
     def options(self, group: str) -> list[str]:
@@ -105,7 +105,11 @@ class Program:
         for path in sorted(self.own.rglob("*.y*ml")) if self.own else ():
             group = path.relative_to(self.own or "").parent.as_posix()
             meant = difflib.get_close_matches(group, groups, n=1, cutoff=CLOSE)
+            if path.name.startswith(".") or (path.suffix == ".yml" and path.with_suffix(".yaml").exists()):
+                continue  # what an editor leaves, or another program's
             if group not in groups and meant:
+                if path.stem in self.options(meant[0]):
+                    continue  # that one is chosen
                 found[meant[0], path.stem] = f"{path}: there is no group {group}; did you mean {meant[0]}?"
             elif path.suffix == ".yml" and group in groups:
                 found[group, path.stem] = f"{path}: only *.yaml is read; rename it to {path.stem}.yaml"

@@ -36,11 +36,12 @@ def named_config(path: Path) -> tuple[dict[str, Any], list[str]]:
     except (yaml.YAMLError, UnicodeDecodeError):
         return {}, [f"{found}: is not plain YAML; name the {FILE} of a run"]
     group = file.parent.name if file.parent.name in {*OPTIONS, *PRESETS} else ""
-    if sets_a_run(text) or (isinstance(values, dict) and "defaults" in values) or (group and file.name != FILE):
+    is_whole = isinstance(values, dict) and {"model", "data", "optimizer", "train"} <= values.keys()
+    if sets_a_run(text) or (isinstance(values, dict) and "defaults" in values) or (group and not is_whole):
         remedy = f"choose it by {group or PRESETS[0]}={file.stem}"
         where = "" if group else f", from {FOLDER}/{PRESETS[0]}/"
         return {}, [f"{found}: is a preset; {remedy}{where}"]
-    if not isinstance(values, dict) or not {"model", "data", "optimizer", "train"} <= values.keys():
+    if not is_whole or not isinstance(values, dict):
         return {}, [f"{found}: is no whole config; name the {FILE} of a run, or for a preset use experiment=NAME"]
     return _ground(values, file.parent), []
 

@@ -96,7 +96,9 @@ def unclosed(argument: str) -> str:
             closing.append("]})"["[{(".index(letter)])
         elif letter in "]})" and letter != (due := closing.pop()):
             return f", '{due}' is missing before '{letter}'" if due else f", '{letter}' closes nothing"
-    missing = "a quote" if quote else f"'{closing[-1]}'" if closing[-1] else ""
+    if quote:
+        return ", a quote is never closed"
+    missing = f"'{closing[-1]}'" if closing[-1] else ""
     spaces = "; put quotes around a word with spaces, for the shell" if argument.endswith(",") else ""
     return f", {missing} is missing at its end{spaces}" if missing else ""
 

@@ -37,7 +37,8 @@ class FolderSource:
         # As torchvision's ImageFolder, but for hidden folders: Jupyter leaves .ipynb_checkpoints wherever it opens one.
         self.classes = sorted(one.name for one in folder.iterdir() if one.is_dir() and not one.name.startswith("."))
         numbers = {name: number for number, name in enumerate(self.classes)}
-        samples = make_dataset(str(folder), numbers, IMG_EXTENSIONS, allow_empty=True)
+        samples = make_dataset(str(folder), numbers, IMG_EXTENSIONS, allow_empty=True) if numbers else []
+        samples = [one for one in samples if "/." not in one[0][len(str(folder)) :]]
         empty = sorted({*self.classes} - {self.classes[number] for _, number in samples})
         if empty or not samples:
             where = folder / empty[0] if empty else folder

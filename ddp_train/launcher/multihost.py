@@ -45,6 +45,10 @@ OF_A_RANGE = ("keep_alive_interval=1", "keep_alive_max_attempt=5", "last_call_ti
 """How fast hosts go on without a lost one. torchrun's defaults, 5 s x 3 and 30 s, would make it 45 s in place of 8. A
 heartbeat is compared with other hosts' clocks, so that it must not be believed dead sooner than clocks may differ
 (distributed/preflight.py)."""
+LINGER_SECONDS = 2.0
+"""How long an agent, whose host may have the store, outlives its workers after a failure that is final."""
+OF_PEERS = {70, 71}
+"""Exit codes of workers that end because others have: at once, or after launch.timeout_seconds."""
 STOPPED = (SAVED, UNSAVED)
 """Exit codes of workers that were asked to stop; in a range of hosts, perhaps since another host joins."""
 
@@ -275,7 +279,8 @@ def _watch(
             attempt, codes, _ = _read_exit_codes(exit_code_file)
             if final_by == math.inf and _is_final(config, codes):
                 final_by, attempt_that_failed = now + launch.grace_seconds, attempt
-            if final_by < math.inf and (now > min(final_by, last_seen) or attempt > attempt_that_failed):
+            final_end = min(final_by, last_seen + LINGER_SECONDS)
+            if final_by < math.inf and (now > final_end or attempt > attempt_that_failed):
                 break  # torchrun's agent would restart the workers
             is_last = _is_last(config, attempt, codes, stop)
             patience = AGENT_PATIENCE_SECONDS + (0 if hosts_at_start and is_last else launch.join_timeout_seconds)
@@ -324,11 +329,11 @@ def _exit_code(config: Config, seen: _Seen, exit_code_file: Path, stop: StopRequ
 
 def _is_final(config: Config, codes: list[int]) -> bool:
     """Whether a restart would only repeat the failure after which workers of this host have ended with these codes.
-    That of another host makes them end with 70."""
+    That of another host makes them end with one of `OF_PEERS`."""
     if any(code in FINAL for code in codes):
         return True
     with contextlib.suppress(OSError, ValueError, TypeError):  # none is reported
-        return LaunchError.exit_code in codes and failure_report.reported(Path(str(config.run_dir))).exit_code in FINAL
+        return bool(OF_PEERS & {*codes}) and failure_report.reported(Path(str(config.run_dir))).exit_code in FINAL
     return False
 
 

@@ -200,7 +200,7 @@ class Trials:
                 row |= pruned or sweep_rows.failure(run_dir)
         except ConfigError as error:
             print(error, file=sys.stderr)
-            row |= {"kind": error.kind, "reason": str(error)}
+            row |= {"kind": error.kind, "reason": str(error), "exit_code": error.exit_code}
         self.rows.append(row)
         value = sweep_rows.Scored(sweep_rows.value_of(row))
         value.row, value.is_written = row, self.writer.add(row)

@@ -30,8 +30,9 @@ def buckets_by_flops(module: nn.Module, step_flops: Callable[[], int | None], de
 
     Raises ModelError for parameters of lazy layers.
     """
-    count, gradients = ranks(), sum(one.nbytes for one in requiring_grad(module).values())
-    if count == 1 or gradients <= BUCKET_MB["large"] * 2**20:
+    count, own = ranks(), sum(one.nbytes for one in requiring_grad(module).values())
+    gradients = from_leader(own, device) if count > 1 else 0
+    if gradients <= BUCKET_MB["large"] * 2**20:
         return "one"
     flops = from_leader(step_flops(), device)
     per_byte = (flops or 0) / (2 * (count - 1) / count * gradients)  # what each sends in an all-reduce by a ring

@@ -159,7 +159,7 @@ class ModelWithTask(nn.Module):
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             if self.training or self.is_ours:
                 raise
-            what = f"the task {type(self.task).__name__} has no loss in eval mode: {type(error).__name__}: {error}"
+            what = f"loss() of the task {type(self.task).__name__} failed in eval mode: {type(error).__name__}: {error}"
             remedy = "if the model gives losses in train mode alone, return 'loss': (sum, units) from score() as well"
             raise TaskError(what, f"{remedy} (docs/tasks.md); else see the traceback in the log") from error
 

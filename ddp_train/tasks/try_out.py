@@ -43,9 +43,9 @@ def check_loss(module: ModelWithTask, batch_of: Callable[[np.ndarray], Any], sam
             found = [_numbers(module, batch_of(np.zeros(copies, dtype=np.int64))) for copies in COPIES]
             _, of_different = _numbers(module, batch_of(numbers))
             one_by_one = math.fsum(_numbers(module, batch_of(number))[1] for number in np.split(numbers, len(numbers)))
-    except LaunchError:
-        raise
-    except Exception as error:  # noqa: BLE001  a sound loss may need gradients, or train mode, or other samples
+    except Exception as error:
+        if isinstance(error, LaunchError):
+            raise
         what = f"{type(error).__name__}: {first_line(error)}"
         log.warning("%s: its loss could not be tried in eval mode: %s", key, what)
         return
@@ -86,9 +86,9 @@ def check_scores(module: ModelWithTask, batch_of: Callable[[np.ndarray], Any], s
     try:
         with undisturbed(module):
             whole, *each = (_totals(module.score(batch_of(batch))) for batch in batches)
-    except LaunchError:
-        raise
-    except Exception as error:  # noqa: BLE001  the first evaluation tells it, with its place
+    except Exception as error:
+        if isinstance(error, LaunchError) and not error.__cause__:  # else a loss of one sample, or without gradients
+            raise
         what = f"{type(error).__name__}: {first_line(error)}"
         log.warning("%s: its score could not be tried in eval mode: %s", key, what)
         return
@@ -142,11 +142,17 @@ def undisturbed(module: ModelWithTask) -> Iterator[list[str]]:
         module.train()
         for (holder, name, buffer), value in zip(before, values, strict=True):
             if buffer is not None and value is not None:
-                now = holder[name]
-                same = now is None or now.shape != value.shape or torch.equal(now.nan_to_num(), value.nan_to_num())
-                done += [] if same else [f"changes the buffer {name}"]
+                done += [f"changes the buffer {name}"] * _differs(holder.get(name), value)
                 buffer.copy_(value)
             holder[name] = buffer
+
+
+def _differs(now: Any, before: torch.Tensor) -> bool:
+    """Whether a buffer has other numbers; not if it has another size, as a cache that grows, or cannot be compared."""
+    with contextlib.suppress(RuntimeError, NotImplementedError, AttributeError):
+        one, other = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in (now, before))
+        return one.shape == other.shape and not torch.equal(one, other)
+    return False
 
 
 def _generators(gpus: list[int]) -> list[bytes]:
