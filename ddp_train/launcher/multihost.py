@@ -45,8 +45,6 @@ OF_A_RANGE = ("keep_alive_interval=1", "keep_alive_max_attempt=5", "last_call_ti
 """How fast hosts go on without a lost one. torchrun's defaults, 5 s x 3 and 30 s, would make it 45 s in place of 8. A
 heartbeat is compared with other hosts' clocks, so that it must not be believed dead sooner than clocks may differ
 (distributed/preflight.py)."""
-LINGER_SECONDS = 2.0
-"""How long an agent, whose host may have the store, outlives its workers after a failure that is final."""
 OF_PEERS = {70, 71}
 """Exit codes of workers that end because others have: at once, or after launch.timeout_seconds."""
 STOPPED = (SAVED, UNSAVED)
@@ -279,9 +277,8 @@ def _watch(
             attempt, codes, _ = _read_exit_codes(exit_code_file)
             if final_by == math.inf and _is_final(config, codes):
                 final_by, attempt_that_failed = now + launch.grace_seconds, attempt
-            final_end = min(final_by, last_seen + LINGER_SECONDS)
-            if final_by < math.inf and (now > final_end or attempt > attempt_that_failed):
-                break  # torchrun's agent would restart the workers
+            if final_by < math.inf and (now > min(final_by, last_seen) or attempt > attempt_that_failed):
+                break  # at once: the agent would restart the workers, and make those of other hosts do so
             is_last = _is_last(config, attempt, codes, stop)
             patience = AGENT_PATIENCE_SECONDS + (0 if hosts_at_start and is_last else launch.join_timeout_seconds)
             if now > min(stop_by, last_seen + patience):
