@@ -58,8 +58,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
             raise ValueError(f"{MANIFEST} does not match its sha256")
     except RecursionError:
         raise ValueError(f"{MANIFEST} is nested too deeply") from None
-    plain = {"config": dict, "files": dict, "trained": list, "data_digests": dict, "best_by": dict}
-    plain["scored_digests"] = dict
+    maps = ("config", "files", "data_digests", "scored_digests", "best_by")
+    plain = {**dict.fromkeys(maps, dict), "trained": list}
     odd = [name for name, kind in plain.items() if not isinstance(manifest.get(name, kind()), kind)]
     odd += [] if type(manifest.get("step")) is int and manifest["step"] >= 0 else ["step"]
     if odd:

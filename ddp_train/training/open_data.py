@@ -233,7 +233,7 @@ def scored_digests(sources: Splits, then: dict[str, dict[str, str]]) -> dict[str
             log.info("the %s set was not compared with that of the checkpoint: %r", name, error)
             continue
         before = then.get(name, now)
-        if before != now and digests(sets[name]) == now:  # else it draws other samples each time
+        if before != now and digests(source) == now:  # else it draws other samples each time
             what = f"{now['count']} samples, not {before.get('count')}"
             what = what if now["count"] != before.get("count") else "other samples"
             log.warning("the %s set has changed since the checkpoint: %s; scores before and after differ", name, what)
